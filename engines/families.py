@@ -1,0 +1,25 @@
+"""Hugging Face architectures we can convert, and what is particular to each. A new family is a row.
+
+Both rows map to TensorRT-LLM's LLaMAForCausalLM: pre-norm decoder, RMSNorm, rotary embedding in the
+"neox" half-split layout, gated SiLU feed-forward, optional grouped-query attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the converter must know of one HF architecture.
+
+    reduce_fusion  upstream can fuse this architecture's all-reduce with the norm after it
+    """
+
+    reduce_fusion: bool
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(reduce_fusion=True),
+    "MistralForCausalLM": Family(reduce_fusion=False),
+}

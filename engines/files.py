@@ -1,0 +1,47 @@
+"""Small file operations that more than one artefact needs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from engines.errors import InputDataError
+
+# Smaller files are copied, so that editing a linked config.json in place cannot change an artefact.
+LINK_FROM_BYTES = 1 << 20
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in `path`. Raises InputDataError naming the file for anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise InputDataError(f"{what} {path} is not JSON", why=str(error), remedy="replace it") from None
+    if not isinstance(value, dict):
+        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not an object", remedy="replace it")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` the way NVIDIA's tools do: indented by four, keys in the given order."""
+    path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
+
+
+def place(source: Path, target: Path) -> None:
+    """Give `target` the content of `source`: a hard link when large and on the same file system, else a copy."""
+    real = source.resolve()
+    if real.stat().st_size >= LINK_FROM_BYTES:
+        try:
+            os.link(real, target)
+            return
+        except OSError as error:
+            # Another file system, one without hard links, or a protected file of another user.
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise
+    shutil.copyfile(real, target)

@@ -1,0 +1,1 @@
+"""The TensorRT-LLM checkpoint format, its writer, and the engine build."""

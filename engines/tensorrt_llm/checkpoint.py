@@ -1,0 +1,291 @@
+"""The TensorRT-LLM checkpoint format for dense Llama: the one place that knows names, shapes and split rules.
+
+A checkpoint is config.json plus rank{N}.safetensors, N = pp_rank * tp_size + tp_rank. Weights are [out, in].
+The trap in the names: TensorRT-LLM computes act(fc(x)) * gate(x), so `mlp.fc` is Hugging Face's gate_proj and
+`mlp.gate` its up_proj. Layer numbers start at 0 in every pipeline stage.
+
+Rotary tables (embed_positions, rotary_inv_freq) are not written: they follow from config.json, the loader
+does not require them, and ModelOpt does not write them either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engines.base import DataType, Mapping
+from engines.errors import InputDataError, UsageError
+from engines.files import read_json
+from engines.hf_folder import ModelConfig
+
+SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
+
+_T = TypeVar("_T")
+
+
+class CheckpointError(InputDataError):
+    """A TensorRT-LLM checkpoint whose config or tensors are not what the format says."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [rows[0], rows[1]) and columns [cols[0], cols[1]) of one HF tensor; a vector has rows only."""
+
+    source: str
+    rows: tuple[int, int]
+    cols: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    pad_rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """config.json of an unquantized checkpoint, as the loaders read it."""
+
+    architecture: str
+    dtype: DataType
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_size: int
+    norm_epsilon: float
+    max_position_embeddings: int
+    rotary_base: float
+    rotary_scaling: dict[str, Any] | None
+    attn_bias: bool
+    mapping: Mapping
+    use_parallel_embedding: bool
+    embedding_sharding_dim: int
+
+
+def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
+    """Refuse a mapping the model cannot be cut into. Raises UsageError."""
+    tp = mapping.tp_size
+    if model.num_attention_heads % tp:
+        raise UsageError(f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads")
+    kv = model.num_key_value_heads
+    if kv % tp and tp % kv:
+        raise UsageError(
+            f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads",
+            why="each rank needs whole key/value heads",
+        )
+    if model.intermediate_size % tp:
+        raise UsageError(f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}")
+    if mapping.pp_size > model.num_hidden_layers:
+        raise UsageError(f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers")
+
+
+def kv_head_rows(model: ModelConfig, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Rows of k_proj or v_proj that belong to a rank; with more ranks than heads a head serves several ranks."""
+    if tp_size > model.num_key_value_heads:
+        head = tp_rank * model.num_key_value_heads // tp_size
+        return head * model.head_size, (head + 1) * model.head_size
+    return _share(model.num_key_value_heads * model.head_size, tp_size, tp_rank)
+
+
+def plan_rank(
+    model: ModelConfig,
+    mapping: Mapping,
+    *,
+    tp_rank: int,
+    pp_rank: int,
+    use_parallel_embedding: bool = False,
+    embedding_sharding_dim: int = 0,
+) -> Iterator[TensorPlan]:
+    """Every tensor of one rank file, in file order, and the HF pieces it is made of."""
+    hidden, vocab, tp = model.hidden_size, model.vocab_size, mapping.tp_size
+    stages = mapping.layers(model.num_hidden_layers)
+    if pp_rank == 0:
+        embed = "model.embed_tokens.weight"
+        name = "transformer.vocab_embedding.weight"
+        if use_parallel_embedding and embedding_sharding_dim == 0:
+            yield _vocab_rows(name, embed, vocab, hidden, tp, tp_rank)
+        elif use_parallel_embedding:
+            yield TensorPlan(name, (vocab, hidden // tp), (Piece(embed, (0, vocab), _share(hidden, tp, tp_rank)),))
+        else:
+            yield TensorPlan(name, (vocab, hidden), (Piece(embed, (0, vocab)),))
+    for local, layer in enumerate(stages[pp_rank]):
+        yield from _plan_layer(model, tp, tp_rank, f"transformer.layers.{local}.", f"model.layers.{layer}.")
+    if pp_rank == mapping.pp_size - 1:
+        yield TensorPlan("transformer.ln_f.weight", (hidden,), (Piece("model.norm.weight", (0, hidden)),))
+        # Tied models carry the head too, as a copy of the embedding: the build merges them again.
+        head = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
+        yield _vocab_rows("lm_head.weight", head, vocab, hidden, tp, tp_rank)
+
+
+def _plan_layer(model: ModelConfig, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+    hidden, ffn = model.hidden_size, model.intermediate_size
+    q_rows = _share(model.num_attention_heads * model.head_size, tp, tp_rank)
+    kv_rows = kv_head_rows(model, tp, tp_rank)
+    ffn_rows = _share(ffn, tp, tp_rank)
+    attn = theirs + "self_attn."
+    qkv = ((attn + "q_proj", q_rows), (attn + "k_proj", kv_rows), (attn + "v_proj", kv_rows))
+    qkv_out = sum(stop - start for _, (start, stop) in qkv)
+
+    yield TensorPlan(
+        ours + "input_layernorm.weight", (hidden,), (Piece(theirs + "input_layernorm.weight", (0, hidden)),)
+    )
+    yield TensorPlan(ours + "attention.qkv.weight", (qkv_out, hidden), tuple(Piece(s + ".weight", r) for s, r in qkv))
+    if model.attn_bias:
+        yield TensorPlan(ours + "attention.qkv.bias", (qkv_out,), tuple(Piece(s + ".bias", r) for s, r in qkv))
+    dense = Piece(attn + "o_proj.weight", (0, hidden), q_rows)
+    yield TensorPlan(ours + "attention.dense.weight", (hidden, q_rows[1] - q_rows[0]), (dense,))
+    if model.attn_bias:
+        # Row-parallel: whole on every rank, added once after the all-reduce.
+        yield TensorPlan(ours + "attention.dense.bias", (hidden,), (Piece(attn + "o_proj.bias", (0, hidden)),))
+    yield TensorPlan(
+        ours + "post_layernorm.weight", (hidden,), (Piece(theirs + "post_attention_layernorm.weight", (0, hidden)),)
+    )
+    mlp = theirs + "mlp."
+    yield TensorPlan(ours + "mlp.fc.weight", (ffn // tp, hidden), (Piece(mlp + "gate_proj.weight", ffn_rows),))
+    yield TensorPlan(ours + "mlp.gate.weight", (ffn // tp, hidden), (Piece(mlp + "up_proj.weight", ffn_rows),))
+    proj = Piece(mlp + "down_proj.weight", (0, hidden), ffn_rows)
+    yield TensorPlan(ours + "mlp.proj.weight", (hidden, ffn // tp), (proj,))
+
+
+def _vocab_rows(name: str, source: str, vocab: int, hidden: int, tp: int, tp_rank: int) -> TensorPlan:
+    """A vocabulary-parallel matrix: ceil(V / tp) rows a rank, the last ranks filled up with zeros."""
+    per_rank = -(-vocab // tp)
+    start = min(vocab, tp_rank * per_rank)
+    stop = min(vocab, start + per_rank)
+    return TensorPlan(name, (per_rank, hidden), (Piece(source, (start, stop)),), pad_rows=per_rank - (stop - start))
+
+
+def _share(total: int, parts: int, index: int) -> tuple[int, int]:
+    size = total // parts
+    return index * size, (index + 1) * size
+
+
+def source_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the HF folder must hold, with its shape. A tied model may carry lm_head.weight besides."""
+    hidden, ffn, d = model.hidden_size, model.intermediate_size, model.head_size
+    q_out, kv_out = model.num_attention_heads * d, model.num_key_value_heads * d
+    out: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (model.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not model.tie_word_embeddings:
+        out["lm_head.weight"] = (model.vocab_size, hidden)
+    for layer in range(model.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        attn = prefix + "self_attn."
+        out[prefix + "input_layernorm.weight"] = (hidden,)
+        out[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        for name, rows, cols in (("q_proj", q_out, hidden), ("k_proj", kv_out, hidden), ("v_proj", kv_out, hidden),
+                                 ("o_proj", hidden, q_out)):  # fmt: skip
+            out[f"{attn}{name}.weight"] = (rows, cols)
+            if model.attn_bias:
+                out[f"{attn}{name}.bias"] = (rows,)
+        out[prefix + "mlp.gate_proj.weight"] = (ffn, hidden)
+        out[prefix + "mlp.up_proj.weight"] = (ffn, hidden)
+        out[prefix + "mlp.down_proj.weight"] = (hidden, ffn)
+    return out
+
+
+def config_json(
+    model: ModelConfig,
+    dtype: DataType,
+    mapping: Mapping,
+    *,
+    use_parallel_embedding: bool = False,
+    embedding_sharding_dim: int = 0,
+) -> dict[str, Any]:
+    """The checkpoint's config.json.
+
+    `mapping` and `quantization` carry only keys every supported loader knows: an unknown key there is a
+    TypeError in TensorRT-LLM, while unknown top-level keys are accepted.
+    """
+    return {
+        "architecture": model.architecture,
+        "dtype": dtype.value,
+        "logits_dtype": "float32",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_size": model.head_size,
+        "hidden_act": model.hidden_act,
+        "norm_epsilon": model.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": model.max_position_embeddings,
+        "rotary_base": model.rotary_base,
+        "rotary_scaling": model.rotary_scaling,
+        "rotary_embedding_dim": model.head_size,
+        "use_parallel_embedding": use_parallel_embedding,
+        "embedding_sharding_dim": embedding_sharding_dim,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "qk_layernorm": False,
+        "attn_bias": model.attn_bias,
+        "mlp_bias": False,
+        "mapping": {"world_size": mapping.world_size, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+    }
+
+
+def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
+    """Read a checkpoint's config (or an engine's `pretrained_config`). Raises CheckpointError naming `where`."""
+
+    def get(key: str, kind: Callable[[Any], _T], default: Any = None) -> _T:
+        value = raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"{where} lacks {key}", remedy="convert the model again")
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"{where}: {key} is {value!r}") from None
+
+    quantization = raw.get("quantization") or {}
+    algo = quantization.get("quant_algo") or quantization.get("kv_cache_quant_algo")
+    if algo is not None:
+        raise CheckpointError(f"{where} is quantized with {algo}", why="only unquantized checkpoints are read here")
+    if get("position_embedding_type", str) != "rope_gpt_neox":
+        raise CheckpointError(f"{where}: position_embedding_type is not rope_gpt_neox, so no rotary embedding applies")
+    if get("hidden_act", str, "silu") != "silu":
+        raise CheckpointError(f"{where}: hidden_act is {raw['hidden_act']!r}, Llama's is silu")
+    split = raw.get("mapping") or {}
+    heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
+    return CheckpointConfig(
+        architecture=get("architecture", str),
+        dtype=get("dtype", DataType),
+        vocab_size=get("vocab_size", int),
+        hidden_size=hidden,
+        intermediate_size=get("intermediate_size", int),
+        num_hidden_layers=get("num_hidden_layers", int),
+        num_attention_heads=heads,
+        num_key_value_heads=get("num_key_value_heads", int, heads),
+        head_size=get("head_size", int, hidden // heads),
+        norm_epsilon=get("norm_epsilon", float, 1e-5),
+        max_position_embeddings=get("max_position_embeddings", int),
+        rotary_base=get("rotary_base", float, 10000.0),
+        rotary_scaling=raw.get("rotary_scaling"),
+        attn_bias=get("attn_bias", bool, False),
+        mapping=Mapping(tp_size=int(split.get("tp_size", 1)), pp_size=int(split.get("pp_size", 1))),
+        use_parallel_embedding=get("use_parallel_embedding", bool, False),
+        embedding_sharding_dim=get("embedding_sharding_dim", int, 0),
+    )
+
+
+def read_config(folder: Path) -> CheckpointConfig:
+    """Read a checkpoint folder's config.json. Raises CheckpointError."""
+    path = folder / "config.json"
+    return parse_config(read_json(path, "checkpoint config"), str(path))
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.safetensors"
