@@ -77,7 +77,7 @@ class BuildConfig:
     Every size has a value here: upstream's deduced ones (131072 tokens, 2048 requests) do not fit most cards.
     """
 
-    max_batch_size: int = 16
+    max_batch_size: int = 64
     max_input_len: int = 1024
     max_seq_len: int = 2048
     max_num_tokens: int = 2048

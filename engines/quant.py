@@ -71,8 +71,12 @@ def resolve_precision(requested: str, gpu: GpuSpec) -> Precision:
             why="this release writes unquantized checkpoints only",
             remedy="use --dtype bf16, fp16 or fp32",
         )
-    if requested not in FLOAT_NAMES:
-        choices = ["auto", *FLOAT_NAMES, *QUANTIZED_NAMES]
-        raise UsageError(f"unknown dtype '{requested}'", remedy=suggestion(requested, choices))
-    dtype = FLOAT_NAMES[requested]
+    dtype = parse_float(requested)
     return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason="requested")
+
+
+def parse_float(name: str) -> DataType:
+    """The unquantized type of that short or long name. Raises UsageError offering the nearest spelling."""
+    if name not in FLOAT_NAMES:
+        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *QUANTIZED_NAMES]))
+    return FLOAT_NAMES[name]

@@ -1,1 +1,7 @@
-"""The TensorRT-LLM checkpoint format, its writer, and the engine build."""
+"""The TensorRT-LLM backend: checkpoint format, its writer, and engines built by trtllm-build on an NVIDIA host."""
+
+from __future__ import annotations
+
+from engines.tensorrt_llm.build import build, check, tool_versions
+
+__all__ = ["build", "check", "tool_versions"]

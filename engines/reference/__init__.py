@@ -1,0 +1,60 @@
+"""The reference backend: its engine is the TensorRT-LLM checkpoint itself, executed by PyTorch on any machine.
+
+It exists to run exactly the bytes that trtllm-build would compile, so that a wrong split or name shows on a laptop.
+It is not TensorRT-LLM and its speed says nothing about TensorRT-LLM's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.base import BuildConfig, Checkpoint, Engine, Mapping
+from engines.errors import UsageError
+from engines.files import place, read_json, write_json
+from engines.gpu import GpuSpec
+from engines.tensorrt_llm.checkpoint import rank_file, read_config
+
+# Raised by hand when the runtime reads engines differently; `version` in the engine's config.json.
+VERSION = "reference-1"
+
+
+def tool_versions() -> dict[str, str]:
+    return {"reference": VERSION}
+
+
+def check(gpu: GpuSpec, mapping: Mapping, build: BuildConfig) -> None:
+    if build.max_beam_width != 1:
+        raise UsageError(
+            f"build.max_beam_width {build.max_beam_width} is not for the reference runtime",
+            why="it samples and has no beam search",
+            remedy="leave it at 1",
+        )
+
+
+def build(checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, log: Path) -> Engine:
+    """Lay out the checkpoint as an engine folder; rank files are linked, nothing is compiled."""
+    config = read_config(checkpoint.path)
+    for rank in range(config.mapping.world_size):
+        place(rank_file(checkpoint.path, rank), rank_file(out, rank))
+    write_json(
+        out / "config.json",
+        {
+            "version": VERSION,
+            "pretrained_config": read_json(checkpoint.path / "config.json", "checkpoint config"),
+            "build_config": {
+                "max_batch_size": build.max_batch_size,
+                "max_input_len": build.max_input_len,
+                "max_seq_len": build.max_seq_len,
+                "max_num_tokens": build.max_num_tokens,
+                "max_beam_width": build.max_beam_width,
+                "kv_cache_type": "paged",
+                "plugin_config": {
+                    "paged_kv_cache": True,
+                    "remove_input_padding": True,
+                    "use_paged_context_fmha": True,
+                    "tokens_per_block": build.tokens_per_block,
+                },
+            },
+        },
+    )
+    return Engine(path=out)

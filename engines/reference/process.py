@@ -1,0 +1,194 @@
+"""The engine process: one Runtime, fed over a local socket by the stubs that serve it. Run with `python -m`.
+
+It accepts any number of stubs, writes one message to each per step, and leaves when the last of them has gone, so
+a killed server leaves no process behind. A step that raises is reported to every stub before the process ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.errors import TrtpipeError
+from engines.reference.request import Output, Request, RequestRefused, SamplingParams
+from engines.reference.runtime import Runtime
+from engines.reference.wire import Connection
+
+# How long a new process waits for its first stub.
+FIRST_STUB_SECONDS = 60.0
+
+
+class _Stub:
+    """One connected stub and the requests it owns, under its own names for them."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.connection = connection
+        self.number = number
+        self.running: set[Any] = set()
+
+
+Event = tuple[_Stub, dict[str, Any] | None, bytes]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engines.reference.process", description=__doc__)
+    parser.add_argument("--engine", type=Path, required=True)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--options", type=json.loads, default={}, help="Runtime options as JSON")
+    args = parser.parse_args()
+    stats_period = float(args.options.pop("stats_check_period_ms", 100)) / 1000
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(args.socket))
+        listener.listen()
+        try:
+            runtime = Runtime(args.engine, **args.options)
+        except (TrtpipeError, OSError, MemoryError) as error:
+            _refuse(listener, str(error) or type(error).__name__)
+            return 1
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        threading.Thread(target=_accept, args=(listener, events), daemon=True).start()
+        return _serve(runtime, events, stats_period)
+
+
+def _refuse(listener: socket.socket, reason: str) -> None:
+    """Tell the first stub why there is no engine; it is waiting for exactly that."""
+    listener.settimeout(FIRST_STUB_SECONDS)
+    sock, _ = listener.accept()
+    Connection(sock).send({"type": "failed", "error": reason})
+
+
+def _accept(listener: socket.socket, events: queue.SimpleQueue[Event]) -> None:
+    for number in itertools.count():
+        sock, _ = listener.accept()
+        stub = _Stub(Connection(sock), number)
+        threading.Thread(target=_listen, args=(stub, events), daemon=True).start()
+
+
+def _listen(stub: _Stub, events: queue.SimpleQueue[Event]) -> None:
+    events.put((stub, {"type": "hello"}, b""))
+    while (received := stub.connection.receive()) is not None:
+        events.put((stub, *received))
+    events.put((stub, None, b""))
+
+
+def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: float) -> int:
+    """The loop: take what has arrived, run a step, send what it produced."""
+    stubs: dict[int, _Stub] = {}
+    next_stats = 0.0
+    while True:
+        try:
+            # Nothing to compute: sleep until a stub speaks, but leave when none ever does.
+            timeout = None if stubs else FIRST_STUB_SECONDS
+            batch = [] if runtime.has_work else [events.get(timeout=timeout)]
+        except queue.Empty:
+            return 0
+        while not events.empty():
+            batch.append(events.get())
+        for stub, message, blob in batch:
+            if message is None:
+                _forget(runtime, stubs, stub)
+            else:
+                _handle(runtime, stubs, stub, message, blob)
+        if not stubs:
+            return 0
+        try:
+            outputs = runtime.step() if runtime.has_work else []
+        except Exception as error:
+            for stub in stubs.values():
+                _send(stub, {"type": "failed", "error": f"the engine failed in a step: {error}"})
+            raise
+        now = time.monotonic()
+        stats = None
+        if now >= next_stats or not runtime.has_work:
+            stats, next_stats = runtime.stats(), now + stats_period
+        _publish(stubs, outputs, stats)
+
+
+def _handle(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub, message: dict[str, Any], blob: bytes) -> None:
+    kind = message["type"]
+    if kind == "hello":
+        stubs[stub.number] = stub
+        _send(stub, {"type": "ready"})
+    elif kind == "cancel":
+        runtime.cancel((stub.number, message["id"]))
+    else:
+        try:
+            runtime.submit(_request(stub, message, blob))
+            stub.running.add(message["id"])
+        except RequestRefused as error:
+            _send(stub, {"type": "refused", "id": message["id"], "error": str(error)})
+
+
+def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:
+    """A stub is gone: nobody waits for its requests any more."""
+    stubs.pop(stub.number, None)
+    for name in stub.running:
+        runtime.cancel((stub.number, name))
+
+
+def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
+    return Request(
+        id=(stub.number, message["id"]),
+        prompt=tuple(message["prompt"]),
+        max_tokens=message["max_tokens"],
+        sampling=SamplingParams(**message["sampling"]),
+        end_id=message["end_id"],
+        stop_words=tuple(tuple(word) for word in message["stop_words"]),
+        bad_words=tuple(tuple(word) for word in message["bad_words"]),
+        embedding_bias=np.frombuffer(blob, dtype=np.float32) if blob else None,
+        return_log_probs=message["return_log_probs"],
+        return_context_logits=message["return_context_logits"],
+        return_generation_logits=message["return_generation_logits"],
+    )
+
+
+def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, Any] | None) -> None:
+    for stub in stubs.values():
+        mine = [output for output in outputs if output.id[0] == stub.number]
+        if not mine and stats is None:
+            continue
+        stub.running.difference_update(output.id[1] for output in mine if output.finish)
+        blob = bytearray()
+        message: dict[str, Any] = {"type": "step", "outputs": [_entry(output, blob) for output in mine]}
+        if stats is not None:
+            message["stats"] = stats
+        _send(stub, message, bytes(blob))
+
+
+def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
+    """One output as JSON; logits go into the block of bytes as [rows, vocabulary] float32."""
+    entry: dict[str, Any] = {
+        "id": output.id[1],
+        "tokens": output.tokens,
+        "finish": output.finish,
+        "reused_blocks": output.reused_blocks,
+        "allocated_blocks": output.allocated_blocks,
+    }
+    if output.log_probs:
+        entry["log_probs"] = output.log_probs
+        entry["cum_log_prob"] = output.cum_log_prob
+    for name, logits in (("context_logits", output.context_logits), ("generation_logits", output.generation_logits)):
+        if logits is not None:
+            entry[name] = [len(blob), *logits.shape]
+            blob += np.ascontiguousarray(logits, dtype=np.float32).tobytes()
+    return entry
+
+
+def _send(stub: _Stub, message: dict[str, Any], blob: bytes = b"") -> None:
+    with contextlib.suppress(OSError):  # its listener reports the end of the connection
+        stub.connection.send(message, blob)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""The reference runtime: an engine folder, requests in, tokens out, one in-flight batch a step.
+
+It runs the files that trtllm-build would compile, with the same batching, cache and sampling rules, on any machine
+that has PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.base import BuildConfig, DataType
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.files import read_json
+from engines.reference.cache import BlockPool
+from engines.reference.model import Model, Span
+from engines.reference.request import FloatArray, Output, Request, RequestRefused
+from engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
+from engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
+from engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
+from engines.tensorrt_llm.checkpoint import CheckpointConfig, parse_config
+
+# Default size of the KV cache, unless one sequence of max_seq_len alone needs more.
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+POLICIES = ("guaranteed_no_evict", "max_utilization")
+
+
+class _Flight:
+    """What the runtime keeps of an unfinished request besides its place in the schedule."""
+
+    def __init__(self, request: Request) -> None:
+        self.sampler = Sampler(request)
+        self.cum_log_prob = 0.0
+        self.context_logits: FloatArray | None = None
+
+
+class Runtime:
+    """Runs the engine in `engine_dir`.
+
+    kv_cache_tokens         tokens the KV cache holds, rounded up to blocks. Default: max_batch_size * max_seq_len,
+                            but at most what fits 1 GiB, and at least max_seq_len
+    policy                  guaranteed_no_evict or max_utilization
+    enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
+    enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
+    compute_dtype           bfloat16, float16 or float32; default the checkpoint's
+
+    Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an option that
+    cannot be.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        *,
+        kv_cache_tokens: int | None = None,
+        policy: Policy = "guaranteed_no_evict",
+        enable_kv_cache_reuse: bool = True,
+        enable_chunked_context: bool = False,
+        compute_dtype: DataType | str | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise UsageError(f"no batch scheduler policy is called '{policy}'", remedy=suggestion(policy, POLICIES))
+        path = engine_dir / "config.json"
+        raw = read_json(path, "engine config")
+        self.config = parse_config(_section(raw, "pretrained_config", path), f"{path}: pretrained_config")
+        self.build = _build_config(_section(raw, "build_config", path), path)
+        dtype = TORCH_DTYPE[self.config.dtype if compute_dtype is None else _data_type(compute_dtype)]
+        self._chunked = enable_chunked_context
+        tokens_per_block = self.build.tokens_per_block
+        tokens = _default_tokens(self.config, self.build, dtype) if kv_cache_tokens is None else kv_cache_tokens
+        if tokens < 1:
+            raise UsageError(f"kv_cache_tokens is {tokens}", remedy="give a positive number")
+        self._pool = BlockPool(-(-tokens // tokens_per_block), tokens_per_block, enable_reuse=enable_kv_cache_reuse)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_batch_size=self.build.max_batch_size,
+            max_num_tokens=self.build.max_num_tokens,
+            policy=policy,
+            enable_chunked_context=enable_chunked_context,
+        )
+        self._model = Model(
+            self.config,
+            load_weights(engine_dir, self.config, dtype),
+            max_positions=self.build.max_seq_len,
+            num_blocks=self._pool.num_blocks,
+            tokens_per_block=tokens_per_block,
+        )
+        self._flights: dict[Hashable, _Flight] = {}
+        self._cancelled: list[Output] = []
+        self._iteration = 0
+        self._reused_blocks = 0
+        self._last_step: list[Chunk] = []
+        self._last_context: list[Chunk] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has anything to do or to tell."""
+        return bool(self._cancelled) or self._scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestRefused, with the reason, for one that can never run."""
+        reason = self._refusal(request)
+        if reason:
+            raise RequestRefused(reason)
+        self._flights[request.id] = _Flight(request)
+        self._scheduler.submit(Sequence(request))
+
+    def cancel(self, request_id: Hashable) -> None:
+        """End a request; the next step() says so. One that is unknown or finished is left alone."""
+        sequence = self._scheduler.cancel(request_id)
+        if sequence is not None:
+            flight = self._flights.pop(request_id)
+            self._cancelled.append(self._output(sequence, flight, [], finish="cancelled"))
+
+    def step(self) -> list[Output]:
+        """Run one in-flight batch; at most one output a request, none for prompts still in progress."""
+        outputs, self._cancelled = self._cancelled, []
+        chunks = self._scheduler.schedule()
+        self._last_step = chunks
+        self._last_context = [chunk for chunk in chunks if chunk.start < len(chunk.sequence.request.prompt)]
+        if not chunks:
+            return outputs
+        self._iteration += 1
+        wanted = [self._logits_wanted(chunk) for chunk in chunks]
+        spans = [
+            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.blocks, rows)
+            for c, rows in zip(chunks, wanted, strict=True)
+        ]
+        logits = self._model.forward(spans)
+        drawing: list[Sequence] = []
+        rows: list[int] = []
+        end = 0
+        for chunk, count in zip(chunks, wanted, strict=True):
+            end += count
+            if chunk.sequence.request.return_context_logits and count:
+                self._keep_context_logits(chunk, logits[end - count : end])
+            # Asked before the chunk counts as computed: the sequence grows when its token is drawn.
+            if chunk.draws:
+                drawing.append(chunk.sequence)
+                rows.append(end - 1)
+            self._scheduler.computed(chunk)
+        if drawing:
+            outputs += self._draw(logits if len(rows) == len(logits) else logits[rows], drawing)
+        return outputs
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the last step and the state after it.
+
+        active_requests      in flight                    iteration            steps run so far
+        max_requests         max_batch_size               kv_max_blocks        size of the pool
+        scheduled_requests   took part in the last step   kv_free_blocks       held by nobody
+        context_requests     of these with prompt tokens  kv_used_blocks       held by requests
+        generation_requests  of these without             kv_reused_blocks     served from the cache so far
+        total_context_tokens prompt tokens in that step   tokens_per_block
+        waiting_requests     not in flight yet            paused_requests      of these preempted ones
+        """
+        waiting = self._scheduler.waiting
+        return {
+            "iteration": self._iteration,
+            "active_requests": len(self._scheduler.running),
+            "max_requests": self.build.max_batch_size,
+            "scheduled_requests": len(self._last_step),
+            "context_requests": len(self._last_context),
+            "generation_requests": len(self._last_step) - len(self._last_context),
+            "total_context_tokens": sum(chunk.stop - chunk.start for chunk in self._last_context),
+            "waiting_requests": len(waiting),
+            "paused_requests": sum(sequence.paused for sequence in waiting),
+            "kv_max_blocks": self._pool.num_blocks,
+            "kv_free_blocks": self._pool.free,
+            "kv_used_blocks": self._pool.used,
+            "kv_reused_blocks": self._reused_blocks,
+            "tokens_per_block": self._pool.tokens_per_block,
+        }
+
+    def _refusal(self, request: Request) -> str:
+        """Why the request can never run, or nothing."""
+        build, prompt, vocab = self.build, request.prompt, self.config.vocab_size
+        length = len(prompt)
+        if request.id in self._flights:
+            return f"request {request.id!r} is still running"
+        if not prompt:
+            return "the prompt is empty"
+        if request.max_tokens < 1:
+            return f"max_tokens is {request.max_tokens}, at least 1 is needed"
+        if request.beam_width != 1:
+            return f"beam width {request.beam_width} is not possible, the reference runtime has no beam search"
+        if length > build.max_input_len:
+            return f"the prompt has {length} tokens, this engine takes {build.max_input_len} (max_input_len)"
+        if length + request.max_tokens > build.max_seq_len:
+            return (
+                f"{length} prompt tokens and max_tokens {request.max_tokens} make {length + request.max_tokens}, "
+                f"this engine takes {build.max_seq_len} (max_seq_len)"
+            )
+        if length > build.max_num_tokens and not self._chunked:
+            return (
+                f"the prompt has {length} tokens, a step of this engine takes {build.max_num_tokens} "
+                "(max_num_tokens) and chunked context is off"
+            )
+        blocks = self._scheduler.worst_case(request)
+        if blocks > self._pool.num_blocks:
+            return f"the request needs {blocks} blocks of KV cache, there are {self._pool.num_blocks}"
+        words = (*request.stop_words, *request.bad_words)
+        outside = next((t for t in (*prompt, *(t for w in words for t in w)) if not 0 <= t < vocab), None)
+        if outside is not None:
+            return f"token id {outside} is outside the vocabulary of {vocab}"
+        return _sampling_refusal(request, vocab)
+
+    def _logits_wanted(self, chunk: Chunk) -> int:
+        request = chunk.sequence.request
+        # Before the first token is out, every position of the prompt is one the caller may want.
+        if request.return_context_logits and not chunk.sequence.generated:
+            return chunk.stop - chunk.start
+        return 1 if chunk.draws else 0
+
+    def _keep_context_logits(self, chunk: Chunk, logits: torch.Tensor) -> None:
+        if chunk.sequence.generated:
+            return
+        flight = self._flights[chunk.sequence.request.id]
+        if flight.context_logits is None:
+            shape = (len(chunk.sequence.request.prompt), self.config.vocab_size)
+            flight.context_logits = np.empty(shape, dtype=np.float32)
+        flight.context_logits[chunk.start : chunk.stop] = logits.float().numpy()
+
+    def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
+        """The next token of every sequence, appended to it or ending it."""
+        flights = [self._flights[sequence.request.id] for sequence in sequences]
+        with torch.inference_mode():
+            tokens = choose(logits, [flight.sampler for flight in flights])
+            scored = [row for row, sequence in enumerate(sequences) if sequence.request.return_log_probs]
+            scores: dict[int, float] = {}
+            if scored:
+                values = log_probs(logits[scored], [tokens[row] for row in scored])
+                scores = dict(zip(scored, values, strict=True))
+        outputs: list[Output] = []
+        for row, (sequence, flight, token) in enumerate(zip(sequences, flights, tokens, strict=True)):
+            if not sequence.generated:
+                self._reused_blocks += sequence.reused
+            finish = flight.sampler.accept(token)
+            new = [] if finish == "end_id" else [token]
+            if new and row in scores:
+                flight.cum_log_prob += scores[row]
+            generation = None
+            if sequence.request.return_generation_logits:
+                generation = logits[row : row + len(new)].float().numpy()
+            log_prob = [scores[row]] if new and row in scores else []
+            outputs.append(
+                self._output(sequence, flight, new, finish=finish, log_probs=log_prob, generation_logits=generation)
+            )
+            sequence.tokens += new
+            if finish is not None:
+                self._scheduler.finish(sequence)
+                del self._flights[sequence.request.id]
+        return outputs
+
+    def _output(self, sequence: Sequence, flight: _Flight, tokens: list[int], **rest: Any) -> Output:
+        context, flight.context_logits = flight.context_logits, None
+        return Output(
+            id=sequence.request.id,
+            tokens=tokens,
+            cum_log_prob=flight.cum_log_prob,
+            reused_blocks=sequence.reused,
+            allocated_blocks=sequence.allocated,
+            context_logits=context if rest.get("finish") != "cancelled" else None,
+            **rest,
+        )
+
+
+def _sampling_refusal(request: Request, vocab: int) -> str:
+    params = request.sampling
+    if params.top_k is not None and not 0 <= params.top_k <= MAX_TOP_K:
+        return f"top_k is {params.top_k}, it must be within 0 and {MAX_TOP_K}"
+    if params.temperature is not None and not 0 <= params.temperature < float("inf"):
+        return f"temperature is {params.temperature}, it must not be negative"
+    if params.repetition_penalty is not None and not 0 < params.repetition_penalty < float("inf"):
+        return f"repetition_penalty is {params.repetition_penalty}, it must be positive"
+    for name in ("top_p", "presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if value is not None and not abs(value) < float("inf"):
+            return f"{name} is {value}"
+    if request.end_id is not None and not -1 <= request.end_id < vocab:
+        return f"end_id {request.end_id} is outside the vocabulary of {vocab}"
+    bias = request.embedding_bias
+    if bias is not None and (bias.shape != (vocab,) or bool(np.isnan(bias).any()) or bool((bias == np.inf).any())):
+        return f"embedding_bias must be {vocab} numbers below infinity, one for each token"
+    return ""
+
+
+def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    value = raw.get(name)
+    if not isinstance(value, dict):
+        raise InputDataError(f"{path} has no {name}", why="this is no engine folder", remedy="build the engine again")
+    return value
+
+
+def _build_config(raw: dict[str, Any], path: Path) -> BuildConfig:
+    plugins = raw.get("plugin_config")
+    values: dict[str, int] = {}
+    for field in dataclasses.fields(BuildConfig):
+        name = field.name
+        section = raw if name != "tokens_per_block" else plugins if isinstance(plugins, dict) else {}
+        value = section.get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputDataError(f"{path}: build_config has no usable {name}", remedy="build the engine again")
+        values[name] = value
+    try:
+        return BuildConfig(**values)
+    except UsageError as error:
+        raise InputDataError(f"{path}: {error.what}", remedy="build the engine again") from None
+
+
+def _data_type(value: DataType | str) -> DataType:
+    try:
+        return DataType(value)
+    except ValueError:
+        names = [kind.value for kind in DataType]
+        raise UsageError(f"no compute type is called '{value}'", remedy=suggestion(str(value), names)) from None
+
+
+def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype) -> int:
+    _, kv_heads = rank_heads(config)
+    per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * dtype.itemsize
+    affordable = DEFAULT_KV_CACHE_BYTES // (per_layer * config.num_hidden_layers)
+    return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, affordable))

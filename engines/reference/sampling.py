@@ -1,0 +1,211 @@
+"""Choosing tokens from logits with TensorRT-LLM's rules, for all requests of a step at once.
+
+Greedy requests without any wish cost an argmax. The rest go through bias, temperature, penalties and bans in
+TensorRT-LLM's order, and are then drawn from the sorted candidates: the first whose cumulative probability
+reaches u * top_p, u uniform in (0, 1). So top_p cuts the tail exactly at its mass, within top_k if that is set.
+
+u is a function of seed and output position alone. What else is in the batch, or being preempted, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engines.reference.request import Finish, Request
+
+# TensorRT-LLM's limit, and the candidates sorted first when there is none.
+MAX_TOP_K = 1024
+# Widths of the partial sort. Which one serves a request depends on the request alone, so equal logits at the
+# edge are never ordered by its neighbours' settings.
+_FEW = 64
+# Not infinity: a row in which everything is banned must still give a token.
+_BANNED = -3e38
+_WORD = (1 << 64) - 1
+
+
+class Sampler:
+    """The choices of one request: its settings resolved, and its tokens counted."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        params = request.sampling
+        self.end_id = request.end_id if request.end_id is not None and request.end_id >= 0 else None
+        self.min_tokens = params.min_tokens or 0
+        self.temperature = 1.0 if params.temperature is None else params.temperature
+        self.top_k = max(params.top_k or 0, 0)
+        top_p = params.top_p or 0.0
+        self.greedy = self.temperature == 0 or self.top_k == 1 or (self.top_k == 0 and top_p <= 0)
+        self.top_p = top_p if 0 < top_p < 1 else 1.0
+        if self.temperature == 0:
+            self.temperature = 1.0
+        self.repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        self.presence = params.presence_penalty or 0.0
+        self.frequency = params.frequency_penalty or 0.0
+        self.penalised = self.repetition != 1 or self.presence != 0 or self.frequency != 0
+        self.seed = params.seed or 0
+        # Token -> occurrences in the output; those of the prompt alone have 0. Kept for penalties only.
+        self.counts: dict[int, int] = dict.fromkeys(request.prompt, 0) if self.penalised else {}
+        self.generated: list[int] = []
+        # Without any of these the argmax of the raw logits is the token.
+        self._plain = self.greedy and not (self.penalised or request.bad_words or request.embedding_bias is not None)
+
+    @property
+    def raw_argmax(self) -> bool:
+        """Whether the next token is simply the most likely one."""
+        return self._plain and (self.end_id is None or len(self.generated) >= self.min_tokens)
+
+    def accept(self, token: int) -> Finish | None:
+        """Append a drawn token to the output; why it ends the request, or None. An end_id is not appended."""
+        long_enough = len(self.generated) >= self.min_tokens
+        if token == self.end_id and long_enough:
+            return "end_id"
+        self.generated.append(token)
+        if self.penalised:
+            self.counts[token] = self.counts.get(token, 0) + 1
+        if len(self.generated) >= self.min_tokens and any(_ends_in(self.generated, w) for w in self.request.stop_words):
+            return "stop_words"
+        return "length" if len(self.generated) >= self.request.max_tokens else None
+
+    def banned(self) -> list[int]:
+        """Tokens that may not come next."""
+        out: list[int] = []
+        if self.end_id is not None and len(self.generated) < self.min_tokens:
+            out.append(self.end_id)
+        for word in self.request.bad_words:
+            if word and self._follows(word[:-1]):
+                out.append(word[-1])
+        return out
+
+    def uniform(self) -> float:
+        """The draw for the next token, in (0, 1)."""
+        bits = _mix((_mix(self.seed & _WORD) + len(self.generated)) & _WORD)
+        return ((bits >> 12) + 0.5) / (1 << 52)
+
+    def _follows(self, start: Sequence[int]) -> bool:
+        """Whether prompt and output together end in `start`."""
+        count = len(start)
+        tail = self.generated[-count:] if count else []
+        missing = count - len(tail)
+        if missing:
+            tail = [*self.request.prompt[-missing:], *tail]
+        return tail == list(start)
+
+
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The next token of each request. `logits` is [requests, vocab_size] of any float type and is left as it is."""
+    special = [row for row, sampler in enumerate(samplers) if not sampler.raw_argmax]
+    tokens: list[int] = []
+    if len(special) < len(samplers):
+        tokens = logits.max(dim=-1).indices.tolist()
+    if not special:
+        return tokens
+    chosen = [samplers[row] for row in special]
+    adjusted = _adjust(logits[special].float(), chosen)
+    best = adjusted.argmax(dim=-1).tolist()
+    result = dict(zip(special, best, strict=True))
+    drawing = [index for index, sampler in enumerate(chosen) if not sampler.greedy]
+    if drawing:
+        drawn = _draw(adjusted[drawing] if len(drawing) < len(chosen) else adjusted, [chosen[i] for i in drawing])
+        result.update((special[index], token) for index, token in zip(drawing, drawn, strict=True))
+    return [result[row] if row in result else tokens[row] for row in range(len(samplers))]
+
+
+def log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+    """Log softmax of each row's token; `logits` is [len(tokens), vocab_size]."""
+    wide = logits.float()
+    picked = wide.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+    out: list[float] = (picked - wide.logsumexp(dim=-1)).tolist()
+    return out
+
+
+def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    """Bias, temperature, penalties and bans applied in place to [requests, vocab_size] float32."""
+    for row, sampler in enumerate(samplers):
+        if sampler.request.embedding_bias is not None:
+            # A copy, for the caller's array may be read-only, which torch warns of.
+            logits[row] += torch.from_numpy(np.array(sampler.request.embedding_bias, dtype=np.float32))
+    if any(sampler.temperature != 1 for sampler in samplers):
+        logits /= torch.tensor([sampler.temperature for sampler in samplers])[:, None]
+    penalised = [(row, sampler) for row, sampler in enumerate(samplers) if sampler.counts]
+    if penalised:
+        _penalise(logits, penalised)
+    rows: list[int] = []
+    columns: list[int] = []
+    for row, sampler in enumerate(samplers):
+        for token in sampler.banned():
+            rows.append(row)
+            columns.append(token)
+    if rows:
+        logits[rows, columns] = _BANNED
+    return logits.clamp_(min=_BANNED)
+
+
+def _penalise(logits: torch.Tensor, penalised: Sequence[tuple[int, Sampler]]) -> None:
+    """Only the tokens that occurred are touched, for all requests together."""
+    sizes = [len(sampler.counts) for _, sampler in penalised]
+    rows = np.repeat([row for row, _ in penalised], sizes)
+    columns = np.concatenate([np.fromiter(s.counts.keys(), np.int64, len(s.counts)) for _, s in penalised])
+    counts = np.concatenate([np.fromiter(s.counts.values(), np.float32, len(s.counts)) for _, s in penalised])
+    settings = np.array([(s.repetition, s.presence, s.frequency) for _, s in penalised], dtype=np.float32)
+    repetition, presence, frequency = torch.from_numpy(np.repeat(settings, sizes, axis=0)).unbind(dim=1)
+    where = (torch.from_numpy(rows), torch.from_numpy(columns))
+    seen = torch.from_numpy(counts)
+    values = logits[where]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    logits[where] = values - presence * (seen > 0) - frequency * seen
+
+
+def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """One token a row by inverse distribution function over the candidates, most likely first."""
+    out = [0] * len(samplers)
+    few = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_k <= _FEW]
+    many = [row for row, sampler in enumerate(samplers) if not 0 < sampler.top_k <= _FEW]
+    _pick(logits, samplers, few, _FEW, out)
+    # Unlimited rows are sorted in full only if their draw lies beyond the likeliest candidates.
+    beyond = _pick(logits, samplers, many, MAX_TOP_K, out)
+    _pick(logits, samplers, beyond, logits.shape[1], out)
+    return out
+
+
+def _pick(
+    logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int], width: int, out: list[int]
+) -> list[int]:
+    """Draw for `rows` among their `width` likeliest tokens, into `out`; the rows whose draw lies beyond those."""
+    if not rows:
+        return []
+    part = logits[rows]
+    some = [samplers[row] for row in rows]
+    width = min(width, part.shape[1])
+    values, candidates = part.topk(width, dim=-1)
+    peak = values[:, :1]
+    limits = torch.tensor([min(sampler.top_k or width, width) for sampler in some])[:, None]
+    weights = (values - peak).double().exp_().masked_fill_(torch.arange(width) >= limits, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1].clone()
+    unlimited = [index for index, sampler in enumerate(some) if not sampler.top_k]
+    if unlimited and width < part.shape[1]:
+        total[unlimited] = (part[unlimited] - peak[unlimited]).exp_().sum(dim=-1, dtype=torch.float64)
+    draws = torch.tensor([sampler.uniform() * sampler.top_p for sampler in some], dtype=torch.float64)
+    place = torch.searchsorted(cumulative, (draws * total)[:, None])
+    tokens = candidates.gather(1, torch.minimum(place, limits - 1)).squeeze(1).tolist()
+    for row, token in zip(rows, tokens, strict=True):
+        out[row] = token
+    if width == part.shape[1]:
+        return []
+    ends = place.squeeze(1).tolist()
+    return [rows[index] for index in unlimited if ends[index] >= width]
+
+
+def _ends_in(tokens: list[int], word: tuple[int, ...]) -> bool:
+    return bool(word) and len(word) <= len(tokens) and tuple(tokens[-len(word) :]) == word
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64: neighbouring inputs give unrelated 64-bit outputs."""
+    value = (value + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)

@@ -1,0 +1,218 @@
+"""In-flight batching: which tokens of which requests go into the next step.
+
+Requests join and leave between steps. First come, first served: `running` and `waiting` are both in order of
+arrival, and everything running arrived before everything waiting, so nobody starves. In a step requests that
+decode come first (one token each), then prompts in progress, then new prompts while budget and blocks last.
+
+A request's tokens are its prompt and what it has generated; `computed` of them are in the KV cache. Being
+preempted only sets `computed` back to 0: the tokens stay, are computed again like a longer prompt, and the next
+token is drawn as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Literal, NamedTuple
+
+from engines.reference.cache import ROOT, BlockPool, chain_digest
+from engines.reference.request import Request
+
+Policy = Literal["guaranteed_no_evict", "max_utilization"]
+
+
+class Sequence:
+    """A request on its way: its tokens so far, and the blocks that hold the computed ones."""
+
+    __slots__ = ("allocated", "blocks", "computed", "digests", "paused", "published", "request", "reused", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.computed = 0
+        self.blocks: list[int] = []
+        # Keys of the full blocks of `tokens`, made when first needed.
+        self.digests: list[bytes] = []
+        # Leading blocks whose content others may find.
+        self.published = 0
+        self.reused = 0
+        self.allocated = 0
+        self.paused = False
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.tokens) - self.computed
+
+
+class Chunk(NamedTuple):
+    """Tokens [start, stop) of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the chunk reaches the sequence's end, so that a new token follows from it."""
+        return self.stop == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """Chooses each step's chunks and moves the blocks of `pool` accordingly.
+
+    guaranteed_no_evict  a request starts only when the blocks it may ever need, and those that all running ones
+                         may still need, are there
+    max_utilization      a request starts when the blocks for its present tokens are there; when a running one
+                         finds no block for its next token the youngest is preempted
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_size: int,
+        max_num_tokens: int,
+        policy: Policy = "guaranteed_no_evict",
+        enable_chunked_context: bool = False,
+    ) -> None:
+        self.pool = pool
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self._max_batch_size = max_batch_size
+        self._max_num_tokens = max_num_tokens
+        self._no_evict = policy == "guaranteed_no_evict"
+        self._chunked = enable_chunked_context
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def worst_case(self, request: Request) -> int:
+        """Blocks the request holds at the end if it runs to max_tokens: its last token is never computed."""
+        return self.pool.blocks_for(len(request.prompt) + request.max_tokens - 1)
+
+    def submit(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step, those of one token first. Every chunk must be passed to `computed` afterwards."""
+        chunks: list[Chunk] = []
+        preempted = False
+        for sequence in list(self.running):
+            # Taken from the tail, so that a preempted one is met here only after the one it made room for.
+            if sequence.paused or sequence.remaining != 1:
+                continue
+            wanted = self.pool.blocks_for(len(sequence.tokens))
+            while len(sequence.blocks) < wanted and self.pool.free == 0 and not sequence.paused:
+                self._preempt(self.running[-1])
+                preempted = True
+            if not sequence.paused:
+                self._grow(sequence, wanted)
+                chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
+        budget = self._max_num_tokens - len(chunks)
+        for sequence in self.running:
+            if sequence.remaining > 1 and budget > 0:
+                count = min(sequence.remaining, budget)
+                chunks.append(Chunk(sequence, sequence.computed, sequence.computed + count))
+                budget -= count
+        if not preempted:
+            self._admit(chunks, budget)
+        return chunks
+
+    def computed(self, chunk: Chunk) -> None:
+        """Note that a chunk is in the KV cache, and publish the blocks it filled."""
+        sequence, pool = chunk.sequence, self.pool
+        sequence.computed = chunk.stop
+        if pool.enable_reuse:
+            full = sequence.computed // pool.tokens_per_block
+            self._make_digests(sequence, full)
+            for index in range(sequence.published, full):
+                pool.publish(sequence.blocks[index], sequence.digests[index])
+            sequence.published = full
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a running sequence out and free its blocks."""
+        self.running.remove(sequence)
+        self._free(sequence)
+
+    def cancel(self, request_id: Hashable) -> Sequence | None:
+        """Take a sequence out wherever it is; None when it is nowhere."""
+        for sequence in self.running:
+            if sequence.request.id == request_id:
+                self.finish(sequence)
+                return sequence
+        for sequence in self.waiting:
+            if sequence.request.id == request_id:
+                self.waiting.remove(sequence)
+                return sequence
+        return None
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        # Blocks that the running ones may still take.
+        promised = 0
+        if self._no_evict:
+            promised = sum(self.worst_case(s.request) - len(s.blocks) for s in self.running)
+        while self.waiting and budget > 0 and len(self.running) < self._max_batch_size:
+            sequence = self.waiting[0]
+            shared = self._reusable(sequence)
+            start = len(shared) * self.pool.tokens_per_block
+            remaining = len(sequence.tokens) - start
+            # Unchunked, only a resumed sequence can have outgrown a whole step; it has to go in parts.
+            if remaining > budget and not (self._chunked or remaining > self._max_num_tokens):
+                return
+            present = self.pool.blocks_for(len(sequence.tokens))
+            lasting = self.worst_case(sequence.request) if self._no_evict else present
+            # A shared block that nobody holds counts as free now and will not after.
+            needed = lasting - sum(1 for block in shared if self.pool.holders(block))
+            if needed > self.pool.free - promised:
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            self.pool.share(shared)
+            sequence.blocks = shared
+            sequence.computed = start
+            sequence.published = len(shared)
+            if not sequence.paused:
+                sequence.reused = len(shared)
+            sequence.paused = False
+            self._grow(sequence, present)
+            promised += lasting - present
+            count = min(remaining, budget)
+            chunks.append(Chunk(sequence, start, start + count))
+            budget -= count
+
+    def _reusable(self, sequence: Sequence) -> list[int]:
+        """Cached blocks of the sequence's start, leaving at least its last token to compute."""
+        # Reused tokens are not computed, so they have no logits to return.
+        if not self.pool.enable_reuse or (sequence.request.return_context_logits and not sequence.generated):
+            return []
+        full = (len(sequence.tokens) - 1) // self.pool.tokens_per_block
+        self._make_digests(sequence, full)
+        return self.pool.match(sequence.digests[:full])
+
+    def _make_digests(self, sequence: Sequence, count: int) -> None:
+        digests, size = sequence.digests, self.pool.tokens_per_block
+        for index in range(len(digests), count):
+            parent = digests[-1] if digests else ROOT
+            digests.append(chain_digest(parent, sequence.tokens[index * size : (index + 1) * size]))
+
+    def _grow(self, sequence: Sequence, wanted: int) -> None:
+        while len(sequence.blocks) < wanted:
+            sequence.blocks.append(self.pool.allocate())
+            sequence.allocated += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.finish(sequence)
+        sequence.computed = 0
+        sequence.published = 0
+        sequence.paused = True
+        self.waiting.appendleft(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []

@@ -1,0 +1,174 @@
+"""The rank files of a checkpoint or engine as tensors: mapped, not read, and checked against the config.
+
+A tensor shares its memory with the page cache; only a cast to another compute type copies it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engines.base import DataType
+from engines.safetensors_file import ITEMSIZE, read_header
+from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, CheckpointConfig, CheckpointError, rank_file
+
+TORCH_DTYPE = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT32: torch.float32,
+}
+# Tables that TensorRT-LLM's own converter stores beside the weights; they follow from the config.
+ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
+EMBEDDING = "transformer.vocab_embedding.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """One rank's part of one layer; h hidden, q query and kv key/value features of the rank, f of its mlp."""
+
+    input_norm: torch.Tensor  # [h]
+    qkv: torch.Tensor  # [q + 2 kv, h]
+    qkv_bias: torch.Tensor | None  # [q + 2 kv]
+    dense: torch.Tensor  # [h, q]
+    dense_bias: torch.Tensor | None  # [h], whole on every rank
+    post_norm: torch.Tensor  # [h]
+    fc: torch.Tensor  # [f, h], the activated branch
+    gate: torch.Tensor  # [f, h]
+    proj: torch.Tensor  # [h, f]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model: `layers[layer][tp_rank]`; embedding and head by tp_rank, or one part when not sharded."""
+
+    embedding: tuple[torch.Tensor, ...]
+    layers: tuple[tuple[LayerShard, ...], ...]
+    final_norm: torch.Tensor
+    head: tuple[torch.Tensor, ...]
+
+
+def expected_shapes(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a rank file, by name; the same for every rank of a pipeline stage."""
+    tp, hidden, ffn = config.mapping.tp_size, config.hidden_size, config.intermediate_size
+    heads, kv_heads = rank_heads(config)
+    q_out = heads * config.head_size
+    qkv_out = q_out + 2 * kv_heads * config.head_size
+    rows = -(-config.vocab_size // tp)
+    out: dict[str, tuple[int, ...]] = {}
+    if pp_rank == 0:
+        if not config.use_parallel_embedding:
+            out[EMBEDDING] = (config.vocab_size, hidden)
+        elif config.embedding_sharding_dim == 0:
+            out[EMBEDDING] = (rows, hidden)
+        else:
+            out[EMBEDDING] = (config.vocab_size, hidden // tp)
+    for layer in range(len(config.mapping.layers(config.num_hidden_layers)[pp_rank])):
+        prefix = f"transformer.layers.{layer}."
+        out[prefix + "input_layernorm.weight"] = (hidden,)
+        out[prefix + "attention.qkv.weight"] = (qkv_out, hidden)
+        out[prefix + "attention.dense.weight"] = (hidden, q_out)
+        if config.attn_bias:
+            out[prefix + "attention.qkv.bias"] = (qkv_out,)
+            out[prefix + "attention.dense.bias"] = (hidden,)
+        out[prefix + "post_layernorm.weight"] = (hidden,)
+        out[prefix + "mlp.fc.weight"] = (ffn // tp, hidden)
+        out[prefix + "mlp.gate.weight"] = (ffn // tp, hidden)
+        out[prefix + "mlp.proj.weight"] = (hidden, ffn // tp)
+    if pp_rank == config.mapping.pp_size - 1:
+        out["transformer.ln_f.weight"] = (hidden,)
+        out[HEAD] = (rows, hidden)
+    return out
+
+
+def rank_heads(config: CheckpointConfig) -> tuple[int, int]:
+    """Query heads and key/value heads of one tensor-parallel rank."""
+    tp = config.mapping.tp_size
+    return config.num_attention_heads // tp, -(-config.num_key_value_heads // tp)
+
+
+def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype) -> Weights:
+    """Map all rank files of `folder` and give every tensor the type `dtype`.
+
+    Raises CheckpointError for a missing, unexpected or misshapen tensor, SafetensorsError for a damaged file.
+    """
+    mapping = config.mapping
+    stages = [
+        [
+            _load_rank(rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)), config, pp_rank, dtype)
+            for tp_rank in range(mapping.tp_size)
+        ]
+        for pp_rank in range(mapping.pp_size)
+    ]
+    layers = [
+        tuple(_layer(tensors, f"transformer.layers.{layer}.", config.attn_bias) for tensors in stage)
+        for stage, owned in zip(stages, mapping.layers(config.num_hidden_layers), strict=True)
+        for layer in range(len(owned))
+    ]
+    first, last = stages[0], stages[-1]
+    embedding = tuple(tensors[EMBEDDING] for tensors in (first if config.use_parallel_embedding else first[:1]))
+    if all(HEAD in tensors for tensors in last):
+        head = tuple(tensors[HEAD] for tensors in last)
+    elif any(HEAD in tensors for tensors in last):
+        raise CheckpointError(f"tensor '{HEAD}' is in some rank files of {folder} and missing from others")
+    elif config.use_parallel_embedding and config.embedding_sharding_dim == 1:
+        head = (torch.cat(embedding, dim=1),)
+    else:
+        head = embedding
+    return Weights(embedding, tuple(layers), last[0]["transformer.ln_f.weight"], head)
+
+
+def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    header = read_header(path)
+    expected = expected_shapes(config, pp_rank=pp_rank)
+    for name, shape in expected.items():
+        entry = header.tensors.get(name)
+        if entry is None:
+            # A tied model may leave it out: the embedding serves.
+            if name == HEAD:
+                continue
+            raise CheckpointError(f"tensor '{name}' is missing from {path}", remedy="convert the model again")
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"tensor '{name}' in {path} has shape {list(entry.shape)}", why=f"config.json implies {list(shape)}"
+            )
+        if entry.dtype != SAFETENSORS_DTYPE[config.dtype]:
+            raise CheckpointError(
+                f"tensor '{name}' in {path} has dtype {entry.dtype}", why=f"config.json says {config.dtype.value}"
+            )
+    extra = sorted(header.tensors.keys() - expected.keys() - ROTARY_TABLES)
+    if extra:
+        raise CheckpointError(f"tensor '{extra[0]}' in {path} has no place in this model")
+    with path.open("rb") as file:
+        # Copy on write: torch warns of read-only memory, and nothing ever writes.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    stored = TORCH_DTYPE[config.dtype]
+    out: dict[str, torch.Tensor] = {}
+    for name in expected.keys() & header.tensors.keys():
+        entry = header.tensors[name]
+        if entry.offset % ITEMSIZE[entry.dtype]:
+            # The format does not promise alignment, but torch's kernels expect it.
+            raw = bytearray(data[entry.offset : entry.offset + entry.nbytes])
+            flat = torch.frombuffer(raw, dtype=stored)
+        else:
+            flat = torch.frombuffer(data, dtype=stored, count=prod(entry.shape), offset=entry.offset)
+        out[name] = flat.view(entry.shape).to(dtype)
+    return out
+
+
+def _layer(tensors: dict[str, torch.Tensor], prefix: str, attn_bias: bool) -> LayerShard:
+    return LayerShard(
+        input_norm=tensors[prefix + "input_layernorm.weight"],
+        qkv=tensors[prefix + "attention.qkv.weight"],
+        qkv_bias=tensors[prefix + "attention.qkv.bias"] if attn_bias else None,
+        dense=tensors[prefix + "attention.dense.weight"],
+        dense_bias=tensors[prefix + "attention.dense.bias"] if attn_bias else None,
+        post_norm=tensors[prefix + "post_layernorm.weight"],
+        fc=tensors[prefix + "mlp.fc.weight"],
+        gate=tensors[prefix + "mlp.gate.weight"],
+        proj=tensors[prefix + "mlp.proj.weight"],
+    )

@@ -1,0 +1,50 @@
+"""Messages between the engine process and Triton's stubs: JSON and an optional block of bytes, length-prefixed.
+
+Standard library only: this file is copied beside the Triton backend that speaks to the engine process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+_PREFIX = struct.Struct("!II")
+
+
+class Connection:
+    """One end of a stream socket. `send` may be called from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._incoming = sock.makefile("rb", buffering=1 << 16)
+
+    def send(self, message: dict[str, Any], blob: bytes = b"") -> None:
+        """Raises OSError when the other end is gone."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        with self._sending:
+            self._socket.sendall(_PREFIX.pack(len(text), len(blob)) + text + blob)
+
+    def receive(self) -> tuple[dict[str, Any], bytes] | None:
+        """The next message and its bytes; None when the other end is gone."""
+        try:
+            prefix = self._incoming.read(_PREFIX.size)
+            if len(prefix) < _PREFIX.size:
+                return None
+            text_length, blob_length = _PREFIX.unpack(prefix)
+            text = self._incoming.read(text_length)
+            blob = self._incoming.read(blob_length)
+        except (OSError, ValueError):
+            return None
+        if len(text) < text_length or len(blob) < blob_length:
+            return None
+        return json.loads(text), blob
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

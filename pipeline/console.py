@@ -1,0 +1,145 @@
+"""The only module that prints. Progress and complaints go to stderr, results to stdout, so that pipes stay clean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+    from pipeline.bench.options import Progress as BenchProgress
+    from pipeline.bench.report import BenchReport
+    from pipeline.runner import StageResult
+
+    Progress = Callable[[int, int], None]
+
+
+def out() -> RichConsole:
+    """Standard output; rich is imported here because `--help` must not wait for it."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def err() -> RichConsole:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def error(line: str) -> None:
+    err().print(f"error: {line}", style="red", markup=False)
+
+
+def note(line: str) -> None:
+    err().print(line, style="dim", markup=False)
+
+
+def result(line: str) -> None:
+    out().print(line, markup=False)
+
+
+def result_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def text(piece: str) -> None:
+    """Streamed text, as it arrives."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = ()) -> None:
+    """A plain table on stdout; `numeric` columns are set to the right. None shows as a dash."""
+    from rich.table import Table
+
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*("-" if cell is None else str(cell) for cell in row))
+    console = out()
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width: do not fold what a program or a log will read
+    console.print(grid)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000: 325.7 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+class BuildReporter:
+    """A line per stage: what is done or reused, and why; bytes and rate while a long one runs."""
+
+    def __init__(self) -> None:
+        self._console = err()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Progress]:
+        start = time.monotonic()
+        if not self._console.is_terminal:
+            self._console.print(f"{name:<9} running  ({reason})", markup=False)
+            yield lambda done, total: None
+            return
+        with self._console.status(f"{name:<9} running  ({reason})") as status:
+
+            def progress(done: int, total: int) -> None:
+                seconds = max(time.monotonic() - start, 1e-9)
+                status.update(f"{name:<9} running  {size(done)} of {size(total)}, {size(done / seconds)}/s  ({reason})")
+
+            yield progress
+
+    def finished(self, result: StageResult) -> None:
+        manifest = result.artefact.manifest
+        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
+        self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})", markup=False)
+
+    def note(self, text: str) -> None:
+        note(text)
+
+
+def bench_table(report: BenchReport) -> None:
+    """One row per protocol and concurrency; times in milliseconds as p50/p90/p99."""
+
+    def spread(row: dict[str, Any], key: str) -> str | None:
+        points = [row[f"{key}_{point}"] for point in ("p50", "p90", "p99")]
+        return None if None in points else "/".join(f"{value:.1f}" for value in points)
+
+    def rate(value: float | None) -> str | None:
+        return None if value is None else f"{value:.1f}"
+
+    rows = [
+        (
+            *(row[key] for key in ("protocol", "concurrency", "requests", "failed")),
+            *(spread(row, key) for key in ("ttft", "itl", "tpot", "e2e")),
+            rate(row["tokens_per_s"]),
+            rate(row["requests_per_s"]),
+        )
+        for row in report.rows()
+    ]
+    times = ("TTFT ms", "ITL ms", "TPOT ms", "latency ms")
+    columns = ("protocol", "concurrent", "requests", "failed", *times, "tokens/s", "requests/s")
+    table(columns, rows, numeric=columns[1:])
+
+
+@contextlib.contextmanager
+def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
+    """A line that follows a benchmark; silent where stderr is no terminal."""
+    console = err()
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with console.status("connecting") as status:
+        yield lambda at: status.update(
+            f"{at.protocol} x{at.concurrency}: {at.done} of {at.total or 'as many as fit'}, {at.failed} failed"
+        )

@@ -1,0 +1,65 @@
+"""Exceptions of Python and of libraries -> one of our five classes, so that each gets its line and exit code.
+
+One ordered table: the first row that fits counts. What fits none is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from engines.errors import HostError, TrtpipeError
+
+_Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
+
+
+def _errno(*numbers: int) -> Callable[[BaseException], bool]:
+    return lambda error: isinstance(error, OSError) and error.errno in numbers
+
+
+def _named(error: BaseException) -> str:
+    filename = getattr(error, "filename", None)
+    return f"{filename}: " if filename else ""
+
+
+ROWS: tuple[_Row, ...] = (
+    (
+        OSError,
+        _errno(errno.ENOSPC, errno.EDQUOT),
+        lambda error: HostError(
+            f"{_named(error)}the disk is full",
+            why=str(getattr(error, "strerror", "")),
+            remedy="free some space (`trtpipe gc` drops artefacts no run uses), or set TRTPIPE_HOME to a larger disk",
+        ),
+    ),
+    (
+        OSError,
+        _errno(errno.EACCES, errno.EPERM, errno.EROFS),
+        lambda error: HostError(
+            f"{_named(error)}{getattr(error, 'strerror', error)}",
+            remedy="check the permissions, or set TRTPIPE_HOME to a folder of yours",
+        ),
+    ),
+    (
+        OSError,
+        _errno(errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        lambda error: HostError(f"{_named(error)}{getattr(error, 'strerror', error)}"),
+    ),
+    (
+        MemoryError,
+        lambda error: True,
+        lambda error: HostError(
+            "this machine has not enough memory", remedy="close other programs or use a larger one"
+        ),
+    ),
+)
+
+
+def translate(error: BaseException) -> TrtpipeError | None:
+    """Our word for `error`; None for one we do not know."""
+    if isinstance(error, TrtpipeError):
+        return error
+    for kind, applies, ours in ROWS:
+        if isinstance(error, kind) and applies(error):
+            return ours(error)
+    return None

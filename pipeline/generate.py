@@ -1,0 +1,98 @@
+"""One streamed generation from a running server, over gRPC."""
+
+from __future__ import annotations
+
+import queue
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engines.errors import HostError, StageFailed
+
+# How long a server may be silent between two pieces of text.
+SILENCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling options under the names of the ensemble's inputs; None leaves one to the server."""
+
+    max_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_words: tuple[str, ...] = ()
+
+
+TYPES = {
+    "max_tokens": "INT32",
+    "temperature": "FP32",
+    "top_k": "INT32",
+    "top_p": "FP32",
+    "repetition_penalty": "FP32",
+    "seed": "UINT64",
+}
+
+
+def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str = "ensemble") -> Iterator[str]:
+    """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
+
+    Raises HostError when the server cannot be reached or goes away, StageFailed with its words when it refuses.
+    """
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+    client = InferenceServerClient(grpc_url)
+    try:
+        client.start_stream(callback=lambda result, error: arrived.put((result, error)))
+        # The id lets the ensemble's postprocessing continue the text of this very stream.
+        client.async_stream_infer(
+            model, _inputs(prompt, sampling), request_id=uuid.uuid4().hex, enable_empty_final_response=True
+        )
+        while True:
+            try:
+                result, error = arrived.get(timeout=SILENCE_SECONDS)
+            except queue.Empty:
+                raise StageFailed(f"the server at {grpc_url} has been silent for {SILENCE_SECONDS:.0f} s") from None
+            if error is not None:
+                raise _explain(grpc_url, error)
+            text = result.as_numpy("text_output")
+            if text is not None:
+                yield "".join(piece.decode("utf-8") for piece in text.reshape(-1))
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                return
+    finally:
+        client.stop_stream(cancel_requests=True)
+        client.close()
+
+
+def _inputs(prompt: str, sampling: Sampling) -> list[Any]:
+    import numpy as np
+    from tritonclient.grpc import InferInput
+    from tritonclient.utils import triton_to_np_dtype
+
+    def tensor(name: str, kind: str, values: list[Any]) -> Any:
+        item = InferInput(name, [1, len(values)], kind)
+        dtype = np.object_ if kind == "BYTES" else triton_to_np_dtype(kind)
+        item.set_data_from_numpy(np.array([values], dtype=dtype))
+        return item
+
+    inputs = [tensor("text_input", "BYTES", [prompt.encode("utf-8")]), tensor("stream", "BOOL", [True])]
+    for name, kind in TYPES.items():
+        value = getattr(sampling, name)
+        if value is not None:
+            inputs.append(tensor(name, kind, [value]))
+    if sampling.stop_words:
+        inputs.append(tensor("stop_words", "BYTES", [word.encode("utf-8") for word in sampling.stop_words]))
+    return inputs
+
+
+def _explain(grpc_url: str, error: Any) -> HostError | StageFailed:
+    status, message = str(error.status() or ""), str(error.message())
+    if "UNAVAILABLE" in status:
+        return HostError(f"the server at {grpc_url} cannot be reached", why=message, remedy="run `trtpipe serve`")
+    return StageFailed("the server refused the request", why=message)

@@ -1,0 +1,120 @@
+"""Hugging Face repositories: a moving revision pinned to a commit, and only the files we need downloaded.
+
+`HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` are huggingface_hub's own and work as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError, InputDataError, UsageError
+from engines.hf_folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
+
+WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
+WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def resolve_commit(repo_id: str, revision: str) -> str:
+    """The commit a branch or tag names now; the last known one when the hub may not be asked (offline)."""
+    if COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    with _explained(repo_id, revision):
+        if constants.is_offline_mode():
+            folder = snapshot_download(repo_id, revision=revision, allow_patterns=["config.json"])
+            return Path(folder).name
+        commit = HfApi().model_info(repo_id, revision=revision).sha
+    if commit is None:
+        raise InputDataError(f"the hub names no commit for {repo_id}@{revision}")
+    return commit
+
+
+def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) -> Path:
+    """The folder of that commit in the Hugging Face cache, completed if need be; an interrupted transfer resumes."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    with _explained(repo_id, commit):
+        if not constants.is_offline_mode():
+            _require_safetensors(repo_id, HfApi().list_repo_files(repo_id, revision=commit))
+        return Path(
+            snapshot_download(repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress))
+        )
+
+
+def _require_safetensors(repo_id: str, files: list[str]) -> None:
+    if any(fnmatch.fnmatch(name, pattern) for name in files for pattern in WEIGHTS):
+        return
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        raise InputDataError(
+            f"{repo_id} has only pickle weights ({pickles[0]})",
+            why="a pickle can run code when it is loaded",
+            remedy="choose a revision or repository with safetensors",
+        )
+    raise InputDataError(f"{repo_id} has no weights", why=f"no file matches {' or '.join(WEIGHTS)}")
+
+
+@contextlib.contextmanager
+def _explained(repo_id: str, revision: str) -> Iterator[None]:
+    """Turn huggingface_hub's and httpx's exceptions into one line with a remedy."""
+    import httpx
+    from huggingface_hub import errors
+
+    where = f"{repo_id}@{revision}"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise HostError(
+            f"{repo_id} is gated",
+            why="its licence must be accepted and a token sent",
+            remedy="accept it on the model's page, then set HF_TOKEN or run `hf auth login`",
+        ) from None
+    except errors.RepositoryNotFoundError:
+        hint = (
+            "check the spelling" if os.environ.get("HF_TOKEN") else "check the spelling; if it is private, set HF_TOKEN"
+        )
+        raise UsageError(f"the hub has no model repository {repo_id}", remedy=hint) from None
+    except (errors.RevisionNotFoundError, errors.RevisionResolutionError):
+        raise UsageError(f"{repo_id} has no revision {revision}", remedy="pass a branch, tag or commit") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        raise HostError(
+            f"{where} is not in the local Hugging Face cache and the hub cannot be asked",
+            why="HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no connection",
+            remedy="download it while online, or pass a local folder as --model",
+        ) from None
+    except (errors.HfHubHTTPError, httpx.HTTPError) as error:
+        raise HostError(
+            f"the hub did not deliver {where}",
+            why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            remedy="check the connection and HF_ENDPOINT; a second try resumes",
+        ) from None
+    except errors.HFValidationError as error:
+        raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
+
+
+def _reporter(progress: Callable[[int, int], None]) -> Any:
+    """A tqdm class that draws nothing and reports the bytes on disk to `progress`."""
+    from tqdm import tqdm
+
+    class Reporter(tqdm):  # type: ignore[misc]  # untyped
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            kwargs.update(file=open(os.devnull, "w"), disable=False)  # noqa: PTH123, SIM115
+            kwargs.pop("name", None)
+            super().__init__(*args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            changed: bool | None = super().update(n)
+            if self._counts:
+                progress(int(self.n), int(self.total or 0))
+            return changed
+
+    return Reporter

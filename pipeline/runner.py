@@ -1,0 +1,225 @@
+"""The loop: for each stage, reuse what is whole and current, or run it and say why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from pipeline.manifest import Record, differences
+from pipeline.plan import Plan
+from pipeline.stages import STAGES, Job, Stage
+from pipeline.store import Artefact, Store
+
+RUNS = Path("runs")
+# Name of each stage's artefact in the run folder.
+LINKS = {"download": "model", "convert": "checkpoint", "build": "engine", "package": "repository"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """How one stage was satisfied: `reused` or made now, and why."""
+
+    stage: str
+    reused: bool
+    reason: str
+    artefact: Artefact
+
+
+class Reporter(Protocol):
+    """What the runner tells a person while it works."""
+
+    def stage(self, name: str, reason: str) -> contextlib.AbstractContextManager[Any]:
+        """A stage starts to run; the value is called with (bytes done, bytes in all)."""
+
+    def finished(self, result: StageResult) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def execute(
+    plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
+    keep_failed: bool = False,
+) -> list[StageResult]:  # fmt: skip
+    """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
+
+    Raises TrtpipeError; what was finished before a failure is kept.
+    """
+    run = RunFolder.of(plan.target)
+    run.start(plan, store)
+    results: dict[str, StageResult] = {}
+    for stage in stages_until(until):
+        inputs = {name: results[name].artefact for name in stage.inputs}
+        result = _satisfy(stage, plan, inputs, store, reporter, run, verify=verify, keep_failed=keep_failed)
+        results[stage.name] = result
+        run.update(stage.name, result.artefact)
+        reporter.finished(result)
+    return list(results.values())
+
+
+def stages_until(until: str | None) -> tuple[Stage, ...]:
+    names = [stage.name for stage in STAGES]
+    if until is None:
+        return STAGES
+    if until not in names:
+        raise UsageError(f"unknown stage '{until}'", remedy=suggestion(until, names))
+    return STAGES[: names.index(until) + 1]
+
+
+def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store) -> Record:
+    """The record this plan asks for; `inputs` are content digests of the stages it reads."""
+    settings = stage.settings(plan)
+    return Record(
+        stage=stage.name,
+        stage_version=stage.version,
+        inputs={**stage.sources(settings, store.digests), **inputs},
+        settings=stage.hashed(settings),
+        tools=stage.tools(settings),
+    )
+
+
+def _satisfy(
+    stage: Stage, plan: Plan, inputs: dict[str, Artefact], store: Store, reporter: Reporter, run: RunFolder,
+    *, verify: bool, keep_failed: bool,
+) -> StageResult:  # fmt: skip
+    digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
+    record = wanted_record(stage, plan, digests, store)
+    found = store.find(record, verify=verify)
+    if found is not None:
+        return StageResult(stage=stage.name, reused=True, reason="same inputs and settings", artefact=found)
+    with store.locked(record, lambda: reporter.note(f"{stage.name}: another process is making it, waiting")):
+        found = store.find(record, verify=verify)
+        if found is not None:
+            return StageResult(stage=stage.name, reused=True, reason="made by another process", artefact=found)
+        damage = store.set_aside(record)
+        reason = f"damaged: {damage}" if damage else why(run.last(stage.name), record)
+        log = store.log_path(record)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with reporter.stage(stage.name, reason) as progress:
+
+            def work(out: Path) -> dict[str, Any]:
+                return stage.run(
+                    Job(
+                        settings=stage.settings(plan),
+                        inputs={name: artefact.path for name, artefact in inputs.items()},
+                        out=out,
+                        log=log,
+                        progress=progress,
+                    )
+                )
+
+            artefact = store.make(record, work, keep_failed=keep_failed)
+        return StageResult(stage=stage.name, reused=False, reason=reason, artefact=artefact)
+
+
+def why(last: Record | None, wanted: Record) -> str:
+    """Why a stage must run, from the record it ran with the last time in this run folder."""
+    if last is None:
+        return "first run"
+    return ", ".join(differences(last, wanted)) or "its artefact is gone"
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """For `status`: current, stale or missing, and why."""
+
+    stage: str
+    state: str
+    reason: str
+    path: Path | None
+
+
+def status(plan: Plan, store: Store) -> list[StageStatus]:
+    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it."""
+    run = RunFolder.of(plan.target)
+    out: list[StageStatus] = []
+    known: dict[str, str] = {}
+    for stage in STAGES:
+        stale = [name for name in stage.inputs if name not in known]
+        if stale:
+            out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
+            continue
+        try:
+            record = wanted_record(stage, plan, {name: known[name] for name in stage.inputs}, store)
+        except TrtpipeError as error:
+            out.append(StageStatus(stage.name, "unknown", str(error), None))
+            continue
+        artefact = store.find(record)
+        if artefact is None:
+            last = run.last(stage.name)
+            out.append(StageStatus(stage.name, "missing" if last is None else "stale", why(last, record), None))
+        else:
+            known[stage.name] = artefact.manifest.content
+            out.append(StageStatus(stage.name, "current", "same inputs and settings", artefact.path))
+    return out
+
+
+class RunFolder:
+    """./runs/<target>/: links to the current artefacts, the plan, and the records they were made from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, target: str) -> RunFolder:
+        return cls(RUNS / target)
+
+    def start(self, plan: Plan, store: Store) -> None:
+        """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        roots = store.home / "roots"
+        roots.mkdir(parents=True, exist_ok=True)
+        absolute = str(self.path.resolve())
+        _write(roots / f"{absolute.replace('/', '_')}.json", json.dumps({"run": absolute}))
+
+    def last(self, stage: str) -> Record | None:
+        entry = self._records().get(stage)
+        try:
+            return Record(**entry) if entry else None
+        except TypeError:
+            return None  # written by another version
+
+    def update(self, stage: str, artefact: Artefact) -> None:
+        records = self._records()
+        records[stage] = dataclasses.asdict(artefact.manifest.record)
+        _write(self.path / "run.json", json.dumps(records, indent=2) + "\n")
+        link = self.path / LINKS[stage]
+        partial = self.path / f".{link.name}.{os.getpid()}"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(artefact.path)
+        partial.replace(link)
+
+    def records(self) -> Iterator[Record]:
+        for stage in self._records():
+            record = self.last(stage)
+            if record is not None:
+                yield record
+
+    def linked(self, stage: str) -> Path:
+        """The current artefact of a stage. Raises InputDataError when there is none."""
+        link = self.path / LINKS[stage]
+        if not link.is_dir():
+            raise InputDataError(
+                f"{self.path} has no {LINKS[stage]}", why=f"stage {stage} has not run", remedy="run `trtpipe build`"
+            )
+        return link.resolve()
+
+    def _records(self) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,48 @@
+"""What a stage is, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+
+# Called with (bytes done, bytes in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One stage's work: its slice of the plan, the folders of the stages it reads, and an empty folder to fill."""
+
+    settings: Any
+    inputs: dict[str, Path]
+    out: Path
+    log: Path
+    progress: Progress
+
+
+class Stage(Protocol):
+    """A step of the pipeline. `version` is raised by hand when the output for the same input changes."""
+
+    name: str
+    version: int
+    inputs: tuple[str, ...]
+
+    def settings(self, plan: Plan) -> Any:
+        """The stage's slice of the plan: a frozen dataclass, and all that the stage gets to see."""
+
+    def hashed(self, settings: Any) -> dict[str, Any]:
+        """What of the settings the output depends on, as plain JSON values."""
+
+    def sources(self, settings: Any, digests: Digests) -> dict[str, str]:
+        """Digests of what comes from outside the store: name -> digest. May ask the network for a commit."""
+
+    def tools(self, settings: Any) -> dict[str, str]:
+        """Versions of the programs and libraries that produce the bytes."""
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Fill `job.out`; return notes for the manifest."""

@@ -1,0 +1,57 @@
+"""Checkpoint -> Engine for one kind of GPU, with its passport."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from engines import load_backend
+from engines.base import BuildConfig, Checkpoint
+from engines.gpu import GpuSpec
+from engines.passport import write_passport
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    runtime: str
+    gpu: GpuSpec
+    build: BuildConfig
+
+
+class Build:
+    name = "build"
+    version = 1
+    inputs: tuple[str, ...] = ("convert",)
+
+    def settings(self, plan: Plan) -> Settings:
+        return Settings(runtime=plan.runtime, gpu=plan.gpu, build=plan.build)
+
+    def hashed(self, settings: Settings) -> dict[str, Any]:
+        # By name and not by SM alone: engines of two cards of one SM load on each other, but are tuned for one.
+        return {
+            "runtime": settings.runtime,
+            "gpu": settings.gpu.name,
+            "sm": settings.gpu.sm,
+            "build": dataclasses.asdict(settings.build),
+        }
+
+    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
+        return {}
+
+    def tools(self, settings: Settings) -> dict[str, str]:
+        return load_backend(settings.runtime).tool_versions()
+
+    def run(self, job: Job) -> dict[str, Any]:
+        settings: Settings = job.settings
+        checkpoint = Checkpoint(path=job.inputs["convert"])
+        backend = load_backend(settings.runtime)
+        engine = backend.build(checkpoint, job.out, settings.build, settings.gpu, job.log)
+        write_passport(engine, runtime=settings.runtime, gpu=settings.gpu, versions=backend.tool_versions())
+        return {}
+
+
+BUILD = Build()

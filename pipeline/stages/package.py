@@ -1,0 +1,38 @@
+"""Engine and tokenizer -> Triton model repository."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from engines.base import Engine
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+from triton_repo.render import render
+from triton_repo.serving import ServingConfig
+
+
+class Package:
+    name = "package"
+    version = 1
+    inputs: tuple[str, ...] = ("download", "build")
+
+    def settings(self, plan: Plan) -> ServingConfig:
+        return plan.serving
+
+    def hashed(self, settings: ServingConfig) -> dict[str, Any]:
+        return dataclasses.asdict(settings)
+
+    def sources(self, settings: ServingConfig, digests: Digests) -> dict[str, str]:
+        return {}
+
+    def tools(self, settings: ServingConfig) -> dict[str, str]:
+        return {}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        repository = render(Engine(path=job.inputs["build"]), job.inputs["download"], job.settings, job.out)
+        return {"models": list(repository.models)}
+
+
+PACKAGE = Package()

@@ -1,0 +1,173 @@
+"""Artefacts by content key: work under a temporary name, manifest last, rename. A kill at any moment leaves
+either the whole artefact or nothing that is taken for one.
+
+    $TRTPIPE_HOME/
+      artefacts/<stage>/<key>/manifest.json    key: the first 32 digits of the record's SHA-256
+                             /files/...        what the stage made
+      artefacts/<stage>/.<key>.<random>        being made, or left by a kill
+      damaged/                                 entries that failed their check, kept for a look
+      locks/ logs/ roots/ digests.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from pipeline.digests import Digests, combined, sha256_file
+from pipeline.manifest import FileRecord, Manifest, Record, read_manifest
+
+KEY_DIGITS = 32
+
+
+def default_home() -> Path:
+    """TRTPIPE_HOME, else ~/.cache/trtpipe."""
+    return Path(os.environ.get("TRTPIPE_HOME") or Path.home() / ".cache" / "trtpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """A finished artefact: `path` holds the stage's files."""
+
+    path: Path
+    manifest: Manifest
+
+
+class Store:
+    """The artefacts under one home folder. Several processes may use it at once."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.digests = Digests(home / "digests.json")
+
+    def folder(self, record: Record) -> Path:
+        return self.home / "artefacts" / record.stage / record.key[:KEY_DIGITS]
+
+    def log_path(self, record: Record) -> Path:
+        return self.home / "logs" / f"{record.stage}-{record.key[:KEY_DIGITS]}.log"
+
+    def find(self, record: Record, *, verify: bool = False) -> Artefact | None:
+        """The artefact of `record` if it is whole, else None. `verify` hashes every file again. Changes nothing."""
+        folder = self.folder(record)
+        manifest = read_manifest(folder / "manifest.json")
+        if manifest is None or self.fault(folder, manifest, verify=verify) is not None:
+            return None
+        return Artefact(path=folder / "files", manifest=manifest)
+
+    def fault(self, folder: Path, manifest: Manifest, *, verify: bool = False) -> str | None:
+        """What is wrong with an artefact's files, or None. A touched file is hashed before it is blamed."""
+        for file in manifest.files:
+            path = folder / "files" / file.path
+            try:
+                stat = path.stat()
+            except OSError:
+                return f"{file.path} is missing"
+            if stat.st_size != file.size:
+                return f"{file.path} has {stat.st_size} bytes instead of {file.size}"
+            if (verify or stat.st_mtime_ns != file.mtime_ns) and sha256_file(path) != file.sha256:
+                return f"{file.path} has changed"
+        return None
+
+    @contextlib.contextmanager
+    def locked(self, record: Record, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Only one process makes an artefact; the others wait (and are told so once) and then find it."""
+        path = self.home / "locks" / f"{record.stage}-{record.key[:KEY_DIGITS]}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def set_aside(self, record: Record) -> str | None:
+        """Move a damaged artefact out of the way; return what was wrong, None when nothing stood there.
+
+        To be called under the record's lock.
+        """
+        folder = self.folder(record)
+        if not folder.exists():
+            return None
+        manifest = read_manifest(folder / "manifest.json")
+        fault = "it has no readable manifest" if manifest is None else self.fault(folder, manifest)
+        target = self.home / "damaged" / f"{record.stage}-{folder.name}-{time.time_ns()}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        return f"{fault}; moved to {target}"
+
+    def make(self, record: Record, work: Callable[[Path], dict[str, Any]], *, keep_failed: bool = False) -> Artefact:
+        """Run `work(out)` in a fresh folder and commit what it made. To be called under the record's lock.
+
+        `work` returns notes for the manifest. If it raises, the partial folder goes, unless `keep_failed`.
+        """
+        folder = self.folder(record)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.parent.glob(f".{folder.name}.*"):
+            shutil.rmtree(leftover)  # under the lock nobody works in it
+        started, clock = datetime.now(timezone.utc), time.monotonic()
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            (partial / "files").mkdir()
+            notes = work(partial / "files")
+            files = tuple(self._describe(partial / "files"))
+            manifest = Manifest(
+                record=record,
+                files=files,
+                content=combined((file.path, file.sha256) for file in files),
+                notes=notes,
+                host=host(),
+                started=started.isoformat(timespec="seconds"),
+                seconds=round(time.monotonic() - clock, 3),
+            )
+            manifest.write(partial / "manifest.json")
+            _sync(partial / "manifest.json")
+            partial.chmod(0o755)  # mkdtemp's 0700 would keep a container's user out
+            partial.rename(folder)
+        except BaseException:
+            if not keep_failed:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self.digests.save()
+        return Artefact(path=folder / "files", manifest=manifest)
+
+    def _describe(self, files: Path) -> Iterator[FileRecord]:
+        for path in sorted(p for p in files.rglob("*") if p.is_file()):
+            stat = path.stat()
+            yield FileRecord(
+                path=path.relative_to(files).as_posix(),
+                size=stat.st_size,
+                sha256=self.digests.file(path),
+                mtime_ns=stat.st_mtime_ns,
+            )
+
+    def artefacts(self) -> Iterator[Path]:
+        """Every artefact folder, whole or not, and every leftover of a kill."""
+        for stage in sorted((self.home / "artefacts").glob("*")):
+            yield from sorted(p for p in stage.iterdir() if p.is_dir())
+
+
+def host() -> dict[str, str]:
+    return {"system": platform.platform(), "python": platform.python_version(), "machine": platform.machine()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

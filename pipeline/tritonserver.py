@@ -1,0 +1,257 @@
+"""A tritonserver on this machine: found inside the nvidia-pytriton package, given our backends, started and ended.
+
+The package carries the server, the Python backend and one stub for each Python; only the binary is used, not the
+PyTriton API. What it needs is arranged here: a backend folder with the stub of this very Python, both library
+folders (the package's own, and the interpreter's, without which a stub takes another libpython), and this
+environment's `bin` first on PATH, through which the stub finds its packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton_repo
+from engines.errors import HostError, StageFailed
+from engines.process import tail
+
+WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
+BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
+READY_SECONDS = 600.0
+STOP_SECONDS = 30.0
+# "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it; a traceback may follow.
+LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: \w+(?: \w+)*: (?P<reason>[^\n]*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """Where the pieces of a Triton Inference Server lie."""
+
+    server: Path
+    python_backend: Path
+    stub: Path
+    libraries: Path
+    caches: Path
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoints:
+    """Where a server listens."""
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.host}:{self.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.host}:{self.metrics}/metrics"
+
+
+def find_installation() -> Installation:
+    """The tritonserver of this environment. Raises HostError saying what is missing."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        raise HostError(
+            "no tritonserver in this environment",
+            why="it comes with the package nvidia-pytriton",
+            remedy="run `pip install trtpipe[serve]`",
+        )
+    package = Path(spec.origin).parent
+    root = package / "tritonserver"
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = Installation(
+        server=root / "bin" / "tritonserver",
+        python_backend=root / "backends" / "python",
+        stub=root / "python_backend_stubs" / python / "triton_python_backend_stub",
+        libraries=package.parent / "nvidia_pytriton.libs",
+        caches=root / "caches",
+        version=importlib.metadata.version("nvidia-pytriton"),
+    )
+    if not found.stub.is_file():
+        raise HostError(f"nvidia-pytriton {found.version} has no stub for Python {python}", remedy="use Python 3.11")
+    check_numpy()
+    check_libpython()
+    return found
+
+
+def check_numpy() -> None:
+    """Triton's Python backend returns empty tensors under numpy 2, without an error. Raises HostError."""
+    version = importlib.metadata.version("numpy")
+    if int(version.split(".")[0]) >= 2:
+        raise HostError(
+            f"numpy {version} breaks Triton's Python backend",
+            why="models become ready and then return empty tensors",
+            remedy="run `pip install 'numpy<2'`",
+        )
+
+
+def check_libpython() -> None:
+    """The stub loads libpython; a Python built without a shared one cannot serve. Raises HostError."""
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        return
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    folders = [sysconfig.get_config_var("LIBDIR") or "", "/usr/lib", "/usr/lib/x86_64-linux-gnu", "/usr/local/lib"]
+    if not any((Path(folder) / name).is_file() for folder in folders if folder):
+        raise HostError(
+            f"this Python has no {name}",
+            why="Triton's Python backend loads it",
+            remedy="install your distribution's libpython package, or a Python built with --enable-shared",
+        )
+
+
+def choose_endpoints(host: str, http: int, grpc: int, metrics: int) -> Endpoints:
+    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use."""
+    chosen: dict[str, int] = {}
+    for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
+        with socket.socket() as probe:
+            # As the server does it: a port whose last connection is only winding down counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise HostError(
+                    f"port {port} on {host} cannot be taken",
+                    why=error.strerror or str(error),
+                    remedy=f"stop what listens there, or pass --{name}-port 0 to choose a free one",
+                ) from None
+            chosen[name] = probe.getsockname()[1]
+    return Endpoints(host=host, http=chosen["http"], grpc=chosen["grpc"], metrics=chosen["metrics"])
+
+
+def prepare_backends(installation: Installation, folder: Path) -> None:
+    """Fill `folder` with the backends that a repository made here needs: `python`, and our `tensorrtllm`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    python = folder / "python"
+    python.mkdir(parents=True)
+    for source in installation.python_backend.iterdir():
+        if source.is_file():
+            # Not a link: the server refuses a library that resolves to a place outside its backend folder.
+            shutil.copyfile(source, python / source.name)
+    shutil.copy(installation.stub, python / "triton_python_backend_stub")
+    ours = folder / "tensorrtllm"
+    ours.mkdir()
+    shutil.copyfile(BACKEND / "model.py", ours / "model.py")
+    shutil.copyfile(WIRE, ours / "wire.py")
+    launch = {
+        "command": [sys.executable, "-m", "engines.reference.process"],
+        # The server's own library folders must not reach torch.
+        "library_path": os.environ.get("LD_LIBRARY_PATH"),
+    }
+    (ours / "engine.json").write_text(json.dumps(launch), encoding="utf-8")
+
+
+def start(
+    installation: Installation, repository: Path, backends: Path, endpoints: Endpoints, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start the server in a session of its own, its output in `log`, the repository as its working folder."""
+    libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+    }
+    command = [
+        str(installation.server),
+        f"--model-repository={repository}",
+        f"--backend-directory={backends}",
+        f"--cache-directory={installation.caches}",
+        f"--http-address={endpoints.host}",
+        f"--http-port={endpoints.http}",
+        f"--grpc-address={endpoints.host}",
+        f"--grpc-port={endpoints.grpc}",
+        f"--metrics-address={endpoints.host}",
+        f"--metrics-port={endpoints.metrics}",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={int(STOP_SECONDS) // 2}",
+    ]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=repository,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_ready(
+    process: subprocess.Popen[bytes], endpoints: Endpoints, log: Path, tick: Callable[[], None] = lambda: None
+) -> None:
+    """Return when the server and all its models are ready. Raises StageFailed with the server's own reason."""
+    import httpx
+
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise StageFailed("tritonserver does not start", why=failure(log), remedy=f"its log is {log}")
+        try:
+            if httpx.get(f"{endpoints.http_url}/v2/health/ready", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass  # not listening yet
+        tick()
+        time.sleep(0.05)
+    raise StageFailed(
+        f"tritonserver is not ready after {READY_SECONDS:.0f} s", why=tail(log), remedy=f"its log is {log}"
+    )
+
+
+def failure(log: Path) -> str:
+    """Why the server ended: the first model's own reason, else the log's last error, else its last lines."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    found = LOAD_FAILURE.search(text)
+    if found:
+        return f"model {found['model']}: {found['reason'].strip().rstrip(chr(34))}"
+    errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
+    return errors[0] if errors else tail(log)
+
+
+def end(pid: int) -> bool:
+    """End a server started here, and all it started. True when it left by itself, False when it was killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = not alive(pid)
+    # A stub or an engine process that outlived its server is in the group it was started in.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return left
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a running tritonserver (and not another program that got its number)."""
+    with contextlib.suppress(ChildProcessError):  # another process started it
+        os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"tritonserver" in command

@@ -1,0 +1,557 @@
+"""A Triton backend named `tensorrtllm`, written in Python: the tensors, parameters and manners of NVIDIA's C++
+backend, in front of an engine that runs in a process of its own.
+
+The stub stays thin: it turns requests into messages and messages into responses. What starts the engine process is
+in engine.json beside this file; its path and options come from config.pbtxt, which is the file production loads.
+Cancelled clients are noticed every `cancellation_check_period_ms`. An engine process that dies is reported to every
+waiting request at once and started again.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from wire import Connection
+
+# Sending a response waits about 0.1 ms for the server: several threads, one per request at a time, send together.
+SENDERS = 4
+START_SECONDS = 600.0
+# An engine that dies this often within this time is broken, not unlucky.
+MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 60.0
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+# Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
+UNSUPPORTED_INPUTS = (
+    "encoder_input_features",
+    "draft_input_ids",
+    "draft_logits",
+    "prompt_embedding_table",
+    "cross_attention_mask",
+    "mrope_rotary_cos_sin",
+    "lora_task_id",
+    "lora_weights",
+    "context_phase_params",
+    "guided_decoding_guide",
+    "lookahead_window_size",
+)
+UNSUPPORTED_PARAMETERS = (
+    "encoder_model_path",
+    "max_attention_window_size",
+    "sink_token_length",
+    "guided_decoding_backend",
+    "medusa_choices",
+    "eagle_choices",
+    "lookahead_window_size",
+    "lora_prefetch_dir",
+)
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        for name in UNSUPPORTED_PARAMETERS:
+            if parameters.get(name) and "${" not in parameters[name]:
+                raise pb_utils.TritonModelException(f"parameter {name} is not supported by the reference runtime")
+        self.decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        self.exclude_input = _boolean(parameters, "exclude_input_in_output", False)
+        self.normalize_log_probs = _boolean(parameters, "normalize_log_probs", True)
+        self.logits_dtype = np.float32
+        self.cancel_period = int(parameters.get("cancellation_check_period_ms", 100)) / 1000
+        self.engine = _Engine(parameters, args["model_repository"])
+        self.metrics = _Metrics(args["model_name"], args["model_version"])
+        self.numbers = itertools.count()
+        self.lock = threading.Lock()
+        self.sequences = {}  # engine's number -> _Sequence
+        self.senders = [_Sender() for _ in range(SENDERS)]
+        self.closing = threading.Event()
+        self.restarts = []
+        self.engine.start()
+        threading.Thread(target=self._receive, daemon=True).start()
+        threading.Thread(target=self._watch_clients, daemon=True).start()
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                if _scalar(request, "stop", False):
+                    self._stop(request, sender)
+                else:
+                    self._start(request, sender)
+            except (ValueError, OSError) as error:
+                _fail(sender, str(error))
+
+    def finalize(self):
+        self.closing.set()
+        self.engine.stop()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _start(self, request, sender):
+        for name in UNSUPPORTED_INPUTS:
+            tensor = pb_utils.get_input_tensor_by_name(request, name)
+            if tensor is not None and tensor.as_numpy().size:
+                raise ValueError(f"input {name} is not supported by the reference runtime")
+        if _scalar(request, "beam_width", 1) != 1:
+            raise ValueError("beam_width must be 1: the reference runtime has no beam search")
+        streaming = bool(_scalar(request, "streaming", False))
+        if streaming and not self.decoupled:
+            raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
+        ids = _array(request, "input_ids")
+        lengths = _array(request, "input_lengths")
+        if ids is None or lengths is None:
+            raise ValueError("input_ids and input_lengths are required")
+        ids = ids.reshape(len(lengths), -1)
+        copies = int(_scalar(request, "num_return_sequences", 1))
+        if len(ids) * copies > 1 and not self.decoupled:
+            raise ValueError("several sequences per request need decoupled mode")
+        answer = _Answer(request, sender, streaming, self, sequences=len(ids) * copies)
+        submissions = []
+        for row in range(len(ids)):
+            for copy in range(copies):
+                message, blob = _message(request, ids[row], int(lengths.reshape(-1)[row]), row, copy)
+                message["id"] = next(self.numbers)
+                sequence = _Sequence(answer, row, copy, message["prompt"])
+                submissions.append((message, blob, sequence))
+        with self.lock:
+            for message, _, sequence in submissions:
+                self.sequences[message["id"]] = sequence
+        for message, blob, _ in submissions:
+            try:
+                self.engine.connection.send(message, blob)
+            except OSError:
+                # The engine died. Either its obituary reaches this sequence, or it was written before.
+                with self.lock:
+                    gone = self.sequences.pop(message["id"], None)
+                if gone is not None:
+                    answer.fail("the engine process is being started again; try again in a moment")
+
+    def _stop(self, request, sender):
+        """A request whose `stop` is true ends the one of the same id, and gets one empty final response."""
+        request_id = request.request_id()
+        if not request_id:
+            raise ValueError("Trying to stop a request but request ID is not provided")
+        with self.lock:
+            targets = [number for number, s in self.sequences.items() if s.answer.request_id == request_id]
+        for number in targets:
+            self.engine.connection.send({"type": "cancel", "id": number})
+        empty = _select(
+            request.requested_output_names(),
+            {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.zeros((1, 1), np.int32)},
+        )
+        sender.send(pb_utils.InferenceResponse(empty), flags=FINAL)
+
+    def _watch_clients(self):
+        while not self.closing.wait(self.cancel_period):
+            with self.lock:
+                waiting = list(self.sequences.items())
+            for number, sequence in waiting:
+                if not sequence.cancelled and sequence.answer.sender.is_cancelled():
+                    sequence.cancelled = True
+                    with contextlib.suppress(OSError):  # the receiving thread reports the engine's end
+                        self.engine.connection.send({"type": "cancel", "id": number})
+
+    # -- the engine's messages ---------------------------------------------------------------------------------
+
+    def _receive(self):
+        while not self.closing.is_set():
+            received = self.engine.connection.receive()
+            if received is None:
+                if self.closing.is_set() or not self._engine_died():
+                    return
+                continue
+            message, blob = received
+            if message["type"] == "step":
+                for entry in message["outputs"]:
+                    self._deliver(entry, blob)
+                if "stats" in message:
+                    self.metrics.update(message["stats"])
+            elif message["type"] == "refused":
+                with self.lock:
+                    sequence = self.sequences.pop(message["id"])
+                self._sender(sequence).put(sequence.answer.fail, message["error"])
+            elif message["type"] == "failed":
+                self.engine.reason = message["error"]
+
+    def _deliver(self, entry, blob):
+        number = entry["id"]
+        with self.lock:
+            sequence = self.sequences.pop(number) if entry["finish"] else self.sequences[number]
+        self._sender(sequence).put(sequence.extend, entry, blob)
+
+    def _sender(self, sequence):
+        # Always the same thread for one request, so that its responses keep their order.
+        return self.senders[sequence.answer.serial % SENDERS]
+
+    def _engine_died(self):
+        """Report to all who wait, then start again. False when it dies too often."""
+        reason = self.engine.obituary()
+        with self.lock:
+            waiting, self.sequences = list(self.sequences.values()), {}
+        for sequence in waiting:
+            self._sender(sequence).put(sequence.answer.fail, reason)
+        now = time.monotonic()
+        self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_SECONDS] + [now]
+        if len(self.restarts) > MAX_RESTARTS:
+            pb_utils.Logger.log_error(f"{reason}; it died {len(self.restarts)} times and is not started again")
+            return False
+        pb_utils.Logger.log_error(f"{reason}; starting it again")
+        try:
+            self.engine.start()
+        except pb_utils.TritonModelException as error:
+            pb_utils.Logger.log_error(str(error))
+            return False
+        return True
+
+
+class _Engine:
+    """The engine process and the connection to it."""
+
+    def __init__(self, parameters, model_repository):
+        launch = json.loads((HERE / "engine.json").read_text(encoding="utf-8"))
+        self.command = launch["command"]
+        self.environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
+        if launch["library_path"]:
+            self.environment["LD_LIBRARY_PATH"] = launch["library_path"]
+        path = parameters.get("gpt_model_path", "")
+        # A relative path counts from the root of the model repository.
+        self.path = Path(model_repository).parent / path
+        if not path or not (self.path / "config.json").is_file():
+            raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {self.path})")
+        self.options = {
+            "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
+            "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
+            "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
+            "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
+        }
+        tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
+        if tokens.isdigit():
+            self.options["kv_cache_tokens"] = int(tokens)
+        self.process = None
+        self.connection = None
+        self.reason = None
+
+    def start(self):
+        """Start the process and wait until it has loaded; its own words are the error when it cannot."""
+        self.reason = None
+        folder = tempfile.mkdtemp(prefix="trtpipe-engine-")
+        address = str(Path(folder) / "socket")
+        command = [
+            *self.command,
+            "--engine",
+            str(self.path),
+            "--socket",
+            address,
+            "--options",
+            json.dumps(self.options),
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=self.environment)
+        try:
+            self.connection = self._connect(address)
+            received = self.connection.receive()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if received is None:
+            raise pb_utils.TritonModelException(self.obituary())
+        if received[0]["type"] != "ready":
+            raise pb_utils.TritonModelException(f"the engine does not load: {received[0]['error']}")
+
+    def _connect(self, address):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise pb_utils.TritonModelException(self.obituary())
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(address)
+                return Connection(sock)
+            except OSError:
+                sock.close()
+                time.sleep(0.02)
+        self.process.kill()
+        raise pb_utils.TritonModelException(f"the engine process did not answer within {START_SECONDS:.0f} s")
+
+    def obituary(self):
+        """Why the process is gone; its last message when it sent one."""
+        if self.connection is not None:
+            self.connection.close()
+        try:
+            status = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return self.reason or f"the engine process ended ({cause})"
+
+    def stop(self):
+        self.connection.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class _Sender:
+    """A thread that sends responses in the order they are put."""
+
+    def __init__(self):
+        self.queue = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, call, *args):
+        self.queue.put((call, args))
+
+    def _run(self):
+        while True:
+            call, args = self.queue.get()
+            try:
+                call(*args)
+            except Exception as error:  # a client that went away must not end the thread
+                pb_utils.Logger.log_warn(f"response not sent: {error}")
+
+
+class _Answer:
+    """One Triton request: what it wants back, and how many of its sequences still run."""
+
+    serials = itertools.count()
+
+    def __init__(self, request, sender, streaming, model, sequences):
+        self.serial = next(self.serials)
+        self.request_id = request.request_id()
+        self.sender = sender
+        self.streaming = streaming
+        self.wanted = set(request.requested_output_names())
+        self.normalize_log_probs = model.normalize_log_probs
+        exclude = _scalar(request, "exclude_input_in_output", None)
+        self.exclude_input = model.exclude_input if exclude is None else bool(exclude)
+        self.flags = {
+            name: bool(_scalar(request, f"return_{name}", False))
+            for name in (
+                "log_probs",
+                "context_logits",
+                "generation_logits",
+                "perf_metrics",
+                "num_input_tokens",
+                "num_output_tokens",
+            )
+        }
+        self.running = sequences
+        self.failed = False
+
+    def send(self, tensors, finished):
+        if self.failed:
+            return
+        if finished:
+            self.running -= 1
+        response = pb_utils.InferenceResponse(_select(self.wanted, tensors))
+        # The last response that carries tensors has the final flag: BLS models cannot read an empty one.
+        self.sender.send(response, flags=FINAL if self.running == 0 else 0)
+
+    def fail(self, reason):
+        if not self.failed:
+            self.failed = True
+            _fail(self.sender, reason)
+
+
+class _Sequence:
+    """One sequence in the engine, and the tokens of it that have not been sent yet."""
+
+    def __init__(self, answer, row, copy, prompt):
+        self.answer = answer
+        self.row, self.copy = row, copy
+        self.prompt = prompt
+        self.cancelled = False
+        self.tokens, self.log_probs, self.logits = [], [], []
+        self.context_logits = None
+        self.count = 0
+        self.arrival = time.monotonic_ns()
+        self.first_scheduled = self.first_token = self.last_token = 0
+        self.reused = self.allocated = 0
+
+    def extend(self, entry, blob):
+        now = time.monotonic_ns()
+        self.first_scheduled = self.first_scheduled or now
+        if entry["tokens"]:
+            self.first_token = self.first_token or now
+            self.last_token = now
+        self.tokens += entry["tokens"]
+        self.count += len(entry["tokens"])
+        self.log_probs += entry.get("log_probs", [])
+        self.reused, self.allocated = entry["reused_blocks"], entry["allocated_blocks"]
+        self.cum_log_prob = entry.get("cum_log_prob", 0.0)
+        if "context_logits" in entry:
+            self.context_logits = _logits(entry["context_logits"], blob)
+        if "generation_logits" in entry:
+            self.logits.append(_logits(entry["generation_logits"], blob))
+        finished = bool(entry["finish"])
+        if finished or (self.answer.streaming and self.tokens):
+            self.answer.send(self._tensors(), finished)
+            self.tokens, self.log_probs, self.logits = [], [], []
+
+    def _tensors(self):
+        """Every tensor this response can carry; the batch dimension is 1."""
+        answer, flags = self.answer, self.answer.flags
+        ids = self.tokens if answer.streaming or answer.exclude_input else self.prompt + self.tokens
+        out = {
+            "output_ids": np.array(ids, np.int32).reshape(1, 1, -1),
+            "sequence_length": np.array([[len(ids)]], np.int32),
+            "batch_index": np.array([[self.row]], np.int32),
+            "sequence_index": np.array([[self.copy]], np.int32),
+        }
+        if flags["log_probs"]:
+            cumulative = self.cum_log_prob
+            if answer.normalize_log_probs and self.count:
+                cumulative /= self.count
+            out["cum_log_probs"] = np.array([[cumulative]], np.float32)
+            out["output_log_probs"] = np.array(self.log_probs, np.float32).reshape(1, 1, -1)
+        if flags["context_logits"] and self.context_logits is not None:
+            out["context_logits"] = self.context_logits[None]
+        if flags["generation_logits"] and self.logits:
+            out["generation_logits"] = np.concatenate(self.logits)[None, None]
+        if flags["num_input_tokens"]:
+            out["num_input_tokens"] = np.array([[len(self.prompt)]], np.int32)
+        if flags["num_output_tokens"]:
+            out["num_output_tokens"] = np.array([[len(self.tokens)]], np.int32)
+        if flags["perf_metrics"]:
+            counts = {
+                "kv_cache_alloc_new_blocks": self.allocated,
+                "kv_cache_reused_blocks": self.reused,
+                "kv_cache_alloc_total_blocks": self.allocated + self.reused,
+            }
+            out.update({name: np.array([[value]], np.int32) for name, value in counts.items()})
+            times = {
+                "arrival_time_ns": self.arrival,
+                "first_scheduled_time_ns": self.first_scheduled,
+                "first_token_time_ns": self.first_token,
+                "last_token_time_ns": self.last_token,
+            }
+            out.update({name: np.array([[value]], np.int64) for name, value in times.items()})
+        return out
+
+
+class _Metrics:
+    """The metric families of NVIDIA's backend, so that dashboards and autoscaling rules need no change."""
+
+    FAMILIES = (
+        ("nv_trt_llm_request_metrics", "TRT LLM request metrics", "request_type",
+         {"active": "active_requests", "max": "max_requests", "scheduled": "scheduled_requests",
+          "context": "context_requests", "waiting": "waiting_requests"}),
+        ("nv_trt_llm_kv_cache_block_metrics", "TRT LLM KV cache block metrics", "kv_cache_block_type",
+         {"max": "kv_max_blocks", "free": "kv_free_blocks", "used": "kv_used_blocks",
+          "tokens_per": "tokens_per_block", "reused": "kv_reused_blocks", "fraction": "kv_fraction"}),
+        ("nv_trt_llm_inflight_batcher_metrics", "TRT LLM inflight_batcher-specific metrics",
+         "inflight_batcher_specific_metric",
+         {"total_context_tokens": "total_context_tokens", "generation_requests": "generation_requests",
+          "paused_requests": "paused_requests"}),
+        ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", {"iteration_counter": "iteration"}),
+    )  # fmt: skip
+
+    def __init__(self, model, version):
+        self.gauges = []  # (metric, key of the engine's statistics, family: the metric lives as long as it)
+        for name, description, label, series in self.FAMILIES:
+            family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+            for value, key in series.items():
+                metric = family.Metric(labels={"model": model, "version": version, label: value})
+                self.gauges.append((metric, key, family))
+
+    def update(self, stats):
+        stats["kv_fraction"] = stats["kv_used_blocks"] / max(1, stats["kv_max_blocks"])
+        for metric, key, _ in self.gauges:
+            metric.set(float(stats[key]))
+
+
+def _message(request, ids, length, row, copy):
+    """The engine's `submit` message for one row of a request, and the logit bias as bytes."""
+    sampling = {
+        "temperature": _scalar(request, "temperature", None, row),
+        "top_k": _scalar(request, "runtime_top_k", None, row),
+        "top_p": _scalar(request, "runtime_top_p", None, row),
+        "repetition_penalty": _scalar(request, "repetition_penalty", None, row),
+        "presence_penalty": _scalar(request, "presence_penalty", None, row),
+        "frequency_penalty": _scalar(request, "frequency_penalty", None, row),
+        "min_tokens": _scalar(request, "min_tokens", None, row),
+        "seed": _scalar(request, "seed", None, row),
+    }
+    if copy:
+        sampling["seed"] = (sampling["seed"] or 0) + copy
+    bias = _array(request, "embedding_bias")
+    message = {
+        "type": "submit",
+        "prompt": ids[:length].tolist(),
+        "max_tokens": _scalar(request, "request_output_len", None, row),
+        "sampling": sampling,
+        "end_id": _scalar(request, "end_id", None, row),
+        "stop_words": _unpack_words(request, "stop_words_list", row),
+        "bad_words": _unpack_words(request, "bad_words_list", row),
+        "return_log_probs": bool(_scalar(request, "return_log_probs", False, row)),
+        "return_context_logits": bool(_scalar(request, "return_context_logits", False, row)),
+        "return_generation_logits": bool(_scalar(request, "return_generation_logits", False, row)),
+    }
+    if bias is None or not bias.size:
+        return message, b""
+    return message, np.ascontiguousarray(bias.reshape(-1, bias.shape[-1])[row], dtype=np.float32).tobytes()
+
+
+def _unpack_words(request, name, row):
+    """[2, n]: row 0 the ids one after another, row 1 where each word ends, then -1."""
+    array = _array(request, name)
+    if array is None or not array.size:
+        return []
+    ids, ends = array.reshape(-1, 2, array.shape[-1])[row]
+    words, start = [], 0
+    for end in ends:
+        if end <= start:
+            break
+        words.append(ids[start:end].tolist())
+        start = int(end)
+    return words
+
+
+def _array(request, name):
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    return None if tensor is None else tensor.as_numpy()
+
+
+def _scalar(request, name, default, row=0):
+    array = _array(request, name)
+    if array is None or not array.size:
+        return default
+    flat = array.reshape(-1)
+    return flat[min(row, len(flat) - 1)].item()
+
+
+def _boolean(parameters, name, default):
+    """As the C++ backend reads it: what is neither of the eight spellings is the default."""
+    value = parameters.get(name, "")
+    if value in ("True", "true", "TRUE", "1"):
+        return True
+    return False if value in ("False", "false", "FALSE", "0") else default
+
+
+def _logits(place, blob):
+    offset, rows, width = place
+    return np.frombuffer(blob, np.float32, count=rows * width, offset=offset).reshape(rows, width)
+
+
+def _select(wanted, tensors):
+    return [pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted]
+
+
+def _fail(sender, reason):
+    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(reason)), flags=FINAL)

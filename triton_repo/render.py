@@ -1,0 +1,210 @@
+"""(engine, tokenizer, ServingConfig) -> Triton model repository, with strict templates.
+
+Five models: preprocessing, tensorrt_llm, postprocessing, ensemble (the three as a graph) and tensorrt_llm_bls (the
+three as a script). No undefined name survives rendering, and every config.pbtxt is parsed back by Triton's own
+protobuf before the repository is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from engines.base import Engine
+from engines.errors import InputDataError
+from engines.files import place, read_json
+from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
+from triton_repo import tensors
+from triton_repo.check import check_configs
+from triton_repo.serving import ServingConfig
+
+TEMPLATES = Path(__file__).parent / "templates"
+ENGINE_FOLDER = "tensorrt_llm/1"
+TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
+# Postprocessing keeps the state of streams, so there can be only one of it.
+POSTPROCESSING_INSTANCES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRepository:
+    """A folder that `tritonserver --model-repository` loads, and the models in it."""
+
+    path: Path
+    models: tuple[str, ...] = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
+
+
+def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -> ModelRepository:
+    """Write the repository into the existing folder `out`. Raises InputDataError for what cannot be served.
+
+    The engine's files are hard links where the file system allows, so a repository costs no disk.
+    """
+    require_tokenizer(tokenizer)
+    repository = ModelRepository(path=out)
+    for model in repository.models:
+        (out / model / "1").mkdir(parents=True)
+    for source in sorted(engine.path.iterdir()):
+        if source.is_file():
+            place(source, out / ENGINE_FOLDER / source.name)
+    (out / TOKENIZER_FOLDER).mkdir()
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
+    for model, values in _values(engine, serving).items():
+        text = _environment().get_template(f"{model}/config.pbtxt.j2").render(values)
+        (out / model / "config.pbtxt").write_text(text.strip() + "\n", encoding="utf-8")
+        script = TEMPLATES / model / "model.py"
+        if script.is_file():
+            shutil.copyfile(script, out / model / "1" / "model.py")
+            shutil.copyfile(TEMPLATES / "shared" / "text.py", out / model / "1" / "text.py")
+    # Triton wants a version folder even of an ensemble, and tools such as git drop empty ones.
+    (out / "ensemble" / "1" / ".keep").touch()
+    check_configs(out, repository.models)
+    return repository
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # protobuf text, not HTML
+    )
+    environment.filters["pbstring"] = _pbstring
+    return environment
+
+
+def _pbstring(value: str) -> str:
+    """Escape for a double-quoted protobuf text string."""
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _values(engine: Engine, serving: ServingConfig) -> dict[str, dict[str, Any]]:
+    """What each model's template is filled with."""
+    build = read_json(engine.path / "config.json", "engine config").get("build_config", {})
+    limit = build.get("max_batch_size")
+    if not isinstance(limit, int):
+        raise InputDataError(f"{engine.path}/config.json lacks build_config.max_batch_size")
+    batch = serving.triton_max_batch_size or limit
+    if batch > limit:
+        raise InputDataError(
+            f"serving.triton_max_batch_size {batch} exceeds the engine's max_batch_size {limit}",
+            remedy="lower it, or raise build.max_batch_size",
+        )
+    prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
+    tokenizer_dir = prefix + TOKENIZER_FOLDER
+    text_parameters = {"tokenizer_dir": tokenizer_dir}
+    skip = {"skip_special_tokens": _boolean(serving.skip_special_tokens)}
+    return {
+        "preprocessing": {
+            "max_batch_size": batch,
+            "inputs": tensors.PREPROCESSING_INPUTS,
+            "outputs": tensors.PREPROCESSING_OUTPUTS,
+            "parameters": {**text_parameters, "add_special_tokens": _boolean(serving.add_special_tokens)},
+            "instance_count": serving.preprocessing_instance_count,
+        },
+        "tensorrt_llm": {
+            "max_batch_size": batch,
+            "decoupled": serving.decoupled,
+            "max_queue_delay_microseconds": serving.max_queue_delay_microseconds,
+            "max_queue_size": serving.max_queue_size,
+            "inputs": tensors.ENGINE_INPUTS,
+            "outputs": tensors.ENGINE_OUTPUTS,
+            "parameters": _engine_parameters(prefix, serving),
+        },
+        "postprocessing": {
+            "max_batch_size": batch,
+            "inputs": tensors.POSTPROCESSING_INPUTS,
+            "outputs": tensors.POSTPROCESSING_OUTPUTS,
+            "parameters": {**text_parameters, **skip},
+            "instance_count": POSTPROCESSING_INSTANCES,
+        },
+        "ensemble": {
+            "max_batch_size": batch,
+            "inputs": tensors.CLIENT_INPUTS,
+            "outputs": tensors.CLIENT_OUTPUTS,
+            "steps": _ensemble_steps(),
+        },
+        "tensorrt_llm_bls": {
+            "max_batch_size": batch,
+            "decoupled": serving.decoupled,
+            "inputs": tensors.CLIENT_INPUTS,
+            "outputs": tensors.CLIENT_OUTPUTS,
+            "parameters": {
+                **text_parameters,
+                **skip,
+                "tensorrt_llm_model_name": "tensorrt_llm",
+                "accumulate_tokens": _boolean(serving.accumulate_tokens),
+                "max_concurrent_requests": str(limit),
+                "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
+                "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
+                "preprocessed": json.dumps(tensors.PREPROCESSED),
+            },
+            "instance_count": 1,
+        },
+    }
+
+
+def _boolean(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
+    """`parameters` of the engine model. The backend silently replaces what it cannot parse by a default, so every
+    value is written out in the one spelling it accepts."""
+    out = {
+        "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+        "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": prefix + ENGINE_FOLDER,
+        "max_beam_width": "1",
+        "batch_scheduler_policy": serving.batch_scheduler_policy,
+        "kv_cache_free_gpu_mem_fraction": str(serving.kv_cache_free_gpu_mem_fraction),
+        "enable_kv_cache_reuse": _boolean(serving.enable_kv_cache_reuse),
+        "enable_chunked_context": _boolean(serving.enable_chunked_context),
+        "exclude_input_in_output": _boolean(serving.exclude_input_in_output),
+        "normalize_log_probs": _boolean(serving.normalize_log_probs),
+        "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
+        "stats_check_period_ms": str(serving.stats_check_period_ms),
+        # The backend looks these three up without a default: the keys must exist, empty means off.
+        "tokenizer_dir": "",
+        "guided_decoding_backend": "",
+        "xgrammar_tokenizer_info_path": "",
+    }
+    if serving.max_tokens_in_paged_kv_cache is not None:
+        out["max_tokens_in_paged_kv_cache"] = str(serving.max_tokens_in_paged_kv_cache)
+    return out
+
+
+def _ensemble_steps() -> list[dict[str, Any]]:
+    """The graph: preprocessing -> tensorrt_llm -> postprocessing. Names between steps start with an underscore."""
+    inner = {ours: "_" + ours for ours in tensors.PREPROCESSED}
+    return [
+        {
+            "model": "preprocessing",
+            "inputs": {theirs: ours for ours, theirs in tensors.PASSED_TO_PREPROCESSING.items()},
+            "outputs": inner,
+        },
+        {
+            "model": "tensorrt_llm",
+            "inputs": {
+                **{theirs: inner[ours] for ours, theirs in tensors.PREPROCESSED.items()},
+                **{theirs: ours for ours, theirs in tensors.PASSED_TO_ENGINE.items()},
+            },
+            "outputs": {
+                "output_ids": "_TOKENS_BATCH",
+                "sequence_length": "_SEQUENCE_LENGTH",
+                **{tensor.name: tensor.name for tensor in tensors.REPORT_OUTPUTS},
+            },
+        },
+        {
+            "model": "postprocessing",
+            "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH"},
+            "outputs": {"OUTPUT": "text_output"},
+        },
+    ]
