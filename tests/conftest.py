@@ -1,0 +1,75 @@
+"""The guard: a unit test can reach neither the network nor another process. Markers lift it where that is the point.
+
+real      real servers and the real model; fixtures in tests/e2e/conftest.py
+loopback  a small server of the test's own on 127.0.0.1
+process   a child process of the test's own
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Guarded(AssertionError):
+    """A unit test tried to reach the outside."""
+
+
+@pytest.fixture(autouse=True)
+def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No sockets, no child processes, and a home folder that is the test's own."""
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    markers = {marker.name for marker in request.node.iter_markers()}
+    if "real" in markers:
+        return
+
+    def refuse(what: str) -> Any:
+        def refused(*args: object, **kwargs: object) -> None:
+            raise Guarded(f"a unit test tried to {what}: {args[:2]}")
+
+        return refused
+
+    if "loopback" in markers:
+        real_connect = socket.socket.connect
+
+        def connect(self: socket.socket, address: Any) -> None:
+            if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "localhost", "::1"):
+                raise Guarded(f"a test tried to connect to {address}")
+            real_connect(self, address)
+
+        monkeypatch.setattr(socket.socket, "connect", connect)
+    else:
+        monkeypatch.setattr(socket.socket, "connect", refuse("connect"))
+        monkeypatch.setattr(socket.socket, "bind", refuse("listen"))
+    if "process" not in markers:
+        monkeypatch.setattr(subprocess, "Popen", refuse("start a process"))
+        monkeypatch.setattr(os, "fork", refuse("fork"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_stray_processes() -> Iterator[None]:
+    """What a test starts it ends: at the end of the session no child is left."""
+    yield
+    import psutil
+
+    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    for child in left:
+        child.kill()
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, where ./runs will appear."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder

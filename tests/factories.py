@@ -1,0 +1,103 @@
+"""Tiny real things: an HF folder of a two-layer Llama with a byte-level tokenizer, made without torch."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.hf_folder import ModelConfig, read_model_config
+from engines.safetensors_file import header_bytes
+from engines.tensorrt_llm.checkpoint import source_shapes
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+def hf_folder(
+    path: Path, *, dtype: str = "BF16", shards: int = 1, seed: int = 0, tokenizer: bool = True, **overrides: Any
+) -> Path:
+    """Write a model folder with random weights of about ±0.1; `overrides` change config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **overrides}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    write_weights(path, read_model_config(path), dtype=dtype, shards=shards, seed=seed)
+    if tokenizer:
+        write_tokenizer(path)
+    return path
+
+
+def write_weights(path: Path, model: ModelConfig, *, dtype: str = "BF16", shards: int = 1, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    tensors = {name: random_tensor(rng, shape, dtype) for name, shape in sorted(source_shapes(model).items())}
+    names = list(tensors)
+    if shards == 1:
+        write_safetensors(path / "model.safetensors", tensors, dtype)
+        return
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[index::shards]}
+        write_safetensors(path / file, part, dtype)
+        weight_map.update(dict.fromkeys(part, file))
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+    values = (rng.standard_normal(shape) * 0.1).astype(np.float32)
+    if dtype == "BF16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(NUMPY[dtype])
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> None:
+    header, _ = header_bytes((name, dtype, array.shape) for name, array in tensors.items())
+    path.write_bytes(header + b"".join(array.tobytes() for array in tensors.values()))
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor of a safetensors file as raw unsigned integers."""
+    from engines.safetensors_file import ITEMSIZE, read_header
+
+    data = path.read_bytes()
+    return {
+        name: np.frombuffer(
+            data, dtype=f"<u{ITEMSIZE[entry.dtype]}", count=prod(entry.shape), offset=entry.offset
+        ).reshape(entry.shape)
+        for name, entry in read_header(path).tensors.items()
+    }
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer: <s>, </s>, then the 256 bytes as byte-level BPE spells them; no merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "</s>": 1, **{char: index + 2 for index, char in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
