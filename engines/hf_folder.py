@@ -163,7 +163,7 @@ def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
         raise InputDataError(f"{index_path} has no usable weight_map", remedy="download the model again")
     located: dict[str, LocatedTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or shard in ("", ".."):
             raise InputDataError(f"{index_path} names a shard outside its folder ({shard!r})")
         path = folder / shard
         if not path.is_file():
@@ -213,7 +213,8 @@ class _Fields:
 
 
 def _dtype(path: Path, raw: dict[str, Any]) -> DataType | None:
-    value = raw.get("torch_dtype", raw.get("dtype"))
+    value = raw.get("torch_dtype")
+    value = raw.get("dtype") if value is None else value
     if value is None:
         return None
     try:
@@ -224,21 +225,48 @@ def _dtype(path: Path, raw: dict[str, Any]) -> DataType | None:
 
 def _rotary(path: Path, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """(rotary_base, rotary_scaling) from either spelling. Raises InputDataError if they contradict."""
-    fields = _Fields(path, raw)
-    new = raw.get("rope_parameters")
-    if new is not None and not isinstance(new, dict):
-        raise InputDataError(f"{path}: rope_parameters is no object")
-    old = raw.get("rope_scaling")
-    if old is not None and not isinstance(old, dict):
-        raise InputDataError(f"{path}: rope_scaling is no object")
-    base = fields.number("rope_theta", 10000.0)
-    if new:
-        new_base = _Fields(path, new).number("rope_theta", base)
-        if raw.get("rope_theta") is not None and new_base != base:
-            raise InputDataError(f"{path}: rope_theta {base} contradicts rope_parameters.rope_theta {new_base}")
-        base = new_base
-        if old is None:
-            old = {key: value for key, value in new.items() if key != "rope_theta"}
-    if not old or old.get("type", old.get("rope_type")) in ("default", None):
-        return base, None
-    return base, dict(old)
+    bases: dict[str, float] = {}
+    scalings: dict[str, dict[str, Any] | None] = {}
+    if raw.get("rope_theta") is not None:
+        bases["rope_theta"] = _Fields(path, raw).number("rope_theta", 0.0)
+    for key in ("rope_scaling", "rope_parameters"):
+        value = raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise InputDataError(f"{path}: {key} is no object")
+        if not value:
+            continue
+        if value.get("rope_theta") is not None:
+            bases[f"{key}.rope_theta"] = _Fields(path, value).number("rope_theta", 0.0)
+        scalings[key] = _scaling(path, key, {name: entry for name, entry in value.items() if name != "rope_theta"})
+    for place in (raw, *(scaling for scaling in scalings.values() if scaling)):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise InputDataError(
+                f"{path}: partial_rotary_factor is {place['partial_rotary_factor']!r}",
+                why="TensorRT-LLM's Llama rotates whole heads",
+            )
+    _require_one(path, bases)
+    _require_one(path, {key: scaling and {**scaling, "type": _kind(scaling)} for key, scaling in scalings.items()})
+    return next(iter(bases.values()), 10000.0), next(iter(scalings.values()), None)
+
+
+def _kind(scaling: dict[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
+    """`scaling` as it stands, or None when it changes nothing. Raises InputDataError if its type is unclear."""
+    kind = _kind(scaling)
+    if scaling.get("type", kind) != kind:
+        raise InputDataError(f"{path}: {key} has type {scaling['type']!r} and rope_type {kind!r}")
+    if kind is None and scaling:
+        raise InputDataError(f"{path}: {key} names no rope_type, so its {', '.join(scaling)} cannot be applied")
+    if kind is not None and not isinstance(kind, str):
+        raise InputDataError(f"{path}: {key} has the rope_type {kind!r}, not a name")
+    return None if kind in (None, "default") else scaling
+
+
+def _require_one(path: Path, values: dict[str, Any]) -> None:
+    first, *others = values or {"": None}
+    for other in others:
+        if values[other] != values[first]:
+            raise InputDataError(f"{path}: {first} {values[first]} contradicts {other} {values[other]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import StageFailed
+from engines.errors import HostError, StageFailed
 
 TAIL_LINES = 5
 
@@ -20,27 +21,32 @@ TAIL_LINES = 5
 def run(command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] | None = None) -> None:
     """Run `command` to its end with output appended to `log`. No shell is involved.
 
-    The child gets its own process group, which is ended with this call, so that Ctrl-C leaves no grandchild.
-    Raises StageFailed with the log's last lines when the exit status is not 0.
+    The child gets its own process group, which is ended with this call, so that neither Ctrl-C nor a child that
+    left something running leaves a grandchild. Raises HostError when the program cannot be started, StageFailed with
+    its last lines when the exit status is not 0.
     """
     with log.open("ab") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
         file.flush()
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=None if env is None else {**os.environ, **env},
-            start_new_session=True,
-        )
+        begin = file.tell()
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=None if env is None else {**os.environ, **env},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostError(f"{command[0]} cannot be started", why=error.strerror or str(error)) from None
         try:
             status = child.wait()
-        except BaseException:
+        finally:
             end_group(child)
-            raise
     if status:
-        raise StageFailed(f"{what} failed ({describe_status(status)})", why=tail(log), remedy=f"the log is {log}")
+        why = tail(log, begin=begin)
+        raise StageFailed(f"{what} failed ({describe_status(status)})", why=why, remedy=f"the log is {log}")
 
 
 def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str) -> None:
@@ -49,27 +55,30 @@ def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str) -> No
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a child started with its own session, and everything it started."""
-    try:
+    """End a child started with its own session, and everything it started: asked first, killed after 10 s.
+
+    What outlives the child itself is killed at once.
+    """
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return
-    try:
-        child.wait(timeout=10)
-    except subprocess.TimeoutExpired:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=10)
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    child.wait()
 
 
 def describe_status(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
-    name = signal.Signals(-status).name
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
     return f"ended by {name}" + (", usually for want of memory" if name == "SIGKILL" else "")
 
 
-def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log that say something, joined into one."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:
+    """The last lines after byte `begin` of a log that say something, joined into one."""
+    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
     telling = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return " | ".join(telling[-lines:])

@@ -8,6 +8,7 @@ optionally `__metadata__`; then the tensors' bytes, without gaps.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,10 +54,11 @@ def read_header(path: Path) -> SafetensorsFile:
     Raises SafetensorsError.
     """
     try:
-        size = path.stat().st_size
+        file = path.open("rb")
     except OSError as error:
         raise SafetensorsError(f"{path} cannot be read", why=error.strerror or str(error)) from None
-    with path.open("rb") as file:
+    with file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         if len(start) < 8:
             raise _damaged(path, f"{size} bytes is too short to hold a header")

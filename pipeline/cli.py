@@ -107,8 +107,11 @@ def status(
     store = _store()
     if model is None and recipe is None:
         servers = running(store)
-        rows = [(s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, str(s.log)) for s in servers]
-        columns = ("server", "pid", "http", "grpc", "log")
+        rows = [
+            (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, str(s.log))
+            for s in servers
+        ]
+        columns = ("server", "pid", "http", "grpc", "metrics", "log")
     else:
         states = stage_status(_plan(locals()), store)
         rows = [(s.stage, s.state, s.reason, str(s.path) if s.path else None) for s in states]  # type: ignore[misc]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import os
+import functools
+import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,28 +22,34 @@ WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+@functools.cache
 def resolve_commit(repo_id: str, revision: str) -> str:
-    """The commit a branch or tag names now; the last known one when the hub may not be asked (offline)."""
+    """The commit a branch or tag names now; the last known one when the hub may not be asked (offline).
+
+    A process asks once: what it downloads is then what it has planned for, even if the branch moves meanwhile.
+    """
     if COMMIT.fullmatch(revision):
         return revision
     from huggingface_hub import HfApi, constants, snapshot_download
 
     with _explained(repo_id, revision):
-        if constants.is_offline_mode():
-            folder = snapshot_download(repo_id, revision=revision, allow_patterns=["config.json"])
-            return Path(folder).name
-        commit = HfApi().model_info(repo_id, revision=revision).sha
-    if commit is None:
-        raise InputDataError(f"the hub names no commit for {repo_id}@{revision}")
-    return commit
+        if not constants.HF_HUB_OFFLINE:
+            # Alone, snapshot_download takes a hub that cannot be asked for one that has nothing new.
+            HfApi().model_info(repo_id, revision=revision)
+        # Of no file at all: it notes the commit in the cache, where offline runs look for it.
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[], tqdm_class=_reporter(_ignore))
+    return Path(folder).name
 
 
 def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) -> Path:
-    """The folder of that commit in the Hugging Face cache, completed if need be; an interrupted transfer resumes."""
+    """The folder of that commit in the Hugging Face cache, completed if need be.
+
+    A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
+    """
     from huggingface_hub import HfApi, constants, snapshot_download
 
     with _explained(repo_id, commit):
-        if not constants.is_offline_mode():
+        if not constants.HF_HUB_OFFLINE:
             _require_safetensors(repo_id, HfApi().list_repo_files(repo_id, revision=commit))
         return Path(
             snapshot_download(repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress))
@@ -66,7 +73,7 @@ def _require_safetensors(repo_id: str, files: list[str]) -> None:
 def _explained(repo_id: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's and httpx's exceptions into one line with a remedy."""
     import httpx
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors, get_token
 
     where = f"{repo_id}@{revision}"
     try:
@@ -78,26 +85,42 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
             remedy="accept it on the model's page, then set HF_TOKEN or run `hf auth login`",
         ) from None
     except errors.RepositoryNotFoundError:
-        hint = (
-            "check the spelling" if os.environ.get("HF_TOKEN") else "check the spelling; if it is private, set HF_TOKEN"
-        )
+        hint = "check the spelling" if get_token() else "check the spelling; if it is private, set HF_TOKEN"
         raise UsageError(f"the hub has no model repository {repo_id}", remedy=hint) from None
-    except (errors.RevisionNotFoundError, errors.RevisionResolutionError):
+    except errors.RevisionNotFoundError:
         raise UsageError(f"{repo_id} has no revision {revision}", remedy="pass a branch, tag or commit") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise HostError(
             f"{where} is not in the local Hugging Face cache and the hub cannot be asked",
-            why="HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "no connection",
+            why="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error),
             remedy="download it while online, or pass a local folder as --model",
-        ) from None
-    except (errors.HfHubHTTPError, httpx.HTTPError) as error:
-        raise HostError(
-            f"the hub did not deliver {where}",
-            why=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="check the connection and HF_ENDPOINT; a second try resumes",
         ) from None
     except errors.HFValidationError as error:
         raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
+    except (httpx.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's, not the hub's
+        status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+        raise HostError(
+            f"the hub did not deliver {where}",
+            why=_first_line(error),
+            remedy="check HF_TOKEN"
+            if status in (401, 403)
+            else "check the connection and HF_ENDPOINT; a second try keeps the files that are whole",
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 def _reporter(progress: Callable[[int, int], None]) -> Any:
@@ -107,7 +130,7 @@ def _reporter(progress: Callable[[int, int], None]) -> Any:
     class Reporter(tqdm):  # type: ignore[misc]  # untyped
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
-            kwargs.update(file=open(os.devnull, "w"), disable=False)  # noqa: PTH123, SIM115
+            kwargs.update(file=_Nowhere(), disable=False)
             kwargs.pop("name", None)
             super().__init__(*args, **kwargs)
 

@@ -155,7 +155,7 @@ def prepare_backends(installation: Installation, folder: Path) -> None:
     ours = folder / "tensorrtllm"
     ours.mkdir()
     shutil.copyfile(BACKEND / "model.py", ours / "model.py")
-    shutil.copyfile(WIRE, ours / "wire.py")
+    shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
         "command": [sys.executable, "-m", "engines.reference.process"],
         # The server's own library folders must not reach torch.

@@ -24,6 +24,8 @@ from triton_repo.check import check_configs
 from triton_repo.serving import ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
+# What the text models share; the name is ours alone, since a stub finds it through sys.path.
+SHARED = "trtpipe_text.py"
 ENGINE_FOLDER = "tensorrt_llm/1"
 TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
 # Postprocessing keeps the state of streams, so there can be only one of it.
@@ -60,7 +62,7 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
         script = TEMPLATES / model / "model.py"
         if script.is_file():
             shutil.copyfile(script, out / model / "1" / "model.py")
-            shutil.copyfile(TEMPLATES / "shared" / "text.py", out / model / "1" / "text.py")
+            shutil.copyfile(TEMPLATES / "shared" / SHARED, out / model / "1" / SHARED)
     # Triton wants a version folder even of an ensemble, and tools such as git drop empty ones.
     (out / "ensemble" / "1" / ".keep").touch()
     check_configs(out, repository.models)
@@ -184,6 +186,7 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
 def _ensemble_steps() -> list[dict[str, Any]]:
     """The graph: preprocessing -> tensorrt_llm -> postprocessing. Names between steps start with an underscore."""
     inner = {ours: "_" + ours for ours in tensors.PREPROCESSED}
+    inner |= {"OUT_END_ID": "_PREPROCESSOR_END_ID", "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID"}
     return [
         {
             "model": "preprocessing",

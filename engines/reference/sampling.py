@@ -163,40 +163,41 @@ def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     out = [0] * len(samplers)
     few = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_k <= _FEW]
     many = [row for row, sampler in enumerate(samplers) if not 0 < sampler.top_k <= _FEW]
-    _pick(logits, samplers, few, _FEW, out)
-    # Unlimited rows are sorted in full only if their draw lies beyond the likeliest candidates.
-    beyond = _pick(logits, samplers, many, MAX_TOP_K, out)
-    _pick(logits, samplers, beyond, logits.shape[1], out)
+    for rows, width in ((few, _FEW), (many, MAX_TOP_K)):
+        if rows:
+            tokens = _pick(logits[rows], [samplers[row] for row in rows], min(width, logits.shape[1]))
+            for row, token in zip(rows, tokens, strict=True):
+                out[row] = token
     return out
 
 
-def _pick(
-    logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int], width: int, out: list[int]
-) -> list[int]:
-    """Draw for `rows` among their `width` likeliest tokens, into `out`; the rows whose draw lies beyond those."""
-    if not rows:
-        return []
-    part = logits[rows]
-    some = [samplers[row] for row in rows]
-    width = min(width, part.shape[1])
-    values, candidates = part.topk(width, dim=-1)
+def _pick(logits: torch.Tensor, samplers: Sequence[Sampler], width: int) -> list[int]:
+    """Draw for every row among its `width` likeliest tokens, or without a top_k beyond them if u says so."""
+    values, candidates = logits.topk(width, dim=-1)
     peak = values[:, :1]
-    limits = torch.tensor([min(sampler.top_k or width, width) for sampler in some])[:, None]
+    limits = torch.tensor([min(sampler.top_k or width, width) for sampler in samplers])[:, None]
     weights = (values - peak).double().exp_().masked_fill_(torch.arange(width) >= limits, 0.0)
     cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1].clone()
-    unlimited = [index for index, sampler in enumerate(some) if not sampler.top_k]
-    if unlimited and width < part.shape[1]:
-        total[unlimited] = (part[unlimited] - peak[unlimited]).exp_().sum(dim=-1, dtype=torch.float64)
-    draws = torch.tensor([sampler.uniform() * sampler.top_p for sampler in some], dtype=torch.float64)
-    place = torch.searchsorted(cumulative, (draws * total)[:, None])
-    tokens = candidates.gather(1, torch.minimum(place, limits - 1)).squeeze(1).tolist()
-    for row, token in zip(rows, tokens, strict=True):
-        out[row] = token
-    if width == part.shape[1]:
-        return []
+    total = cumulative[:, -1:].clone()
+    unlimited = [row for row, sampler in enumerate(samplers) if not sampler.top_k]
+    if width < logits.shape[1] and unlimited:
+        total[unlimited] = (logits[unlimited] - peak[unlimited]).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    draws = torch.tensor([sampler.uniform() * sampler.top_p for sampler in samplers], dtype=torch.float64)
+    targets = draws[:, None] * total
+    place = torch.searchsorted(cumulative, targets)
+    tokens: list[int] = candidates.gather(1, torch.minimum(place, limits - 1)).squeeze(1).tolist()
     ends = place.squeeze(1).tolist()
-    return [rows[index] for index in unlimited if ends[index] >= width]
+    beyond = [row for row in unlimited if ends[row] >= width]
+    if width < logits.shape[1] and beyond:
+        # Sorting everything is slow and seldom needed. The likeliest are left out rather than sorted again:
+        # equal logits might change places.
+        rest, order = logits[beyond].scatter(1, candidates[beyond], -torch.inf).sort(dim=-1, descending=True)
+        tail = (rest - peak[beyond]).double().exp_().cumsum(dim=-1)
+        place = torch.searchsorted(tail, targets[beyond] - cumulative[beyond, -1:])
+        last = rest.shape[1] - width - 1
+        for row, token in zip(beyond, order.gather(1, place.clamp(max=last)).squeeze(1).tolist(), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def _ends_in(tokens: list[int], word: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ does not require them, and ModelOpt does not write them either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from engines.hf_folder import ModelConfig
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
 _T = TypeVar("_T")
+_JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
 class CheckpointError(InputDataError):
@@ -240,17 +241,25 @@ def config_json(
 def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
     """Read a checkpoint's config (or an engine's `pretrained_config`). Raises CheckpointError naming `where`."""
 
-    def get(key: str, kind: Callable[[Any], _T], default: Any = None) -> _T:
-        value = raw.get(key)
+    def get(key: str, kind: type[_T], default: Any = None, place: dict[str, Any] = raw) -> _T:
+        value = place.get(key)
         value = default if value is None else value
         if value is None:
             raise CheckpointError(f"{where} lacks {key}", remedy="convert the model again")
-        try:
-            return kind(value)
-        except (TypeError, ValueError):
-            raise CheckpointError(f"{where}: {key} is {value!r}") from None
+        if kind is float and type(value) is int and abs(value) < 2**63:
+            value = float(value)
+        # Not isinstance: true is an int to Python.
+        if type(value) is not kind:
+            raise CheckpointError(f"{where}: {key} is {value!r}, not {_JSON_NAMES[kind]}")
+        return value
 
-    quantization = raw.get("quantization") or {}
+    def count(key: str, default: int | None = None, place: dict[str, Any] = raw) -> int:
+        value = get(key, int, default, place)
+        if value < 1:
+            raise CheckpointError(f"{where}: {key} is {value}, not a positive number")
+        return value
+
+    quantization = get("quantization", dict, {})
     algo = quantization.get("quant_algo") or quantization.get("kv_cache_quant_algo")
     if algo is not None:
         raise CheckpointError(f"{where} is quantized with {algo}", why="only unquantized checkpoints are read here")
@@ -258,24 +267,28 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         raise CheckpointError(f"{where}: position_embedding_type is not rope_gpt_neox, so no rotary embedding applies")
     if get("hidden_act", str, "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act is {raw['hidden_act']!r}, Llama's is silu")
-    split = raw.get("mapping") or {}
-    heads, hidden = get("num_attention_heads", int), get("hidden_size", int)
+    try:
+        dtype = DataType(get("dtype", str))
+    except ValueError:
+        raise CheckpointError(f"{where}: dtype {raw['dtype']!r} is none of bfloat16, float16, float32") from None
+    split = get("mapping", dict, {})
+    heads, hidden = count("num_attention_heads"), count("hidden_size")
     return CheckpointConfig(
         architecture=get("architecture", str),
-        dtype=get("dtype", DataType),
-        vocab_size=get("vocab_size", int),
+        dtype=dtype,
+        vocab_size=count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=get("intermediate_size", int),
-        num_hidden_layers=get("num_hidden_layers", int),
+        intermediate_size=count("intermediate_size"),
+        num_hidden_layers=count("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=get("num_key_value_heads", int, heads),
-        head_size=get("head_size", int, hidden // heads),
+        num_key_value_heads=count("num_key_value_heads", heads),
+        head_size=count("head_size", hidden // heads),
         norm_epsilon=get("norm_epsilon", float, 1e-5),
-        max_position_embeddings=get("max_position_embeddings", int),
+        max_position_embeddings=count("max_position_embeddings"),
         rotary_base=get("rotary_base", float, 10000.0),
-        rotary_scaling=raw.get("rotary_scaling"),
+        rotary_scaling=get("rotary_scaling", dict, {}) or None,
         attn_bias=get("attn_bias", bool, False),
-        mapping=Mapping(tp_size=int(split.get("tp_size", 1)), pp_size=int(split.get("pp_size", 1))),
+        mapping=Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split)),
         use_parallel_embedding=get("use_parallel_embedding", bool, False),
         embedding_sharding_dim=get("embedding_sharding_dim", int, 0),
     )

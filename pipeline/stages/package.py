@@ -15,7 +15,7 @@ from triton_repo.serving import ServingConfig
 
 class Package:
     name = "package"
-    version = 1
+    version = 2
     inputs: tuple[str, ...] = ("download", "build")
 
     def settings(self, plan: Plan) -> ServingConfig:

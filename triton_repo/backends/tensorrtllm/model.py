@@ -15,7 +15,6 @@ import queue
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +22,9 @@ from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from trtpipe_wire import Connection
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from wire import Connection
 
 # Sending a response waits about 0.1 ms for the server: several threads, one per request at a time, send together.
 SENDERS = 4

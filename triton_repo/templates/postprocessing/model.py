@@ -9,8 +9,8 @@ import collections
 import json
 
 import numpy as np
-import text
 import triton_python_backend_utils as pb_utils
+import trtpipe_text as text
 
 # Streams remembered at once; the end of a stream is not announced here, so the oldest is forgotten instead.
 MAX_STREAMS = 8192

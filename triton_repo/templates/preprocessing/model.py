@@ -3,8 +3,8 @@
 import json
 
 import numpy as np
-import text
 import triton_python_backend_utils as pb_utils
+import trtpipe_text as text
 
 
 class TritonPythonModel:

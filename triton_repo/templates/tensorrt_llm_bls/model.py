@@ -10,8 +10,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import text
 import triton_python_backend_utils as pb_utils
+import trtpipe_text as text
 
 
 class TritonPythonModel:

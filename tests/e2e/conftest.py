@@ -1,0 +1,133 @@
+"""The real model and real servers, each made once a session through the command line a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+TRTPIPE = Path(sys.executable).with_name("trtpipe")
+SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Cli:
+    """The trtpipe command in a folder and a home of the session's own."""
+
+    folder: Path
+    home: Path
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TRTPIPE_HOME": str(self.home)}
+
+    def run(self, *arguments: str, timeout: float = 280) -> Finished:
+        done = subprocess.run(
+            [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    def ok(self, *arguments: str) -> Finished:
+        done = self.run(*arguments)
+        assert done.status == 0, done.err
+        return done
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server and how to talk to it."""
+
+    cli: Cli
+    name: str
+    http: str
+    grpc: str
+    metrics: str
+
+    def generate(self, model: str = "ensemble", **body: Any) -> dict[str, Any]:
+        """One answer over HTTP /generate: the reply's JSON, with `error` in it when it failed."""
+        reply: dict[str, Any] = httpx.post(f"{self.http}/v2/models/{model}/generate", json=body, timeout=120).json()
+        return reply
+
+    def stream(self, model: str = "ensemble", **body: Any) -> Iterator[dict[str, Any]]:
+        """Each server-sent event of /generate_stream."""
+        url = f"{self.http}/v2/models/{model}/generate_stream"
+        with httpx.stream("POST", url, json={"stream": True, **body}, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line[len("data: ") :])
+
+    def gauges(self) -> dict[str, float]:
+        """Prometheus samples whose names start with nv_trt_llm, as `family{last label}`."""
+        text = httpx.get(self.metrics, timeout=10).text
+        found = re.findall(r'^(nv_trt_llm\w+)\{.*?(\w+)="([^"]+)",version="1"\} (\S+)$', text, re.MULTILINE)
+        found += re.findall(r'^(nv_trt_llm\w+)\{(\w+)="([^"]+)",model="[^"]+",version="1"\} (\S+)$', text, re.MULTILINE)
+        return {f"{family}{{{value}}}": float(number) for family, _, value, number in found}
+
+
+@pytest.fixture(scope="session")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    folder = tmp_path_factory.mktemp("work")
+    return Cli(folder, tmp_path_factory.mktemp("home"))
+
+
+@pytest.fixture(scope="session")
+def target(cli: Cli) -> str:
+    """SmolLM2 in float32, built whole; the target's name."""
+    options = [option for size in SIZES for option in ("--set", size)]
+    cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "fp32", *options)
+    return "smollm2-135m.cpu.fp32"
+
+
+@pytest.fixture(scope="session")
+def smollm2_hf(cli: Cli, target: str) -> Path:
+    return (cli.folder / "runs" / target / "model").resolve()
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine_fp32(cli: Cli, target: str) -> Path:
+    return (cli.folder / "runs" / target / "engine").resolve()
+
+
+@pytest.fixture(scope="session")
+def serve(cli: Cli) -> Callable[[str], Served]:
+    """Serve a target on free ports; what is still running at the end is ended."""
+    free = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+
+    def start(target: str) -> Served:
+        cli.ok("serve", target, "--detach", *free)
+        servers = json.loads(cli.ok("status", "--json").out)
+        server = next(entry for entry in servers if Path(target).name == entry["server"])
+        return Served(cli, server["server"], server["http"], server["grpc"], server["metrics"])
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def served(cli: Cli, target: str, serve: Callable[[str], Served]) -> Iterator[Served]:
+    """The float32 SmolLM2 behind a real tritonserver."""
+    yield serve(target)
+    cli.ok("stop")
