@@ -245,12 +245,17 @@ def _rotary(path: Path, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | No
                 why="TensorRT-LLM's Llama rotates whole heads",
             )
     _require_one(path, bases)
-    _require_one(path, {key: scaling and {**scaling, "type": _kind(scaling)} for key, scaling in scalings.items()})
+    _require_one(path, {key: scaling and _spelt_anew(scaling) for key, scaling in scalings.items()})
     return next(iter(bases.values()), 10000.0), next(iter(scalings.values()), None)
 
 
 def _kind(scaling: dict[str, Any]) -> Any:
     return scaling.get("rope_type", scaling.get("type"))
+
+
+def _spelt_anew(scaling: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
+    return {"rope_type": _kind(scaling), **rest}
 
 
 def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:

@@ -16,6 +16,8 @@ from typing import Any
 from engines.errors import HostError, StageFailed
 
 TAIL_LINES = 5
+# How long a process may take to end when asked, before it is killed.
+GRACE_SECONDS = 10.0
 
 
 def run(command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] | None = None) -> None:
@@ -55,14 +57,14 @@ def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str) -> No
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a child started with its own session, and everything it started: asked first, killed after 10 s.
+    """End a child started with its own session, and everything it started: asked first, killed after GRACE_SECONDS.
 
     What outlives the child itself is killed at once.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=10)
+            child.wait(timeout=GRACE_SECONDS)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 

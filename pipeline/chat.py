@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,17 +11,29 @@ from typing import Any, NoReturn
 from engines.errors import InputDataError
 from engines.files import read_json
 
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+RAW = "pass --raw to send the text as it is"
+# Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
 
 def read_template(tokenizer: Path) -> str | None:
     """The chat template of a tokenizer folder, from its own file or tokenizer_config.json; None if it has none."""
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = _settings(tokenizer).get("chat_template")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputDataError(f"{file} is not UTF-8", why=str(error), remedy=RAW) from None
+    template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+        if template is None:
+            raise InputDataError(f"{tokenizer} has several chat templates and no default one", remedy=RAW)
+    if template is not None and not isinstance(template, str):
+        raise InputDataError(f"the chat template of {tokenizer} is a {type(template).__name__}", remedy=RAW)
+    return template
 
 
 def apply_template(tokenizer: Path, template: str, messages: list[dict[str, str]]) -> str:
@@ -31,29 +44,41 @@ def apply_template(tokenizer: Path, template: str, messages: list[dict[str, str]
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    settings = _settings(tokenizer)
-    special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     try:
-        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **special)
-    except jinja2.TemplateError as error:
+        return environment.from_string(_GENERATION.sub(_always, template)).render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=True, **_special_tokens(tokenizer)
+        )
+    except Exception as error:  # a template is a program, and may fail in any way
         raise InputDataError(
-            f"the chat template of {tokenizer} cannot be applied",
-            why=str(error),
-            remedy="pass --raw to send the text as it is",
+            f"the chat template of {tokenizer} cannot be applied", why=str(error) or type(error).__name__, remedy=RAW
         ) from None
 
 
-def _settings(tokenizer: Path) -> dict[str, Any]:
-    path = tokenizer / "tokenizer_config.json"
+def _always(found: re.Match[str]) -> str:
+    before, end, after = found.groups()
+    return f"{{%{before} {'endif' if end else 'if true'} {after}%}}"
+
+
+def _special_tokens(tokenizer: Path) -> dict[str, str]:
+    """The special tokens that the folder names; either file writes one plain or as an object."""
+    settings = {
+        **_settings(tokenizer, "special_tokens_map.json"),
+        **_settings(tokenizer, "tokenizer_config.json"),
+    }
+    tokens = ((name, settings.get(name)) for name in SPECIAL)
+    named = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in tokens)
+    return {name: text for name, text in named if isinstance(text, str)}
+
+
+def _settings(tokenizer: Path, name: str) -> dict[str, Any]:
+    path = tokenizer / name
     return read_json(path, "tokenizer config") if path.is_file() else {}
-
-
-def _content(token: Any) -> str:
-    """A token's text; tokenizer_config.json writes it plain or as an object."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""

@@ -15,13 +15,13 @@ import typer
 from pipeline import __version__
 
 if TYPE_CHECKING:
+    from engines.errors import TrtpipeError
     from pipeline.plan import Plan
     from pipeline.store import Store
 
 app = typer.Typer(
     name="trtpipe",
     help="From a Hugging Face Llama to a measured Triton deployment on TensorRT-LLM.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -44,14 +44,23 @@ Target = Annotated[
 ServerName = Annotated[str | None, typer.Option("--server", help="Which running server; the only one if left out.")]
 
 
-@app.callback()
+# click's base class. A newer typer carries a click of its own, whose classes are not those of `import click`.
+CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
+
+
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    from pipeline import console
+
     if version:
-        typer.echo(f"trtpipe {__version__}")
+        console.text(f"trtpipe {__version__}\n")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        console.text(context.get_help() + "\n")
 
 
 @app.command()
@@ -332,15 +341,10 @@ def doctor(as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
-    import click
-
     try:
         # Not standalone: failures come back here instead of ending the process with click's own words.
-        code = typer.main.get_command(app).main(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+        code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output has left, as `| head` does; say nothing more.
@@ -350,12 +354,20 @@ def main() -> None:
         from pipeline import console
         from pipeline.errors import translate
 
-        known = translate(error)
+        known = _usage(error) if isinstance(error, CLICK_ERROR) else translate(error)
         if known is None or "--debug" in sys.argv[1:]:
             raise
         console.error(str(known))
         sys.exit(known.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> TrtpipeError:
+    """Our words for an unknown command or option, a missing argument, or a value of the wrong type."""
+    from engines.errors import UsageError
+
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "trtpipe"
+    return UsageError(error.format_message().rstrip("."), remedy=f"see `{command} --help`")
 
 
 def _store() -> Store:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any, TypeVar
 import yaml
 
 import configs
-from engines.errors import InputDataError, UsageError, suggestion
+from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 
 CONFIGS = Path(configs.__file__).parent
+
+# OWNER/NAME; a path that does not exist must not be taken for one.
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 _T = TypeVar("_T")
 
@@ -59,29 +64,33 @@ def parse_yaml_value(text: str, what: str) -> Any:
         raise UsageError(f"{what} is not a YAML value", why=str(error)) from None
 
 
-def build(cls: type[_T], data: dict[str, Any], where: str) -> _T:
+def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError] = ConfigError) -> _T:
     """Validate `data` into the frozen dataclass `cls`; `where` names the file and the key for messages.
 
-    Raises ConfigError for an unknown key (with the nearest spelling), a missing one, or a wrong type.
+    Raises `error` for an unknown key (with the nearest spelling), a missing one, or a wrong type.
     """
     # Imported here: pydantic costs more than a tenth of a second, which `trtpipe --help` must not pay.
     import pydantic
 
-    check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where)
+    check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
     try:
         # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
         return pydantic.TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
+    except pydantic.ValidationError as invalid:
+        first = invalid.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {key or 'value'}", why=first["msg"]) from None
+        raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
+    except (TypeError, ValueError) as unsaid:  # a date, a set, or an anchor that holds itself: YAML, yet no JSON
+        raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
 
 
-def check_keys(data: dict[str, Any], known: typing.Iterable[str], where: str) -> None:
+def check_keys(
+    data: dict[str, Any], known: typing.Iterable[str], where: str, error: type[TrtpipeError] = ConfigError
+) -> None:
     names = list(known)
     for key in data:
         if key not in names:
-            raise ConfigError(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))
+            raise error(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))
 
 
 def load_gpus() -> dict[str, GpuSpec]:
@@ -112,7 +121,9 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     """
     models = load_models()
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
-    path = Path(name).expanduser()
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # `~somebody` without a home
+        path = path.expanduser()
     chosen: Source
     if name.lower() in names:
         facts = names[name.lower()]
@@ -121,11 +132,13 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
         short, chosen = path.resolve().name, FolderSource(path=str(path.resolve()))
     elif path.suffix == ".gguf" and path.is_file():
         short, chosen = path.stem, GgufSource(path=str(path.resolve()))
-    elif name.count("/") == 1 and not name.startswith((".", "~", "/")):
+    elif HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         short, chosen = name.split("/")[1], HubSource(repo_id=name)
     else:
         why = "no such file or folder either" if "/" in name or name.startswith(".") else ""
         raise UsageError(f"unknown model '{name}'", why=why, remedy=suggestion(name, names))
+    if source is not None and source != chosen.kind:
+        raise UsageError(f"--source {source} does not apply to '{name}'", why=f"it is a {chosen.kind} source itself")
     if revision is not None:
         if not isinstance(chosen, HubSource):
             raise UsageError(f"--revision does not apply to a {chosen.kind} source ({chosen.describe()})")

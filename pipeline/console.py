@@ -21,27 +21,30 @@ if TYPE_CHECKING:
 
 def out() -> RichConsole:
     """Standard output; rich is imported here because `--help` must not wait for it."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
+    return _console(stderr=False)
 
 
 def err() -> RichConsole:
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> RichConsole:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    # Paths and causes are shown as they are: `[old]` in one is no markup and `:key:` no emoji.
+    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def error(line: str) -> None:
-    err().print(f"error: {line}", style="red", markup=False)
+    err().print(f"error: {line}", style="red")
 
 
 def note(line: str) -> None:
-    err().print(line, style="dim", markup=False)
+    err().print(line, style="dim")
 
 
 def result(line: str) -> None:
-    out().print(line, markup=False)
+    out().print(line)
 
 
 def result_json(value: Any) -> None:
@@ -88,7 +91,7 @@ class BuildReporter:
     def stage(self, name: str, reason: str) -> Iterator[Progress]:
         start = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(f"{name:<9} running  ({reason})", markup=False)
+            self._console.print(f"{name:<9} running  ({reason})")
             yield lambda done, total: None
             return
         with self._console.status(f"{name:<9} running  ({reason})") as status:
@@ -102,7 +105,7 @@ class BuildReporter:
     def finished(self, result: StageResult) -> None:
         manifest = result.artefact.manifest
         made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})", markup=False)
+        self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
 
     def note(self, text: str) -> None:
         note(text)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from pipeline.folders import write_whole
+
 BLOCK_BYTES = 1 << 20
+# A file changed again within one tick of the clock keeps its stat: one that is younger is not remembered.
+SETTLED_NS = 20_000_000
 
 
 class Digests:
@@ -31,18 +35,20 @@ class Digests:
     def file(self, path: Path) -> str:
         stat = path.stat()
         key = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-        if key not in self._known:
-            self._known[key] = sha256_file(path)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        digest = sha256_file(path)
+        if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+            self._known[key] = digest
             self._changed = True
-        return self._known[key]
+        return digest
 
     def save(self) -> None:
         if not self._changed:
             return
         self._memory.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._memory.with_name(f"{self._memory.name}.{os.getpid()}")
-        partial.write_text(json.dumps(self._known), encoding="utf-8")
-        partial.replace(self._memory)
+        write_whole(self._memory, json.dumps(self._known))
         self._changed = False
 
 

@@ -68,6 +68,8 @@ def _store(store: Store) -> str:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 1e9
+    if not folder.is_dir():
+        raise HostError(f"{folder} is no folder", remedy="set TRTPIPE_HOME to a folder of yours")
     if not os.access(folder, os.W_OK):
         raise HostError(f"{folder} cannot be written", remedy="set TRTPIPE_HOME to a folder of yours")
     if free < DISK_GB:
@@ -93,7 +95,10 @@ def _driver() -> str:
     if program is None:
         raise HostError("no NVIDIA driver", remedy="GPU targets can be planned and converted here, not built or served")
     query = [program, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostError("nvidia-smi fails", why=str(error)) from None
     if answer.returncode:
         raise HostError("nvidia-smi fails", why=(answer.stderr or answer.stdout).strip())
     return answer.stdout.strip().replace("\n", "; ")

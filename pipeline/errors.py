@@ -22,6 +22,12 @@ def _named(error: BaseException) -> str:
     return f"{filename}: " if filename else ""
 
 
+# What the machine's state can bring about, rather than a defect of ours.
+STATE = (
+    errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOMEM, errno.EAGAIN, errno.ESTALE,
+)  # fmt: skip
+
 ROWS: tuple[_Row, ...] = (
     (
         OSError,
@@ -42,7 +48,7 @@ ROWS: tuple[_Row, ...] = (
     ),
     (
         OSError,
-        _errno(errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        _errno(*STATE),
         lambda error: HostError(f"{_named(error)}{getattr(error, 'strerror', error)}"),
     ),
     (

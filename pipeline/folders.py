@@ -1,8 +1,9 @@
-"""Output folders outside the store: made whole or not at all."""
+"""Folders and files outside the store: made whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises UsageError if `path` exists and is not an empty folder.
     """
+    path = path.resolve()  # behind a link, the folder it points to
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"{path} already exists and is not an empty folder", remedy="name a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,3 +32,13 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Give `path` that content, at once for every reader; a file that has it already is left alone."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def find_garbage(store: Store) -> list[Garbage]:
     out = []
     for folder in store.artefacts():
         if folder.name.startswith("."):
+            if store.being_made(folder):
+                continue
             out.append(Garbage(path=folder, reason="left by an interrupted run", size=_size(folder)))
         elif folder.resolve() not in kept:
             whole = read_manifest(folder / "manifest.json") is not None
@@ -43,16 +46,18 @@ def find_garbage(store: Store) -> list[Garbage]:
 
 def remove(garbage: list[Garbage]) -> None:
     for item in garbage:
-        shutil.rmtree(item.path)
+        with contextlib.suppress(FileNotFoundError):  # a build has swept it, or another gc
+            shutil.rmtree(item.path)
 
 
 def _runs(store: Store) -> Iterator[RunFolder]:
     for root in sorted((store.home / "roots").glob("*.json")):
-        run = RunFolder(Path(json.loads(root.read_text(encoding="utf-8"))["run"]))
+        try:
+            run = RunFolder(Path(json.loads(root.read_text(encoding="utf-8"))["run"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged: the next build of that run writes it again
         if run.path.is_dir():
             yield run
-        else:
-            root.unlink()
 
 
 def _kept(run: RunFolder, store: Store) -> Iterator[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines import BACKENDS, load_backend
 from engines.base import BuildConfig, Mapping
-from engines.errors import UsageError, suggestion
+from engines.errors import TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
 from engines.quant import Precision, resolve_precision
 from pipeline import config
@@ -87,10 +87,12 @@ def set_layer(assignments: list[str]) -> Layer:
             )
         value = config.parse_yaml_value(text, f"--set {name}")
         group, dot, key = name.partition(".")
-        if dot:
-            layer.setdefault(group, {})[key] = value
-        else:
+        if not dot:
             layer[group] = value
+        elif isinstance(layer.setdefault(group, {}), dict):
+            layer[group][key] = value
+        else:
+            raise UsageError(f"--set {assignment} contradicts --set {group}={layer[group]}")
     return "--set", layer
 
 
@@ -125,9 +127,10 @@ def resolve(layers: list[Layer]) -> Plan:
     def origin(name: str, otherwise: str = "default") -> str:
         return chosen[name][1] if name in chosen else otherwise
 
+    itself = _source_origin(model_name, model)
     values = [
         Value("model", model.name, origin("model")),
-        Value("source", model.source.describe(), origin("source", f"first source of {model.name}")),
+        Value("source", model.source.describe(), origin("source", origin("revision", itself))),
         Value("gpu", gpu.name, origin("gpu")),
         Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
         Value("runtime", runtime, runtime_reason or origin("runtime")),
@@ -148,16 +151,19 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
     out: dict[str, tuple[Any, str]] = {}
     for label, layer in layers:
-        config.check_keys(layer, [*SCALARS, *GROUPS], label)
+        config.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
         for key, value in layer.items():
             if key not in GROUPS:
                 if value is not None:
                     out[key] = (value, label)
                 continue
-            if not isinstance(value, dict):
-                raise UsageError(f"{label}: {key} must be a mapping, such as {key}.NAME=VALUE")
             fields = [field.name for field in dataclasses.fields(GROUPS[key])]
-            config.check_keys(value, fields, f"{label}: {key}")
+            if value is None:  # a group whose lines are all commented out
+                continue
+            if not isinstance(value, dict):
+                remedy = f"name a setting, such as {key}.{fields[0]}"
+                raise _error(label)(f"{label}: {key} is no mapping", remedy=remedy)
+            config.check_keys(value, fields, f"{label}: {key}", _error(label))
             out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
     return out
 
@@ -165,7 +171,19 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
 def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> Any:
     prefix = group + "."
     data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
-    return config.build(cls, data, group)
+    labels = list(dict.fromkeys(label for name, (_, label) in chosen.items() if name.startswith(prefix)))
+    return config.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
+
+
+def _error(*labels: str) -> type[TrtpipeError]:
+    """A mistake in a recipe is the file's, one on the command line is the request's."""
+    return config.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
+
+
+def _source_origin(given: str, model: ModelRef) -> str:
+    """Where the source comes from when neither --source nor --revision says it."""
+    itself = model.source.kind in ("folder", "gguf") or getattr(model.source, "repo_id", None) == given
+    return "the model itself" if itself else f"first source of {model.name}"
 
 
 def _string(chosen: dict[str, tuple[Any, str]], name: str, required: str = "") -> str | None:
@@ -175,14 +193,16 @@ def _string(chosen: dict[str, tuple[Any, str]], name: str, required: str = "") -
         return None
     value, label = chosen[name]
     if not isinstance(value, str):
-        raise UsageError(f"{label}: {name} is {value!r}, not a name")
+        raise _error(label)(f"{label}: {name} is {value!r}, not a name")
+    if not value:
+        raise _error(label)(f"{label}: {name} is empty")
     return value
 
 
 def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
     value, label = chosen.get(name, (1, "default"))
     if not isinstance(value, int) or isinstance(value, bool):
-        raise UsageError(f"{label}: {name} is {value!r}, not a whole number")
+        raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
     return value
 
 

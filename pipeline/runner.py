@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from pipeline.folders import write_whole
 from pipeline.manifest import Record, differences
 from pipeline.plan import Plan
 from pipeline.stages import STAGES, Job, Stage
-from pipeline.store import Artefact, Store
+from pipeline.store import KEY_DIGITS, Artefact, Store
 
 RUNS = Path("runs")
 # Name of each stage's artefact in the run folder.
@@ -51,10 +53,11 @@ def execute(
 
     Raises TrtpipeError; what was finished before a failure is kept.
     """
+    stages = stages_until(until)
     run = RunFolder.of(plan.target)
     run.start(plan, store)
     results: dict[str, StageResult] = {}
-    for stage in stages_until(until):
+    for stage in stages:
         inputs = {name: results[name].artefact for name in stage.inputs}
         result = _satisfy(stage, plan, inputs, store, reporter, run, verify=verify, keep_failed=keep_failed)
         results[stage.name] = result
@@ -97,7 +100,7 @@ def _satisfy(
         found = store.find(record, verify=verify)
         if found is not None:
             return StageResult(stage=stage.name, reused=True, reason="made by another process", artefact=found)
-        damage = store.set_aside(record)
+        damage = store.set_aside(record, verify=verify)
         reason = f"damaged: {damage}" if damage else why(run.last(stage.name), record)
         log = store.log_path(record)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +117,12 @@ def _satisfy(
                     )
                 )
 
-            artefact = store.make(record, work, keep_failed=keep_failed)
+            try:
+                artefact = store.make(record, work, keep_failed=keep_failed)
+            except BaseException:
+                for left in store.leftovers(record):
+                    reporter.note(f"{stage.name}: what it made so far is kept in {left}")
+                raise
         return StageResult(stage=stage.name, reused=False, reason=reason, artefact=artefact)
 
 
@@ -152,8 +160,9 @@ def status(plan: Plan, store: Store) -> list[StageStatus]:
             continue
         artefact = store.find(record)
         if artefact is None:
-            last = run.last(stage.name)
-            out.append(StageStatus(stage.name, "missing" if last is None else "stale", why(last, record), None))
+            last, damage = run.last(stage.name), store.fault(record)
+            reason = f"damaged: {damage}" if damage else why(last, record)
+            out.append(StageStatus(stage.name, "missing" if last is None else "stale", reason, None))
         else:
             known[stage.name] = artefact.manifest.content
             out.append(StageStatus(stage.name, "current", "same inputs and settings", artefact.path))
@@ -173,11 +182,12 @@ class RunFolder:
     def start(self, plan: Plan, store: Store) -> None:
         """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         roots = store.home / "roots"
         roots.mkdir(parents=True, exist_ok=True)
         absolute = str(self.path.resolve())
-        _write(roots / f"{absolute.replace('/', '_')}.json", json.dumps({"run": absolute}))
+        name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
+        write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
 
     def last(self, stage: str) -> Record | None:
         entry = self._records().get(stage)
@@ -189,7 +199,7 @@ class RunFolder:
     def update(self, stage: str, artefact: Artefact) -> None:
         records = self._records()
         records[stage] = dataclasses.asdict(artefact.manifest.record)
-        _write(self.path / "run.json", json.dumps(records, indent=2) + "\n")
+        write_whole(self.path / "run.json", json.dumps(records, indent=2) + "\n")
         link = self.path / LINKS[stage]
         partial = self.path / f".{link.name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
@@ -217,9 +227,3 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

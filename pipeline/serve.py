@@ -14,6 +14,7 @@ from types import FrameType
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from engines.passport import Passport, read_passport
 from pipeline import tritonserver
+from pipeline.folders import write_whole
 from pipeline.runner import RUNS, RunFolder
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
@@ -42,7 +43,8 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         if not runs:
             raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
         target = runs[-1].parent.name
-    if (RUNS / target).is_dir():
+    # By name only: the server's own folder and log are named after it, so a path must not pass as one.
+    if target in {run.name for run in RUNS.glob("*")}:
         return target, RunFolder.of(target).linked("package")
     folder = Path(target)
     if (folder / "repository").is_dir():
@@ -193,7 +195,7 @@ def _remember(store: Store, server: Server) -> None:
     value = {**asdict(server), "repository": str(server.repository), "log": str(server.log)}
     path = store.home / "servers" / f"{server.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(value, indent=2) + "\n")  # `running` drops what it cannot read
 
 
 def _forget(store: Store, server: Server) -> None:

@@ -32,8 +32,8 @@ KEY_DIGITS = 32
 
 
 def default_home() -> Path:
-    """TRTPIPE_HOME, else ~/.cache/trtpipe."""
-    return Path(os.environ.get("TRTPIPE_HOME") or Path.home() / ".cache" / "trtpipe")
+    """TRTPIPE_HOME, else ~/.cache/trtpipe. Absolute, since run folders link into it."""
+    return Path(os.environ.get("TRTPIPE_HOME") or "~/.cache/trtpipe").expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,21 @@ class Store:
         """The artefact of `record` if it is whole, else None. `verify` hashes every file again. Changes nothing."""
         folder = self.folder(record)
         manifest = read_manifest(folder / "manifest.json")
-        if manifest is None or self.fault(folder, manifest, verify=verify) is not None:
+        if manifest is None or self.fault(record, verify=verify) is not None:
             return None
         return Artefact(path=folder / "files", manifest=manifest)
 
-    def fault(self, folder: Path, manifest: Manifest, *, verify: bool = False) -> str | None:
-        """What is wrong with an artefact's files, or None. A touched file is hashed before it is blamed."""
+    def fault(self, record: Record, *, verify: bool = False) -> str | None:
+        """What is wrong with the artefact of `record`; None when it is whole, or when there is none.
+
+        A touched file is hashed before it is blamed.
+        """
+        folder = self.folder(record)
+        if not folder.exists():
+            return None
+        manifest = read_manifest(folder / "manifest.json")
+        if manifest is None or manifest.record.key != record.key:
+            return "it has no readable manifest"
         for file in manifest.files:
             path = folder / "files" / file.path
             try:
@@ -82,9 +91,7 @@ class Store:
     @contextlib.contextmanager
     def locked(self, record: Record, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Only one process makes an artefact; the others wait (and are told so once) and then find it."""
-        path = self.home / "locks" / f"{record.stage}-{record.key[:KEY_DIGITS]}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
+        lock = self._lock(record.stage, record.key[:KEY_DIGITS])
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -95,16 +102,20 @@ class Store:
         finally:
             lock.release()
 
-    def set_aside(self, record: Record) -> str | None:
+    def _lock(self, stage: str, digits: str) -> FileLock:
+        path = self.home / "locks" / f"{stage}-{digits}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path)
+
+    def set_aside(self, record: Record, *, verify: bool = False) -> str | None:
         """Move a damaged artefact out of the way; return what was wrong, None when nothing stood there.
 
         To be called under the record's lock.
         """
-        folder = self.folder(record)
-        if not folder.exists():
+        fault = self.fault(record, verify=verify)
+        if fault is None:
             return None
-        manifest = read_manifest(folder / "manifest.json")
-        fault = "it has no readable manifest" if manifest is None else self.fault(folder, manifest)
+        folder = self.folder(record)
         target = self.home / "damaged" / f"{record.stage}-{folder.name}-{time.time_ns()}"
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(target)
@@ -117,7 +128,7 @@ class Store:
         """
         folder = self.folder(record)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(f".{folder.name}.*"):
+        for leftover in self.leftovers(record):
             shutil.rmtree(leftover)  # under the lock nobody works in it
         started, clock = datetime.now(timezone.utc), time.monotonic()
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -144,6 +155,21 @@ class Store:
             raise
         self.digests.save()
         return Artefact(path=folder / "files", manifest=manifest)
+
+    def leftovers(self, record: Record) -> list[Path]:
+        """Folders in which the artefact of `record` is being made, or was when a run was killed."""
+        folder = self.folder(record)
+        return sorted(folder.parent.glob(f".{folder.name}.*"))
+
+    def being_made(self, leftover: Path) -> bool:
+        """Whether some process works in that folder now."""
+        lock = self._lock(leftover.parent.name, leftover.name.split(".")[1])
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
 
     def _describe(self, files: Path) -> Iterator[FileRecord]:
         for path in sorted(p for p in files.rglob("*") if p.is_file()):

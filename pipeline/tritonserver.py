@@ -9,6 +9,7 @@ environment's `bin` first on PATH, through which the stub finds its packages.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton_repo
-from engines.errors import HostError, StageFailed
+from engines.errors import HostError, StageFailed, UsageError
 from engines.process import tail
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
@@ -124,19 +125,27 @@ def check_libpython() -> None:
 
 
 def choose_endpoints(host: str, http: int, grpc: int, metrics: int) -> Endpoints:
-    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use."""
+    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use, UsageError for none."""
     chosen: dict[str, int] = {}
-    for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
-        with socket.socket() as probe:
-            # As the server does it: a port whose last connection is only winding down counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as probes:  # held together, or one free port could be chosen twice
+        for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
+            if not 0 <= port < 1 << 16:
+                raise UsageError(f"--{name}-port {port} is no port", remedy="give a number from 0 to 65535")
+            if port in chosen.values():
+                raise UsageError(f"port {port} is asked for twice", remedy=f"pass --{name}-port 0 to choose a free one")
+            probe = probes.enter_context(socket.socket())
+            if port:
+                # As the server does it: a port whose last connection is only winding down counts as free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError as error:
                 raise HostError(
                     f"port {port} on {host} cannot be taken",
                     why=error.strerror or str(error),
-                    remedy=f"stop what listens there, or pass --{name}-port 0 to choose a free one",
+                    remedy=f"stop what listens there, or pass --{name}-port 0 to choose a free one"
+                    if error.errno in (errno.EADDRINUSE, errno.EACCES)
+                    else "pass an IPv4 address of this machine as --host",
                 ) from None
             chosen[name] = probe.getsockname()[1]
     return Endpoints(host=host, http=chosen["http"], grpc=chosen["grpc"], metrics=chosen["metrics"])

@@ -287,6 +287,23 @@ def test_greedy_tokens_under_preemption(
     assert runtime.stats()["kv_used_blocks"] == 0
 
 
+def test_context_logits_of_prompts_in_parts_and_after_preemption(plain: Path, small_steps: Path) -> None:
+    def requests() -> list[Request]:
+        return [Request(id=i, prompt=p, max_tokens=NEW, return_context_logits=True) for i, p in enumerate(PROMPTS)]
+
+    whole = run(Runtime(plain), *requests())
+    tight = Runtime(small_steps, kv_cache_tokens=96, policy="max_utilization", enable_chunked_context=True)
+    for _ in range(2):
+        # The second time every prompt is in the cache, and still has all of its logits.
+        parts = run(tight, *requests())
+        for index, prompt in enumerate(PROMPTS):
+            want = whole[index][0].context_logits
+            assert want is not None
+            assert want.shape == (len(prompt), VOCAB)
+            check_logits(parts[index][0].context_logits, torch.from_numpy(want))
+            assert all(output.context_logits is None for output in parts[index][1:])
+
+
 def test_seeded_tokens_do_not_depend_on_load_or_preemption(plain: Path, engines: Callable[..., Path]) -> None:
     def request(index: int) -> Request:
         sampling = SamplingParams(seed=index, top_p=0.9, temperature=1.5, frequency_penalty=0.2)
@@ -312,6 +329,27 @@ def test_lower_precision_stays_near(models: Callable[[str], tuple[Path, Any]], p
     assert got is not None
     assert got.dtype == np.float32
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.999
+
+
+def test_a_request_that_overflows_harms_no_other(engines: Callable[..., Path], expected: list[list[int]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = engines()
+    stored = load_file(folder / "rank0.safetensors")
+    # No other prompt or continuation contains it.
+    poison = next(t for t in range(VOCAB) if all(t not in {*p, *e} for p, e in zip(PROMPTS, expected, strict=True)))
+    stored["transformer.vocab_embedding.weight"][poison] = torch.nan
+    save_file(stored, folder / "rank0.safetensors")
+    # Blocks are few, so that those of the poisoned requests are soon used again.
+    runtime = Runtime(folder, kv_cache_tokens=168, enable_kv_cache_reuse=False)
+    bad = [Request(id=f"bad {i}", prompt=(poison,) * (3 + 20 * i), max_tokens=4 + 20 * i) for i in range(3)]
+    good = [Request(id=i, prompt=p, max_tokens=NEW) for i, p in enumerate(PROMPTS)]
+    outputs = run(runtime, bad[2], *good[:3], bad[1], *good[3:], bad[0])
+    assert [tokens(outputs[i]) for i in range(len(PROMPTS))] == expected
+    assert [len(tokens(outputs[f"bad {i}"])) for i in range(3)] == [4, 24, 44]
+    sampling = SamplingParams(top_p=0.9, repetition_penalty=1.1)
+    drawn = tokens(run(runtime, Request(id="drawn", prompt=(poison,), max_tokens=3, sampling=sampling))["drawn"])
+    assert all(0 <= token < VOCAB for token in drawn)
 
 
 def test_the_end_token_is_not_put_out(plain: Path, expected: list[list[int]]) -> None:

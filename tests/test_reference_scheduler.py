@@ -113,6 +113,17 @@ def test_max_utilization_admits_on_present_need_and_preempts_the_youngest() -> N
     assert (b.paused, b.tokens[4:]) == (False, [1004, 1005])
 
 
+def test_a_preempted_request_comes_before_those_that_never_ran() -> None:
+    scheduler = make(3, policy="max_utilization")
+    a, b, c = (add(scheduler, name, 4, 9) for name in "abc")
+    assert play(scheduler) == [("a", 0, 4), ("b", 0, 4), ("c", 0, 4)]
+    assert play(scheduler) == [("a", 4, 1)]
+    assert list(scheduler.waiting) == [b, c]
+    while a in scheduler.running:
+        play(scheduler)
+    assert play(scheduler) == [("b", 0, 5)]
+
+
 def test_a_resumed_sequence_that_outgrew_a_step_is_recomputed_in_parts() -> None:
     scheduler = make(8, tokens=8, batch=2, policy="max_utilization")
     a, b = add(scheduler, "a", 4, 20), add(scheduler, "b", 4, 20)
@@ -204,10 +215,12 @@ def test_every_request_is_served_in_full_whatever_the_load(
         arriving.append((step, Sequence(request)))
     sequences = [sequence for _, sequence in arriving]
     started: list[Sequence] = []
+    submitted: list[Sequence] = []
     for step in range(1000):
         for at, sequence in arriving:
             if at == step:
                 scheduler.submit(sequence)
+                submitted.append(sequence)
         if not scheduler.has_work:
             if step > 4:
                 break
@@ -215,6 +228,7 @@ def test_every_request_is_served_in_full_whatever_the_load(
         decoding = [sequence for sequence in scheduler.running if sequence.remaining == 1]
         chunks = scheduler.schedule()
         check_step(scheduler, chunks, batch, tokens)
+        assert [*scheduler.running, *scheduler.waiting] == [s for s in submitted if s.generated < s.request.max_tokens]
         scheduled = [chunk.sequence for chunk in chunks]
         assert all(sequence in scheduled or sequence.paused for sequence in decoding)
         if policy == "guaranteed_no_evict":

@@ -54,6 +54,8 @@ class _Step(NamedTuple):
     cos: torch.Tensor  # [T, 1, head_size]
     sin: torch.Tensor
     slots: torch.Tensor  # [T]
+    # Blocks begun but not filled in this step, whose rest must not keep what others left there.
+    begun: torch.Tensor | None
     decodes: int
     # Blocks of the decoding spans, flattened [decodes * width], and the additive mask [decodes, 1, 1, length].
     tables: torch.Tensor
@@ -78,7 +80,7 @@ class Model:
         self._block = tokens_per_block
         cos, sin = rotary_tables(config, max_positions)
         self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
-        # Zeros, not empty: a masked slot still takes part in a product, where a NaN would survive.
+        # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives.
         shape = (num_blocks * tokens_per_block, 2 * self._kv_heads, config.head_size)
         self._pools = [[torch.zeros(shape, dtype=self.dtype) for _ in layer] for layer in weights.layers]
         self._scratch = torch.empty(0, dtype=self.dtype)
@@ -154,9 +156,7 @@ class Model:
         if decodes:
             length = max(positions) + 1
             width = -(-length // size)
-            # Block 0 fills up the shorter rows; the mask hides it.
-            padded = [block for s in spans[:decodes] for block in _fit(s.blocks, width)]
-            tables = torch.tensor(padded)
+            tables = torch.tensor([block for s in spans[:decodes] for block in _fit(s.blocks, width)])
             if min(positions) + 1 < length:
                 hidden = torch.arange(length) > torch.tensor(positions)[:, None]
                 mask = torch.zeros(decodes, 1, 1, length, dtype=self.dtype)
@@ -173,9 +173,16 @@ class Model:
             parts.append(torch.from_numpy(blocks[at // size] * size + at % size))
             where.append(torch.from_numpy(at))
             row += count
+        begun: list[int] = []
+        for span in spans:
+            stop = span.start + len(span.tokens)
+            if 0 < stop % size <= len(span.tokens):
+                begun.append(span.blocks[stop // size])
         position = torch.cat(where)
         cos, sin = self._cos[position].unsqueeze(1), self._sin[position].unsqueeze(1)
-        return _Step(cos, sin, torch.cat(parts), decodes, tables, length, mask, prompts)
+        return _Step(
+            cos, sin, torch.cat(parts), torch.tensor(begun) if begun else None, decodes, tables, length, mask, prompts
+        )
 
     def _plan_prompt(self, span: Span, row: int) -> _Prompt:
         count = len(span.tokens)
@@ -193,6 +200,8 @@ class Model:
         # Keys lie right behind the queries, so both are rotated at once.
         turned = x[:, : heads + kv]
         torch.addcmul(turned * step.cos, turned.roll(size // 2, -1), step.sin, out=turned)
+        if step.begun is not None:
+            pool.view(-1, self._block * 2 * kv * size).index_fill_(0, step.begun, 0.0)
         pool.index_copy_(0, step.slots, x[:, heads:])
         parts: list[torch.Tensor] = []
         if step.decodes:
@@ -235,11 +244,11 @@ class Model:
 def _linear_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T with the weight as the left factor; the result's columns are contiguous, not its rows."""
     if len(x) == 1:
-        # The kernel for a single column is slower than the one for two.
-        return torch.mm(weight, x.t().expand(-1, 2))[:, :1].t()
+        return torch.mv(weight, x[0]).unsqueeze(0)
     return torch.mm(weight, x.t()).t()
 
 
 def _fit(blocks: Sequence[int], width: int) -> list[int]:
-    row = list(blocks[:width])
-    return row + [0] * (width - len(row))
+    """The first `width` blocks. A shorter row repeats a block of its own, hidden by the mask: a NaN in another
+    request's block would come through."""
+    return [*blocks[:width], *[blocks[0]] * (width - len(blocks))]

@@ -102,15 +102,13 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step, those of one token first. Every chunk must be passed to `computed` afterwards."""
         chunks: list[Chunk] = []
-        preempted = False
         for sequence in list(self.running):
-            # Taken from the tail, so that a preempted one is met here only after the one it made room for.
-            if sequence.paused or sequence.remaining != 1:
+            # One that has just been preempted to make room has at least its prompt and a drawn token to compute.
+            if sequence.remaining != 1:
                 continue
             wanted = self.pool.blocks_for(len(sequence.tokens))
             while len(sequence.blocks) < wanted and self.pool.free == 0 and not sequence.paused:
                 self._preempt(self.running[-1])
-                preempted = True
             if not sequence.paused:
                 self._grow(sequence, wanted)
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
@@ -120,8 +118,7 @@ class Scheduler:
                 count = min(sequence.remaining, budget)
                 chunks.append(Chunk(sequence, sequence.computed, sequence.computed + count))
                 budget -= count
-        if not preempted:
-            self._admit(chunks, budget)
+        self._admit(chunks, budget)
         return chunks
 
     def computed(self, chunk: Chunk) -> None:
@@ -209,7 +206,6 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.finish(sequence)
         sequence.computed = 0
-        sequence.published = 0
         sequence.paused = True
         self.waiting.appendleft(sequence)
 

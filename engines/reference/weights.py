@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from engines.base import DataType
-from engines.safetensors_file import ITEMSIZE, read_header
+from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, CheckpointConfig, CheckpointError, rank_file
 
 TORCH_DTYPE = {
@@ -150,12 +150,7 @@ def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.
     out: dict[str, torch.Tensor] = {}
     for name in expected.keys() & header.tensors.keys():
         entry = header.tensors[name]
-        if entry.offset % ITEMSIZE[entry.dtype]:
-            # The format does not promise alignment, but torch's kernels expect it.
-            raw = bytearray(data[entry.offset : entry.offset + entry.nbytes])
-            flat = torch.frombuffer(raw, dtype=stored)
-        else:
-            flat = torch.frombuffer(data, dtype=stored, count=prod(entry.shape), offset=entry.offset)
+        flat = torch.frombuffer(data, dtype=stored, count=prod(entry.shape), offset=entry.offset)
         out[name] = flat.view(entry.shape).to(dtype)
     return out
 

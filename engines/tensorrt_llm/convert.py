@@ -204,8 +204,8 @@ def cast(bits: Bits, source: str, target: str, name: str) -> Bits:
     if ((out & 0x7FFF == infinity) & np.isfinite(wide)).any():
         raise InputDataError(
             f"tensor '{name}' holds {float(np.abs(wide[np.isfinite(wide)]).max()):g}",
-            why=f"{'bfloat16 ends at 3.38953e+38' if target == 'BF16' else 'float16 ends at 65504'}",
-            remedy=f"convert to {'float32' if target == 'BF16' else 'bfloat16'}",
+            why="bfloat16 ends at 3.38953e+38" if target == "BF16" else "float16 ends at 65504",
+            remedy="convert to float32" if target == "BF16" else "convert to bfloat16",
         )
     return out
 

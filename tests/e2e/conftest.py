@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -17,6 +18,32 @@ import pytest
 
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
+
+NEW_TOKENS = 64
+END = 2
+TEXTS = (
+    "The capital of France is",
+    "Water boils at",
+    "def fibonacci(n):",
+    "Once upon a time, in a village by the sea,",
+    "The three primary colours are",
+    "To bake bread you need flour, water,",
+    "Photosynthesis is the process by which",
+    "In 1969, the first human",
+    "Dear Sir or Madam,",
+    "The quick brown fox",
+    "import numpy as np\n\ndef mean(values):",
+    "Q: What is the largest planet?\nA:",
+    "A list of European countries: Germany,",
+    "The theory of evolution was proposed by",
+    "Roses are red, violets are",
+    "SELECT name FROM users WHERE",
+    "The recipe for a good life is simple:",
+    "Mount Everest is",
+    "An algorithm is a finite sequence of instructions. It differs from a heuristic in that",
+    "She opened the door and saw, to her great surprise, that the room which had been full of furniture "
+    "only an hour ago was now completely empty, save for a small wooden box in the middle of the floor.",
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +108,14 @@ class Served:
                     yield json.loads(line[len("data: ") :])
 
     def gauges(self) -> dict[str, float]:
-        """Prometheus samples whose names start with nv_trt_llm, as `family{last label}`."""
-        text = httpx.get(self.metrics, timeout=10).text
-        found = re.findall(r'^(nv_trt_llm\w+)\{.*?(\w+)="([^"]+)",version="1"\} (\S+)$', text, re.MULTILINE)
-        found += re.findall(r'^(nv_trt_llm\w+)\{(\w+)="([^"]+)",model="[^"]+",version="1"\} (\S+)$', text, re.MULTILINE)
-        return {f"{family}{{{value}}}": float(number) for family, _, value, number in found}
+        """TensorRT-LLM's gauges, each as `family{its own label}`."""
+        out = {}
+        for family, labels, number in re.findall(
+            r"^(nv_trt_llm\w+)\{(.*)\} (\S+)$", httpx.get(self.metrics, timeout=10).text, re.MULTILINE
+        ):
+            own = [value for name, value in re.findall(r'(\w+)="([^"]*)"', labels) if name not in ("model", "version")]
+            out[f"{family}{{{own[0]}}}"] = float(number)
+        return out
 
 
 @pytest.fixture(scope="session")
@@ -131,3 +161,43 @@ def served(cli: Cli, target: str, serve: Callable[[str], Served]) -> Iterator[Se
     """The float32 SmolLM2 behind a real tritonserver."""
     yield serve(target)
     cli.ok("stop")
+
+
+@pytest.fixture(scope="session")
+def greedy_texts() -> tuple[str, ...]:
+    return TEXTS
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm2_hf: Path, greedy_texts: tuple[str, ...]) -> list[tuple[int, ...]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(smollm2_hf / "tokenizer.json"))
+    out = [tuple(tokenizer.encode(text).ids) for text in greedy_texts]
+    assert max(len(prompt) for prompt in out) <= 64
+    return out
+
+
+@pytest.fixture(scope="session")
+def expected(smollm2_hf: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """transformers' own greedy continuation of each prompt, without the end token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        full = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=END,
+            pad_token_id=END,
+        )
+        tokens = full[0, len(prompt) :].tolist()
+        out.append(tokens[: tokens.index(END)] if END in tokens else tokens)
+    del model
+    gc.collect()
+    return out

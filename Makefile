@@ -1,0 +1,41 @@
+# Everything runs in .venv, made on first use from the Python named here.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help setup check test unit demo golden clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(READY) ## make .venv and install everything the demo and the tests need
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+check: $(READY) ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check ## everything: the checks, the unit tests, and the real model on a real tritonserver (minutes)
+	$(BIN)/python -m pytest
+
+unit: $(READY) ## unit tests alone (under a minute)
+	$(BIN)/python -m pytest -m 'not real'
+
+demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
+	$(BIN)/trtpipe build --recipe smollm2-cpu
+	@trap '$(BIN)/trtpipe stop' EXIT; set -ex; \
+	$(BIN)/trtpipe serve smollm2-135m.cpu.bf16 --detach --http-port 0 --grpc-port 0 --metrics-port 0; \
+	$(BIN)/trtpipe generate "What is the capital of France?"; \
+	$(BIN)/trtpipe bench --concurrency 1,4,16
+
+golden: $(READY) ## write the golden files again; review the difference
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py
+
+clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
+	rm -rf .venv runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

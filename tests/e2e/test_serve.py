@@ -1,0 +1,357 @@
+"""A real tritonserver with our repository and our `tensorrtllm` backend, as clients meet it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.conftest import Served
+
+pytestmark = pytest.mark.real
+
+TOKENS = 32
+ACTIVE, USED = "nv_trt_llm_request_metrics{active}", "nv_trt_llm_kv_cache_block_metrics{used}"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_hf: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2_hf / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def texts(greedy_texts: tuple[str, ...]) -> tuple[str, ...]:
+    return greedy_texts[:8]
+
+
+@pytest.fixture(scope="session")
+def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """What transformers says greedily in float32, cut to TOKENS."""
+    return [tokenizer.decode(tokens[:TOKENS]) for tokens in expected[: len(texts)]]
+
+
+def grpc_stream(served: Served, text: str, model: str = "ensemble") -> str:
+    from pipeline.generate import Sampling, stream
+
+    return "".join(stream(served.grpc, text, Sampling(max_tokens=TOKENS), model=model))
+
+
+def http_stream(served: Served, text: str, model: str = "ensemble") -> str:
+    return "".join(event["text_output"] for event in served.stream(model, text_input=text, max_tokens=TOKENS))
+
+
+def http_whole(served: Served, text: str, model: str = "ensemble") -> str:
+    return str(served.generate(model, text_input=text, max_tokens=TOKENS)["text_output"])
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("ask", [grpc_stream, http_stream, http_whole])
+def test_greedy_text_is_that_of_transformers(
+    served: Served, texts: tuple[str, ...], expected_texts: list[str], ask: Callable[..., str], model: str
+) -> None:
+    """Both protocols, streamed and whole, through both front models, eight requests in flight together."""
+    with ThreadPoolExecutor(len(texts)) as pool:
+        assert list(pool.map(lambda text: ask(served, text, model), texts)) == expected_texts
+
+
+def test_streamed_text_keeps_spaces_and_characters_that_span_tokens(served: Served, tokenizer: Tokenizer) -> None:
+    """Hot sampling makes byte soup: half characters in many tokens. The pieces must add up to the whole's text."""
+    hot = {"max_tokens": 60, "temperature": 3.0, "top_k": 0, "top_p": 0.999, "end_id": -1}
+    split = 0
+    for seed in range(4):
+        prompt = tokenizer.encode("Emoji: 😀🎉 日本語 ").ids
+        ids = served.generate(
+            "tensorrt_llm", input_ids=prompt, input_lengths=len(prompt), request_output_len=60, temperature=3.0,
+            runtime_top_k=0, runtime_top_p=0.999, end_id=-1, seed=seed,
+        )["output_ids"]  # fmt: skip
+        whole = tokenizer.decode(ids)
+        split += any("�" in tokenizer.decode([token]) for token in ids)
+        request = {"text_input": "Emoji: 😀🎉 日本語 ", "seed": seed, **hot}
+        through_ensemble = [event["text_output"] for event in served.stream(id=f"soup-{seed}", **request)]
+        through_bls = [event["text_output"] for event in served.stream("tensorrt_llm_bls", **request)]
+        # A character that is still unfinished when max_tokens is reached is all that may be missing.
+        assert whole.rstrip("�") == "".join(through_ensemble).rstrip("�")
+        assert whole == "".join(through_bls)
+    assert split, "no token was part of a character: the test has lost its point"
+
+
+def test_sampling_options_do_what_they_say(served: Served) -> None:
+    ask: dict[str, Any] = {"text_input": "The capital of France is", "max_tokens": 12}
+    hot = {**ask, "temperature": 1.5, "top_k": 50}
+    first = served.generate(**hot, seed=7)["text_output"]
+    assert served.generate(**hot, seed=7)["text_output"] == first
+    assert len({served.generate(**hot, seed=seed)["text_output"] for seed in range(5)}) > 1
+    greedy = served.generate(**ask)["text_output"]
+    assert "Paris" in greedy
+    assert "Paris" not in served.generate(**ask, bad_words=[" Paris"])["text_output"]
+    stopped = served.generate(**ask, stop_words=[" Paris"])["text_output"]
+    assert stopped == greedy[: greedy.index(" Paris") + len(" Paris")]
+    biased = served.generate(**ask, embedding_bias_words=[" Rome"], embedding_bias_weights=[100.0])["text_output"]
+    assert biased.startswith(" Rome")
+
+
+def test_the_model_ends_at_its_end_of_text_unless_told_otherwise(served: Served) -> None:
+    ask: dict[str, Any] = {
+        "text_input": "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n",
+        "max_tokens": 64,
+    }
+    counted = {"return_num_output_tokens": True, "return_num_input_tokens": True}
+    ended = served.generate(**ask, **counted)
+    assert ended["num_output_tokens"] < 64
+    assert ended["num_input_tokens"] == 13
+    endless = served.generate(**ask, **counted, end_id=-1)
+    assert endless["num_output_tokens"] == 64
+    assert served.generate(**ask, **counted, min_tokens=20)["num_output_tokens"] >= 20
+    assert endless["text_output"].startswith(ended["text_output"])
+
+
+def test_log_probs_come_when_asked_for(served: Served) -> None:
+    ask: dict[str, Any] = {"text_input": "The capital of France is", "max_tokens": 3}
+    assert "output_log_probs" not in served.generate(**ask)
+    reply = served.generate(**ask, return_log_probs=True)
+    each = np.array(reply["output_log_probs"])
+    assert each.shape == (3,)
+    assert (each <= 0).all()
+    # normalize_log_probs, the default: the mean
+    assert reply["cum_log_probs"] == pytest.approx(each.mean(), rel=1e-5)
+
+
+def test_a_prompt_s_beginning_is_reused(served: Served) -> None:
+    ask: dict[str, Any] = {"text_input": "A long beginning, " * 40 + str(time.time_ns()), "max_tokens": 2}
+    fresh = served.generate(**ask, return_perf_metrics=True)
+    again = served.generate(**ask, return_perf_metrics=True)
+    assert again["kv_cache_reused_blocks"] >= 4
+    assert again["kv_cache_reused_blocks"] > fresh["kv_cache_reused_blocks"]
+    assert again["text_output"] == fresh["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("body", "telling"),
+    [
+        ({"text_input": "word " * 2000, "max_tokens": 4}, "max_input_len"),
+        ({"text_input": "hello", "max_tokens": 5000}, "max_seq_len"),
+        ({"text_input": "hello", "max_tokens": 0}, "max_tokens"),
+        ({"text_input": "", "max_tokens": 4}, "the prompt is empty"),
+        ({"text_input": "hello", "max_tokens": 4, "beam_width": 2}, "beam_width"),
+        ({"text_input": "hello", "max_tokens": 4, "guided_decoding_guide": "x"}, "guided_decoding_guide"),
+    ],
+)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_an_impossible_request_gets_a_named_error(
+    served: Served, body: dict[str, Any], telling: str, model: str
+) -> None:
+    assert telling in served.generate(model, **body)["error"]
+
+
+def test_a_stop_request_ends_the_one_of_its_id(served: Served, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Count: one, two,").ids
+    seen: list[dict[str, Any]] = []
+    begun = threading.Event()
+
+    def follow() -> None:
+        ask = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 800, "end_id": -1}
+        for event in served.stream("tensorrt_llm", id="to-be-stopped", streaming=True, **ask):
+            seen.append(event)
+            begun.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert begun.wait(60)
+    reply = served.generate(
+        "tensorrt_llm", id="to-be-stopped", stop=True, input_ids=[0], input_lengths=1, request_output_len=1
+    )
+    assert "error" not in reply
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert len(seen) < 700
+    assert "error" not in seen[-1]
+
+
+def until(check: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if check():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
+def test_a_client_that_goes_away_frees_its_blocks(served: Served, tokenizer: Tokenizer, model: str) -> None:
+    ids = tokenizer.encode("Count: one, two,").ids
+    ask: dict[str, Any] = {"text_input": "Count: one, two,", "max_tokens": 900, "end_id": -1}
+    if model == "tensorrt_llm":
+        ask = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 900, "end_id": -1, "streaming": True}
+    stream = served.stream(model, **ask)
+    next(stream)
+    assert until(lambda: served.gauges()[ACTIVE] == 1)
+    stream.close()  # type: ignore[attr-defined]
+    assert until(lambda: served.gauges()[ACTIVE] == 0)
+    assert served.gauges()[USED] == 0
+
+
+def test_a_request_with_several_rows_and_copies_answers_each(served: Served, tokenizer: Tokenizer) -> None:
+    """Over gRPC, where a request can carry a batch: every row and copy ends, named by its indexes."""
+    import queue
+
+    from tritonclient.grpc import InferenceServerClient, InferInput
+
+    rows = [tokenizer.encode(text).ids for text in ("The capital of France is", "Water")]
+    longest = max(map(len, rows))
+    arrays = {
+        "input_ids": np.array([row + [0] * (longest - len(row)) for row in rows], np.int32),
+        "input_lengths": np.array([[len(row)] for row in rows], np.int32),
+        "request_output_len": np.array([[4], [4]], np.int32),
+        "num_return_sequences": np.array([[2], [2]], np.int32),
+    }
+    inputs = []
+    for name, array in arrays.items():
+        item = InferInput(name, list(array.shape), "INT32")
+        item.set_data_from_numpy(array)
+        inputs.append(item)
+    arrived: queue.Queue[Any] = queue.Queue()
+    with InferenceServerClient(served.grpc) as client:
+        client.start_stream(callback=lambda result, error: arrived.put((result, error)))
+        client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
+        got = {}
+        while len(got) < 4:
+            result, error = arrived.get(timeout=60)
+            assert error is None
+            place = (int(result.as_numpy("batch_index")[0, 0]), int(result.as_numpy("sequence_index")[0, 0]))
+            got[place] = result.as_numpy("output_ids").reshape(-1).tolist()
+        client.stop_stream()
+    assert set(got) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert got[0, 0] == got[0, 1] != got[1, 0]
+    assert " Paris" in tokenizer.decode(got[0, 0])
+
+
+def processes(served: Served, word: str) -> list[psutil.Process]:
+    """Processes of the served repository whose command line holds `word`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if word in line and str(served.cli.home) in line:
+            found.append(process)
+    return found
+
+
+def test_an_engine_that_dies_is_reported_at_once_and_started_again(served: Served) -> None:
+    stream = served.stream(text_input="Count: one,", max_tokens=900, end_id=-1)
+    next(stream)
+    (engine,) = processes(served, "engines.reference.process")
+    killed = time.monotonic()
+    engine.send_signal(signal.SIGKILL)
+    last = list(stream)[-1]
+    assert "engine process ended (signal 9)" in last["error"]
+    assert time.monotonic() - killed < 30
+    assert until(lambda: "text_output" in served.generate(text_input="Hello", max_tokens=2), 60)
+
+
+@pytest.fixture
+def second(served: Served, serve: Callable[[str], Served], tmp_path: Path) -> Iterator[Served]:
+    """A server of one test's own, to be broken."""
+    repository = served.cli.folder / "runs" / served.name / "repository"
+    copy = tmp_path / "second"
+    _link_tree(repository.resolve(), copy)
+    server = serve(str(copy))
+    yield server
+    served.cli.run("stop", server.name)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, place)
+
+
+def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second: Served) -> None:
+    asking = second.cli.start("generate", "Count to a thousand.", "--server", second.name, "--max-tokens", "900")
+    assert asking.stdout is not None
+    assert asking.stdout.read(4)
+    (server,) = processes(second, "bin/tritonserver")
+    server.kill()
+    _, err = asking.communicate(timeout=60)
+    assert asking.returncode == 4
+    assert re.fullmatch(r"error: the server at \S+ .*`trtpipe serve`\n", err)
+    assert until(lambda: not processes(second, "engines.reference.process"))
+    assert second.cli.run("generate", "Hello", "--server", second.name).status == 2
+
+
+def test_a_model_that_does_not_load_shows_its_own_reason(served: Served, tmp_path: Path) -> None:
+    copy = tmp_path / "broken"
+    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
+    weights = copy / "tensorrt_llm" / "1" / "rank0.safetensors"
+    weights.unlink()
+    weights.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
+    done = served.cli.run("serve", str(copy), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert done.status == 5
+    last = done.err.strip().splitlines()[-1]
+    assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
+    assert "rank0.safetensors" in last
+    assert not processes(served, str(copy))
+
+
+def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(served: Served, tmp_path: Path) -> None:
+    port = str(httpx.URL(served.http).port)
+    copy = tmp_path / "other"
+    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
+    taken = served.cli.run("serve", str(copy), "--http-port", port)
+    assert (taken.status, taken.err.count("\n")) == (4, 2)
+    assert f"port {port} on 127.0.0.1 cannot be taken: Address already in use" in taken.err
+    again = served.cli.run("serve", served.name)
+    assert again.status == 4
+    assert "already served" in again.err
+
+
+def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) -> None:
+    copy = tmp_path / "foreground"
+    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
+    serving = served.cli.start("serve", str(copy), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert serving.stdout is not None
+    for line in serving.stdout:
+        if "Ctrl-C" in line:
+            break
+    serving.send_signal(signal.SIGINT)
+    _, err = serving.communicate(timeout=60)
+    assert serving.returncode == 0, err
+    assert not processes(served, str(copy))
+
+
+def test_generate_streams_an_answer_through_the_chat_template(served: Served) -> None:
+    chat = served.cli.ok("generate", "What is the capital of France?", "--server", served.name)
+    assert chat.out == "The capital of France is Paris.\n"
+    raw = served.cli.ok("generate", "The capital of France is", "--raw", "--max-tokens", "3", "--server", served.name)
+    assert raw.out.startswith(" Paris")
+
+
+def test_bench_writes_a_report_of_both_protocols(served: Served, tmp_path: Path) -> None:
+    import json
+
+    report = tmp_path / "report.json"
+    done = served.cli.ok(
+        "bench", "--server", served.name, "--concurrency", "1,4", "--requests", "8", "--output-tokens", "8",
+        "--input-tokens", "16", "--report", str(report),
+    )  # fmt: skip
+    results = json.loads(report.read_text())["results"]
+    levels = [(level["protocol"], level["concurrency"]) for level in results]
+    assert levels == [("grpc", 1), ("grpc", 4), ("http", 1), ("http", 4)]
+    for level in results:
+        assert level["requests"]["succeeded"] == 8
+        assert level["wrong_length"] == 0
+        assert level["token_count_source"] == "server"
+        assert level["metrics"]["time_to_first_token"]["p50"] > 0
+    assert all(word in done.out for word in ("TTFT", "ITL", "TPOT", "tokens/s", "requests/s"))

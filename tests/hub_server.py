@@ -1,0 +1,194 @@
+"""A small real HTTP server that speaks the Hugging Face hub's API, as far as downloading a model needs it.
+
+Model info and the file tree under /api/models, files under /<repository>/resolve/<revision>/, with ETag,
+X-Repo-Commit and ranges; refusals with the hub's X-Error-Code. It keeps what it was asked, and can cut
+connections in the middle of a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+# Git stores larger files elsewhere and names them by their SHA-256.
+LFS_FROM_BYTES = 4096
+
+
+@dataclass
+class Repository:
+    """Commits with their files, and the branches that name them."""
+
+    commits: dict[str, dict[str, bytes]]
+    branches: dict[str, str]
+    gated: bool = False
+    private: bool = False
+    # Who may read a gated or private repository.
+    token: str = "hf_granted"
+
+
+@dataclass
+class Asked:
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+@dataclass
+class Hub:
+    """What the server holds and does. `cuts` gives a file name -> bytes after which to cut, one entry a request."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    cuts: dict[str, list[int]] = field(default_factory=dict)
+    failing: int | None = None
+    url: str = ""
+
+    def add(self, repo_id: str, files: dict[str, bytes], *, branch: str = "main", **options: Any) -> str:
+        """Commit `files` to a branch and return the commit's name."""
+        text = repr(sorted((name, hashlib.sha1(data).hexdigest()) for name, data in files.items()))
+        commit = hashlib.sha1(text.encode()).hexdigest()
+        repository = self.repositories.setdefault(repo_id, Repository({}, {}, **options))
+        repository.commits[commit] = files
+        repository.branches[branch] = commit
+        return commit
+
+    def fetched(self, method: str = "GET") -> list[str]:
+        """Names of the files asked for, sorted."""
+        return sorted(
+            entry.path.split("/resolve/")[1].split("/", 1)[1]
+            for entry in self.asked
+            if entry.method == method and "/resolve/" in entry.path
+        )
+
+
+def etag(data: bytes) -> str:
+    if len(data) >= LFS_FROM_BYTES:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Hub]:
+    """Run a hub on 127.0.0.1. Its clients should have closed their connections when the block ends."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 5
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
+            pass
+
+        def do_HEAD(self) -> None:  # noqa: N802  # the base class's name
+            self._answer()
+
+        def do_GET(self) -> None:  # noqa: N802
+            self._answer()
+
+        def _answer(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.asked.append(Asked(self.command, path, {name.lower(): text for name, text in self.headers.items()}))
+            if hub.failing is not None:
+                return self._refuse(hub.failing, "", "Internal Error")
+            if path.startswith("/api/models/"):
+                return self._api(path.removeprefix("/api/models/").split("/"))
+            if "/resolve/" in path:
+                repo_id, _, rest = path[1:].partition("/resolve/")
+                return self._file(repo_id, *rest.split("/", 1))
+            return self._refuse(404, "", "Not Found")
+
+        def _api(self, parts: list[str]) -> None:
+            repo_id, verb, revision = "/".join(parts[:2]), *[*parts[2:4], "revision", "main"][:2]
+            found = self._find(repo_id, revision, read=False)
+            if found is None:
+                return None
+            commit, files = found
+            if verb == "tree":
+                return self._json([self._tree_entry(name, data) for name, data in files.items()])
+            siblings = [{"rfilename": name} for name in files]
+            repository = hub.repositories[repo_id]
+            return self._json({
+                "_id": "0", "id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings, "tags": [],
+                "private": repository.private, "gated": "manual" if repository.gated else False, "downloads": 0,
+            })  # fmt: skip
+
+        @staticmethod
+        def _tree_entry(name: str, data: bytes) -> dict[str, Any]:
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            entry: dict[str, Any] = {"type": "file", "oid": blob, "size": len(data), "path": name}
+            if len(data) >= LFS_FROM_BYTES:
+                entry["lfs"] = {"oid": etag(data), "size": len(data), "pointerSize": 134}
+            return entry
+
+        def _find(self, repo_id: str, revision: str, *, read: bool) -> tuple[str, dict[str, bytes]] | None:
+            """(commit, files), or None after a refusal. `read` is for files; anyone may look at a gated repository."""
+            repository = hub.repositories.get(repo_id)
+            granted = repository is not None and self.headers["Authorization"] == f"Bearer {repository.token}"
+            if repository is None or (repository.private and not granted):
+                # Who may not know of it is told the same as for one that is not there.
+                return self._refuse(
+                    404 if self.headers["Authorization"] else 401, "RepoNotFound", "Repository not found"
+                )
+            if read and repository.gated and not granted:
+                status = 403 if self.headers["Authorization"] else 401
+                return self._refuse(status, "GatedRepo", f"Access to model {repo_id} is restricted.")
+            commit = repository.branches.get(revision, revision)
+            if commit not in repository.commits:
+                return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return commit, repository.commits[commit]
+
+        def _file(self, repo_id: str, revision: str, name: str) -> None:
+            found = self._find(repo_id, revision, read=True)
+            if found is None:
+                return
+            commit, files = found
+            if name not in files:
+                return self._refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+            data = files[name]
+            headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            wanted = self.headers["Range"]
+            if wanted is None:
+                return self._send(200, data, headers, self._cut(name))
+            start = int(wanted.removeprefix("bytes=").split("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._send(206, data[start:], headers, self._cut(name))
+
+        def _cut(self, name: str) -> int | None:
+            cuts = hub.cuts.get(name)
+            return cuts.pop(0) if cuts and self.command == "GET" else None
+
+        def _json(self, value: Any) -> None:
+            self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
+            extra = {"X-Error-Code": code, "X-Error-Message": message} if code else {}
+            self._send(status, json.dumps({"error": message}).encode(), {**extra, **(headers or {})})
+
+        def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+            self.send_response(status)
+            for name, text in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, text)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body[:cut])
+            if cut is not None:
+                self.close_connection = True
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False  # so that closing the server waits for its connections
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
