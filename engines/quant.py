@@ -67,8 +67,8 @@ def resolve_precision(requested: str, gpu: GpuSpec) -> Precision:
                 remedy="use --dtype bf16 here, or a GPU with FP8 such as l40s or h100",
             )
         raise UsageError(
-            f"--dtype {requested} needs the quantize stage, which trtpipe {requested.upper()} support will bring",
-            why="this release writes unquantized checkpoints only",
+            f"--dtype {requested} is not available in this release",
+            why="it writes unquantized checkpoints only",
             remedy="use --dtype bf16, fp16 or fp32",
         )
     dtype = parse_float(requested)

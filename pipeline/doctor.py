@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from engines.errors import HostError, TrtpipeError
 from pipeline import config, tritonserver
 from pipeline.serve import running
-from pipeline.store import Store
+from pipeline.store import Store, host
 
 # Free disk below which even the demo fails: 0.3 GB a copy of the model, a few copies.
 DISK_GB = 2.0
@@ -33,7 +32,8 @@ def examine(store: Store) -> list[Finding]:
 
 
 def _findings(store: Store) -> Iterator[Finding]:
-    yield Finding(subject="python", state="ok", detail=f"{platform.python_version()} on {platform.platform()}")
+    this = host()
+    yield Finding(subject="python", state="ok", detail=f"{this['python']} on {this['system']}, {this['machine']}")
     yield _checked("store", lambda: _store(store))
     yield _checked("tritonserver", _server)
     yield _packages("reference runtime", ("torch",), "serve")

@@ -188,7 +188,9 @@ class Store:
 
 
 def host() -> dict[str, str]:
-    return {"system": platform.platform(), "python": platform.python_version(), "machine": platform.machine()}
+    # Not platform.platform(), which starts a process to ask for the processor.
+    system = f"{platform.system()} {platform.release()}"
+    return {"system": system, "python": platform.python_version(), "machine": platform.machine()}
 
 
 def _sync(path: Path) -> None:

