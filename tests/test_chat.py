@@ -45,7 +45,7 @@ def test_a_real_template(folder: Path) -> None:
         ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<s>Hello</s>"),
         ("{{ pad_token is defined }} {{ add_generation_prompt }}", "False True"),
         ("{{ tools is none }} {{ documents is none }}", "True True"),
-        ("{%- for m in messages %}\n  {%- if m.role == 'user' %}\n{{ m.content }}\n  {%- endif %}\n{%- endfor %}", "Hello"),
+        ("{%- for m in messages %}\n  {%- if m.role %}\n{{ m.content }}\n  {%- endif %}\n{%- endfor %}", "Hello"),
         ("{% if true %}\n    {% set x = 1 %}\nkept\n{% endif %}\n", "kept\n"),
         ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
         ("a {%- generation %} b {% endgeneration -%} c", "a b c"),
@@ -54,7 +54,7 @@ def test_a_real_template(folder: Path) -> None:
         ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=True, separators=(',', ':')) }}", '{"a":2,"b":1}'),
         ("{{ strftime_now('%%') }}", "%"),
     ],
-)  # fmt: skip
+)
 def test_what_templates_may_use(folder: Path, template: str, text: str) -> None:
     assert apply_template(folder, template, HELLO) == text
 
@@ -75,9 +75,12 @@ def test_special_tokens_are_found_in_either_file(folder: Path) -> None:
         ("{{ 1 // 0 }}", "integer division or modulo by zero"),
         ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
-        ("{% for x in range(1000000) %}{% endfor %}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+        (
+            "{% for x in range(1000000) %}{% endfor %}",
+            "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_fails_says_why_in_one_line(folder: Path, template: str, why: str) -> None:
     with pytest.raises(InputDataError) as caught:
         apply_template(folder, template, HELLO)

@@ -48,32 +48,58 @@ def test_no_two_files_claim_one_name() -> None:
     ("file", "old", "new", "message"),
     [
         (
-            "models/llama3-8b.yaml", "license:", "licence:",
+            "models/llama3-8b.yaml",
+            "license:",
+            "licence:",
             "llama3-8b.yaml: unknown key 'licence'; did you mean 'license'?",
         ),
         (
-            "models/llama3-8b.yaml", "repo_id:", "repoid:",
+            "models/llama3-8b.yaml",
+            "repo_id:",
+            "repoid:",
             "llama3-8b.yaml: sources: unknown key 'repoid'; did you mean 'repo_id'?",
         ),
         (
-            "models/llama3-8b.yaml", "kind: hub", "kind: hubb",
+            "models/llama3-8b.yaml",
+            "kind: hub",
+            "kind: hubb",
             "llama3-8b.yaml: unknown source kind 'hubb'; did you mean 'hub'?",
         ),
         (
-            "gpus/h100.yaml", "memory_gib:", "memory_gb:",
+            "gpus/h100.yaml",
+            "memory_gib:",
+            "memory_gb:",
             "h100.yaml: unknown key 'memory_gb'; did you mean 'memory_gib'?",
         ),
         ("gpus/h100.yaml", "sm: 90", "sm: ninety", "h100.yaml: sm: Input should be a valid integer"),
         ("gpus/h100.yaml", "sm: 90", "sm: '90'", "h100.yaml: sm: Input should be a valid integer"),
         ("gpus/h100.yaml", "name: h100\n", "", "h100.yaml: name: Field required"),
-        ("models/llama3-8b.yaml", "license: llama3", "license: 3", "llama3-8b.yaml: license: Input should be a valid string"),
-        ("models/llama3-8b.yaml", "aliases: [llama-3-8b-instruct]", "aliases: [1]",
-         "llama3-8b.yaml: aliases.0: Input should be a valid string"),
-        ("models/llama3-8b.yaml", "  - kind: hub", "  - hub\n  - kind: hub", "llama3-8b.yaml: sources must be a list of mappings"),
-        ("gpus/h100.yaml", "source: NVIDIA H100 datasheet, SXM column", "source: 2024-01-01",
-         "h100.yaml: a value is not plain: Object of type date is not JSON serializable; quote it"),
+        (
+            "models/llama3-8b.yaml",
+            "license: llama3",
+            "license: 3",
+            "llama3-8b.yaml: license: Input should be a valid string",
+        ),
+        (
+            "models/llama3-8b.yaml",
+            "aliases: [llama-3-8b-instruct]",
+            "aliases: [1]",
+            "llama3-8b.yaml: aliases.0: Input should be a valid string",
+        ),
+        (
+            "models/llama3-8b.yaml",
+            "  - kind: hub",
+            "  - hub\n  - kind: hub",
+            "llama3-8b.yaml: sources must be a list of mappings",
+        ),
+        (
+            "gpus/h100.yaml",
+            "source: NVIDIA H100 datasheet, SXM column",
+            "source: 2024-01-01",
+            "h100.yaml: a value is not plain: Object of type date is not JSON serializable; quote it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, new: str, message: str) -> None:
     rewrite(facts / file, old, new)
     with pytest.raises(ConfigError) as caught:

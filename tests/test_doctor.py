@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,14 +89,14 @@ def test_a_check_that_fails_is_a_finding(
 
 def test_the_store_s_disk(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 123_456_000_000
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert findings(store)["store"] == ("ok", f"{store.home}, 123 GB free")
     free = 1_900_000_000
     assert findings(store)["store"] == (
         "missing",
         f"{store.home} has 1.9 GB free; free some space or set TRTPIPE_HOME",
     )
-    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert findings(store)["store"] == (
         "missing",
         f"{tmp_path} cannot be written; set TRTPIPE_HOME to a folder of yours",

@@ -53,9 +53,7 @@ def test_a_full_disk_says_how_to_make_room(number: int) -> None:
 def test_a_permission_names_the_file() -> None:
     known = translate(PermissionError(errno.EACCES, "Permission denied", "x"))
     assert isinstance(known, HostError)
-    assert str(known) == (
-        "x: Permission denied; check the permissions, or set TRTPIPE_HOME to a folder of yours"
-    )
+    assert str(known) == ("x: Permission denied; check the permissions, or set TRTPIPE_HOME to a folder of yours")
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ENAMETOOLONG])

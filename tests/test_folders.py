@@ -26,16 +26,21 @@ def test_the_folder_takes_its_name_when_the_block_succeeds(tmp_path: Path) -> No
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     out = tmp_path / "out"
-    with pytest.raises(error), new_folder(out) as partial:
-        (partial / "x").write_text("1")
-        raise error
+
+    def work() -> None:
+        with new_folder(out) as partial:
+            (partial / "x").write_text("1")
+            raise error
+
+    with pytest.raises(error):
+        work()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failure_leaves_an_empty_folder_that_was_there(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    with pytest.raises(ValueError, match="^no$"), new_folder(out):
+    with pytest.raises(ValueError, match="no"), new_folder(out):
         raise ValueError("no")
     assert list(tmp_path.rglob("*")) == [out]
 
@@ -57,9 +62,7 @@ def test_what_stands_there_is_never_overwritten(tmp_path: Path) -> None:
     for name in ("file", "full"):
         with pytest.raises(UsageError) as caught, new_folder(tmp_path / name):
             raise AssertionError("the block must not run")
-        assert str(caught.value) == (
-            f"{tmp_path / name} already exists and is not an empty folder; name a new folder"
-        )
+        assert str(caught.value) == (f"{tmp_path / name} already exists and is not an empty folder; name a new folder")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "x"]
 
 

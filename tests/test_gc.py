@@ -132,7 +132,9 @@ def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypat
     assert [stage for stage, _ in found(store)] == ["build", "convert", "download"]
 
 
-def test_roots_of_other_folders_count(store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roots_of_other_folders_count(
+    store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(plan(model), store)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")

@@ -209,9 +209,7 @@ def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     build(plan(model), store, until="download")
     with pytest.raises(InputDataError) as caught:
         RunFolder.of("tiny.cpu.fp32").linked("package")
-    assert str(caught.value) == (
-        "runs/tiny.cpu.fp32 has no repository: stage package has not run; run `trtpipe build`"
-    )
+    assert str(caught.value) == ("runs/tiny.cpu.fp32 has no repository: stage package has not run; run `trtpipe build`")
 
 
 def states(made: Plan, store: Store) -> dict[str, tuple[str, str]]:
@@ -289,7 +287,7 @@ def test_what_was_finished_before_a_failure_is_kept(
 
     with monkeypatch.context() as broken:
         broken.setattr("engines.reference.build", fails)
-        with pytest.raises(StageFailed, match="^it broke$"):
+        with pytest.raises(StageFailed, match="it broke"):
             build(plan(model), store)
     assert list((store.home / "artefacts" / "build").iterdir()) == []
     made = ("made", "first run")

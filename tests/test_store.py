@@ -126,7 +126,7 @@ def test_a_failure_s_partial_folder_can_be_kept_until_the_next_try(store: Store)
         (out / "half").write_bytes(b"h")
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="^no$"), store.locked(RECORD):
+    with pytest.raises(ValueError, match="no"), store.locked(RECORD):
         store.make(RECORD, work, keep_failed=True)
     (left,) = store.leftovers(RECORD)
     assert tree(left) == {"files/half": b"h"}
@@ -365,7 +365,12 @@ def test_the_home_is_absolute(in_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_file_is_hashed_once_until_its_stat_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
-    monkeypatch.setattr("pipeline.digests.sha256_file", lambda path: hashed.append(path) or sha256_file(path))
+
+    def counted(path: Path) -> str:
+        hashed.append(path)
+        return sha256_file(path)
+
+    monkeypatch.setattr("pipeline.digests.sha256_file", counted)
     path, link = tmp_path / "x", tmp_path / "link"
     path.write_bytes(b"abc")
     os.utime(path, (1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -154,8 +156,7 @@ def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, works
 def test_a_python_without_its_shared_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"Py_ENABLE_SHARED": 0, "LIBDIR": str(tmp_path)}
     monkeypatch.setattr(sysconfig, "get_config_var", settings.get)
-    monkeypatch.setattr(sys, "version_info", (3, 99, 0))
-    monkeypatch.setattr(tritonserver.sys, "version_info", type("V", (), {"major": 3, "minor": 99}))
+    monkeypatch.setattr(sys, "version_info", SimpleNamespace(major=3, minor=99))
     with pytest.raises(HostError, match=r"this Python has no libpython3\.99\.so\.1\.0: Triton's Python backend"):
         tritonserver.check_libpython()
     (tmp_path / "libpython3.99.so.1.0").touch()
@@ -163,7 +164,7 @@ def test_a_python_without_its_shared_library_is_refused(tmp_path: Path, monkeypa
 
 
 def test_an_environment_without_a_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HostError) as caught:
         tritonserver.find_installation()
     assert str(caught.value) == (

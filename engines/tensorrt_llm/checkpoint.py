@@ -73,20 +73,28 @@ class CheckpointConfig:
 
 
 def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
-    """Refuse a mapping the model cannot be cut into. Raises UsageError."""
-    tp = mapping.tp_size
-    if model.num_attention_heads % tp:
-        raise UsageError(f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads")
-    kv = model.num_key_value_heads
-    if kv % tp and tp % kv:
-        raise UsageError(
-            f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads",
-            why="each rank needs whole key/value heads",
-        )
-    if model.intermediate_size % tp:
-        raise UsageError(f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}")
+    """Refuse a mapping the model cannot be cut into. Raises UsageError naming the tp sizes that fit."""
+    obstacle = _tp_obstacle(model, mapping.tp_size)
+    if obstacle:
+        fitting = [str(tp) for tp in range(1, model.num_attention_heads + 1) if not _tp_obstacle(model, tp)]
+        raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
     if mapping.pp_size > model.num_hidden_layers:
-        raise UsageError(f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers")
+        raise UsageError(
+            f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
+            remedy=f"use at most --pp {model.num_hidden_layers}",
+        )
+
+
+def _tp_obstacle(model: ModelConfig, tp: int) -> str:
+    """Why the model cannot be cut into `tp` ranks, or nothing."""
+    kv = model.num_key_value_heads
+    if model.num_attention_heads % tp:
+        return f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads"
+    if kv % tp and tp % kv:
+        return f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads, which ranks hold whole"
+    if model.intermediate_size % tp:
+        return f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}"
+    return ""
 
 
 def kv_head_rows(model: ModelConfig, tp_size: int, tp_rank: int) -> tuple[int, int]:

@@ -1,0 +1,192 @@
+"""The shape of the code, read from its import statements: who may import whom, and where heavy things may be."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engines import BACKENDS
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("pipeline", "engines", "triton_repo", "configs")
+# Payload that runs inside Triton, never imported by us.
+PAYLOAD = ("triton_repo/templates/", "triton_repo/backends/")
+HEAVY = {"torch", "transformers", "modelopt", "tensorrt_llm", "ray", "gguf", "accelerate", "pytriton"}
+# Run as child processes, or imported by one that is.
+WORKERS = {"engines.gguf_import"} | {
+    f"engines.reference.{name}" for name in ("model", "weights", "rope", "sampling", "runtime", "process")
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    name_of(path): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.relative_to(ROOT).as_posix().startswith(PAYLOAD)
+}
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Every module that `module` names in an import, wherever in the file, except for type checking only."""
+    out: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(MODULES[module].read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            out.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            assert node.module is not None
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            out.update(name if name in MODULES else node.module for name in inner)
+        todo += ast.iter_child_nodes(node)
+    return frozenset(out)
+
+
+def ours(module: str) -> Iterator[str]:
+    return (name for name in imports(module) if name.split(".")[0] in PACKAGES)
+
+
+def within(module: str, *allowed: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in allowed)
+
+
+def offenders(package: str, *allowed: str) -> set[tuple[str, str]]:
+    members = [module for module in MODULES if within(module, package)]
+    assert members
+    return {(module, name) for module in members for name in ours(module) if not within(name, *allowed)}
+
+
+def test_imports_run_one_way() -> None:
+    assert offenders("engines", "engines") == set()
+    assert offenders("triton_repo", "triton_repo", "engines") == set()
+    assert offenders("configs") == set()
+    assert offenders("pipeline", *PACKAGES) == set()
+
+
+def test_the_load_tester_knows_urls_and_nothing_else() -> None:
+    assert offenders("pipeline.bench", "pipeline.bench", "engines.errors") == set()
+
+
+def test_what_runs_inside_triton_imports_nothing_of_ours() -> None:
+    payload = [path for folder in PAYLOAD for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert payload
+    for path in payload:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {*PACKAGES, *HEAVY}, path
+
+
+def test_heavy_packages_are_named_in_workers_only() -> None:
+    naming = {module for module in MODULES if {name.split(".")[0] for name in imports(module)} & HEAVY}
+    assert naming <= WORKERS
+
+
+def test_nothing_the_command_can_reach_is_heavy() -> None:
+    reached: set[str] = set()
+    todo = ["pipeline.cli", *BACKENDS.values()]
+    while todo:
+        module = todo.pop()
+        if module in reached or module not in MODULES:
+            continue
+        reached.add(module)
+        # Importing a.b.c runs a and a.b as well.
+        todo += [name for found in ours(module) for name in parents(found)]
+    assert {module for module in MODULES if within(module, "pipeline")} <= reached
+    assert reached & WORKERS == set()
+
+
+def parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+@pytest.mark.process
+def test_the_command_starts_in_a_blink() -> None:
+    slow = (
+        "yaml",
+        "pydantic",
+        "rich",
+        "numpy",
+        "httpx",
+        "torch",
+        "jinja2",
+        "tokenizers",
+        "huggingface_hub",
+        "tritonclient",
+    )
+    script = f"import sys, pipeline.cli; print([name for name in {slow} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.process
+def test_planning_and_every_stage_load_nothing_heavy() -> None:
+    script = (
+        "import sys, pipeline.plan, pipeline.runner, pipeline.serve, pipeline.gc, pipeline.doctor;"
+        "from pipeline.plan import recipe_layer, resolve; resolve([recipe_layer('smollm2-cpu')]);"
+        f"print(sorted({HEAVY} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
+
+
+def calls(path: Path) -> set[str]:
+    return {
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    }
+
+
+def test_only_the_console_prints_and_only_the_command_exits() -> None:
+    speaks = {"print", "typer.echo", "click.echo", "sys.stdout.write", "sys.stderr.write"}
+    exits = {"sys.exit", "exit", "quit", "os._exit"}
+    assert {module for module in MODULES if calls(MODULES[module]) & speaks} - WORKERS == {"pipeline.console"}
+    assert {module for module in MODULES if calls(MODULES[module]) & exits} - WORKERS == {"pipeline.cli"}
+
+
+def test_no_file_names_a_place_of_one_machine() -> None:
+    place = re.compile(r"(?<![\w.$}/-])/(?:home|root|work|Users|mnt)/\w")
+    files = [ROOT / "pyproject.toml", *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "Makefile"]
+    for folder in (*PACKAGES, "tests"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".j2", ".json")]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in files
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if place.search(line)
+    ]
+    assert found == []
+
+
+def test_no_other_distribution_claims_our_names() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    assert {owner for name in PACKAGES for owner in distributions.get(name, [])} <= {"trtpipe"}
+
+
+def test_every_stage_and_command_has_a_module() -> None:
+    from pipeline.stages import STAGES
+
+    assert {f"pipeline.stages.{stage.name}" for stage in STAGES} == {
+        module for module in MODULES if module.startswith("pipeline.stages.") and not module.endswith(".base")
+    }
+    assert set(BACKENDS.values()) <= set(MODULES)

