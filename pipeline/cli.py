@@ -173,21 +173,26 @@ def serve(
     server, process = serve.launch(
         name, repository, store, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port
     )
-    points = server.endpoints
-    console.table(
-        ("endpoint", "where"),
-        [
-            ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
-            ("gRPC", points.grpc_url),
-            ("metrics", points.metrics_url),
-            ("log", server.log),
-        ],
-    )
+
+    def announce(hint: str) -> None:
+        points = server.endpoints
+        console.table(
+            ("endpoint", "where"),
+            [
+                ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
+                ("gRPC", points.grpc_url),
+                ("metrics", points.metrics_url),
+                ("log", server.log),
+            ],
+        )
+        console.result(hint)
+
     if detach:
-        console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+        announce('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
         return
-    console.result("Ctrl-C ends it")
-    serve.attend(server, process, store, lambda: console.note("stopping"))
+    serve.attend(
+        server, process, store, ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping")
+    )
 
 
 @app.command()

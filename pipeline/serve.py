@@ -117,14 +117,25 @@ def smoke(server: Server) -> None:
         raise StageFailed("the smoke request failed", why=why, remedy=f"the server's log is {server.log}")
 
 
-def attend(server: Server, process: subprocess.Popen[bytes], store: Store, stopping: Callable[[], None]) -> None:
-    """Stay with a server until Ctrl-C, a TERM signal or its own end. Raises StageFailed for the last."""
+def attend(
+    server: Server,
+    process: subprocess.Popen[bytes],
+    store: Store,
+    *,
+    ready: Callable[[], None],
+    stopping: Callable[[], None],
+) -> None:
+    """Stay with a server until Ctrl-C, a TERM signal or its own end. Raises StageFailed for the last.
+
+    `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, leave)
     try:
+        ready()
         status = process.wait()
     except KeyboardInterrupt:
         stopping()

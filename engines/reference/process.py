@@ -10,7 +10,10 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import queue
+import select
+import signal
 import socket
 import sys
 import threading
@@ -46,7 +49,10 @@ def main() -> int:
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--options", type=json.loads, default={}, help="Runtime options as JSON")
+    parser.add_argument("--server", type=int, help="end this process and the stub that started it with this one")
     args = parser.parse_args()
+    if args.server is not None:
+        threading.Thread(target=_follow, args=(args.server, os.getppid()), daemon=True).start()
     stats_period = float(args.options.pop("stats_check_period_ms", 100)) / 1000
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(args.socket))
@@ -59,6 +65,20 @@ def main() -> int:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         threading.Thread(target=_accept, args=(listener, events), daemon=True).start()
         return _serve(runtime, events, stats_period)
+
+
+def _follow(server: int, stub: int) -> None:
+    """When the server is gone, end the stub and this process. A killed server leaves its stubs waiting for it."""
+    try:
+        descriptor = os.pidfd_open(server)
+    except ProcessLookupError:
+        pass  # gone already
+    else:
+        select.select([descriptor], [], [])
+    # A stub that noticed by itself has ended; its number is only ours to signal while it is our parent.
+    if os.getppid() == stub:
+        os.kill(stub, signal.SIGKILL)
+    os._exit(1)
 
 
 def _refuse(listener: socket.socket, reason: str) -> None:

@@ -90,6 +90,7 @@ class Served:
 
     cli: Cli
     name: str
+    pid: int
     http: str
     grpc: str
     metrics: str
@@ -151,7 +152,7 @@ def serve(cli: Cli) -> Callable[[str], Served]:
         cli.ok("serve", target, "--detach", *free)
         servers = json.loads(cli.ok("status", "--json").out)
         server = next(entry for entry in servers if Path(target).name == entry["server"])
-        return Served(cli, server["server"], server["http"], server["grpc"], server["metrics"])
+        return Served(cli, server["server"], server["pid"], server["http"], server["grpc"], server["metrics"])
 
     return start
 

@@ -258,6 +258,8 @@ class _Engine:
             "--options",
             json.dumps(self.options),
         ]
+        # A call into a killed server never returns and holds the interpreter: the engine process watches for both.
+        command += ["--server", str(os.getppid())]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=self.environment)
         try:
             self.connection = self._connect(address)
