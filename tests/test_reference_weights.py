@@ -13,9 +13,9 @@ import torch
 
 from engines.base import DataType, Mapping
 from engines.hf_folder import ModelConfig
-from engines.reference.weights import expected_shapes, load_weights
+from engines.reference.weights import load_weights
 from engines.safetensors_file import header_bytes
-from engines.tensorrt_llm.checkpoint import CheckpointConfig, CheckpointError, plan_rank, rank_file
+from engines.tensorrt_llm.checkpoint import CheckpointConfig, CheckpointError, plan_rank, rank_file, rank_shapes
 
 CONFIG = CheckpointConfig(
     architecture="LlamaForCausalLM",
@@ -73,12 +73,12 @@ def test_shapes_are_those_the_converter_plans(tp: int, pp: int, embedding: tuple
                 use_parallel_embedding=parallel,
                 embedding_sharding_dim=dim,
             )
-            assert {p.name: p.shape for p in plan} == expected_shapes(config, pp_rank=pp_rank)
+            assert {p.name: p.shape for p in plan} == rank_shapes(config, pp_rank=pp_rank)
 
 
 @pytest.mark.parametrize("spaces", [b"", b" "], ids=["aligned", "unaligned"])
 def test_values_are_those_of_the_file(tmp_path: Path, spaces: bytes) -> None:
-    write(rank_file(tmp_path, 0), expected_shapes(CONFIG, pp_rank=0), extra=spaces)
+    write(rank_file(tmp_path, 0), rank_shapes(CONFIG, pp_rank=0), extra=spaces)
     weights = load_weights(tmp_path, CONFIG, torch.float32)
     assert weights.embedding[0][1].tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
     assert weights.layers[0][0].input_norm.tolist() == [56, 57, 58, 59, 60, 61, 62, 63]
@@ -87,14 +87,14 @@ def test_values_are_those_of_the_file(tmp_path: Path, spaces: bytes) -> None:
 
 
 def test_rotary_tables_are_tolerated(tmp_path: Path) -> None:
-    shapes = expected_shapes(CONFIG, pp_rank=0)
+    shapes = rank_shapes(CONFIG, pp_rank=0)
     tables = {"embed_positions": (1, 64, 2), "rotary_inv_freq": (1,), "embed_positions_for_gpt_attention": (1, 128)}
     write(rank_file(tmp_path, 0), {**tables, **shapes})
     assert load_weights(tmp_path, CONFIG, torch.float32).final_norm.shape == (8,)
 
 
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
-    shapes = expected_shapes(CONFIG, pp_rank=0)
+    shapes = rank_shapes(CONFIG, pp_rank=0)
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 0), shapes)
     weights = load_weights(tmp_path, CONFIG, torch.float32)
@@ -103,7 +103,7 @@ def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
 
 def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, mapping=Mapping(tp_size=2))
-    shapes = expected_shapes(config, pp_rank=0)
+    shapes = rank_shapes(config, pp_rank=0)
     write(rank_file(tmp_path, 0), shapes)
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 1), shapes)
@@ -120,7 +120,7 @@ def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_belong_is_named(tmp_path: Path, change: dict[str, tuple[int, ...] | None], message: str) -> None:
-    shapes = {**expected_shapes(CONFIG, pp_rank=0), **change}
+    shapes = {**rank_shapes(CONFIG, pp_rank=0), **change}
     write(rank_file(tmp_path, 0), {name: shape for name, shape in shapes.items() if shape is not None})
     with pytest.raises(CheckpointError, match=message) as error:
         load_weights(tmp_path, CONFIG, torch.float32)
@@ -128,6 +128,6 @@ def test_what_does_not_belong_is_named(tmp_path: Path, change: dict[str, tuple[i
 
 
 def test_another_dtype_than_the_config_says_is_refused(tmp_path: Path) -> None:
-    write(rank_file(tmp_path, 0), expected_shapes(CONFIG, pp_rank=0), dtype="F16")
+    write(rank_file(tmp_path, 0), rank_shapes(CONFIG, pp_rank=0), dtype="F16")
     with pytest.raises(CheckpointError, match=r"has dtype F16: config\.json says float32"):
         load_weights(tmp_path, CONFIG, torch.float32)

@@ -14,7 +14,7 @@ import torch
 
 from engines.base import DataType
 from engines.safetensors_file import read_header
-from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, CheckpointConfig, CheckpointError, rank_file
+from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, CheckpointConfig, CheckpointError, rank_file, rank_shapes
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -50,39 +50,6 @@ class Weights:
     layers: tuple[tuple[LayerShard, ...], ...]
     final_norm: torch.Tensor
     head: tuple[torch.Tensor, ...]
-
-
-def expected_shapes(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a rank file, by name; the same for every rank of a pipeline stage."""
-    tp, hidden, ffn = config.mapping.tp_size, config.hidden_size, config.intermediate_size
-    heads, kv_heads = rank_heads(config)
-    q_out = heads * config.head_size
-    qkv_out = q_out + 2 * kv_heads * config.head_size
-    rows = -(-config.vocab_size // tp)
-    out: dict[str, tuple[int, ...]] = {}
-    if pp_rank == 0:
-        if not config.use_parallel_embedding:
-            out[EMBEDDING] = (config.vocab_size, hidden)
-        elif config.embedding_sharding_dim == 0:
-            out[EMBEDDING] = (rows, hidden)
-        else:
-            out[EMBEDDING] = (config.vocab_size, hidden // tp)
-    for layer in range(len(config.mapping.layers(config.num_hidden_layers)[pp_rank])):
-        prefix = f"transformer.layers.{layer}."
-        out[prefix + "input_layernorm.weight"] = (hidden,)
-        out[prefix + "attention.qkv.weight"] = (qkv_out, hidden)
-        out[prefix + "attention.dense.weight"] = (hidden, q_out)
-        if config.attn_bias:
-            out[prefix + "attention.qkv.bias"] = (qkv_out,)
-            out[prefix + "attention.dense.bias"] = (hidden,)
-        out[prefix + "post_layernorm.weight"] = (hidden,)
-        out[prefix + "mlp.fc.weight"] = (ffn // tp, hidden)
-        out[prefix + "mlp.gate.weight"] = (ffn // tp, hidden)
-        out[prefix + "mlp.proj.weight"] = (hidden, ffn // tp)
-    if pp_rank == config.mapping.pp_size - 1:
-        out["transformer.ln_f.weight"] = (hidden,)
-        out[HEAD] = (rows, hidden)
-    return out
 
 
 def rank_heads(config: CheckpointConfig) -> tuple[int, int]:
@@ -124,7 +91,7 @@ def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype) -> 
 
 def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     header = read_header(path)
-    expected = expected_shapes(config, pp_rank=pp_rank)
+    expected = rank_shapes(config, pp_rank=pp_rank)
     for name, shape in expected.items():
         entry = header.tensors.get(name)
         if entry is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from engines.base import DataType, Mapping
 from engines.errors import InputDataError, UsageError
@@ -70,9 +70,33 @@ class CheckpointConfig:
     mapping: Mapping
     use_parallel_embedding: bool
     embedding_sharding_dim: int
+    tie_word_embeddings: bool = False
 
 
-def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
+class Geometry(Protocol):
+    """The sizes that decide names and shapes; an HF model's config and a checkpoint's both have them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def attn_bias(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+def check_mapping(model: Geometry, mapping: Mapping) -> None:
     """Refuse a mapping the model cannot be cut into. Raises UsageError naming the tp sizes that fit."""
     obstacle = _tp_obstacle(model, mapping.tp_size)
     if obstacle:
@@ -85,7 +109,7 @@ def check_mapping(model: ModelConfig, mapping: Mapping) -> None:
         )
 
 
-def _tp_obstacle(model: ModelConfig, tp: int) -> str:
+def _tp_obstacle(model: Geometry, tp: int) -> str:
     """Why the model cannot be cut into `tp` ranks, or nothing."""
     kv = model.num_key_value_heads
     if model.num_attention_heads % tp:
@@ -97,7 +121,7 @@ def _tp_obstacle(model: ModelConfig, tp: int) -> str:
     return ""
 
 
-def kv_head_rows(model: ModelConfig, tp_size: int, tp_rank: int) -> tuple[int, int]:
+def kv_head_rows(model: Geometry, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """Rows of k_proj or v_proj that belong to a rank; with more ranks than heads a head serves several ranks."""
     if tp_size > model.num_key_value_heads:
         head = tp_rank * model.num_key_value_heads // tp_size
@@ -106,7 +130,7 @@ def kv_head_rows(model: ModelConfig, tp_size: int, tp_rank: int) -> tuple[int, i
 
 
 def plan_rank(
-    model: ModelConfig,
+    model: Geometry,
     mapping: Mapping,
     *,
     tp_rank: int,
@@ -135,7 +159,20 @@ def plan_rank(
         yield _vocab_rows("lm_head.weight", head, vocab, hidden, tp, tp_rank)
 
 
-def _plan_layer(model: ModelConfig, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+def rank_shapes(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a rank file; the same for every rank of a pipeline stage."""
+    plans = plan_rank(
+        config,
+        config.mapping,
+        tp_rank=0,
+        pp_rank=pp_rank,
+        use_parallel_embedding=config.use_parallel_embedding,
+        embedding_sharding_dim=config.embedding_sharding_dim,
+    )
+    return {plan.name: plan.shape for plan in plans}
+
+
+def _plan_layer(model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
     hidden, ffn = model.hidden_size, model.intermediate_size
     q_rows = _share(model.num_attention_heads * model.head_size, tp, tp_rank)
     kv_rows = kv_head_rows(model, tp, tp_rank)
@@ -178,7 +215,7 @@ def _share(total: int, parts: int, index: int) -> tuple[int, int]:
     return index * size, (index + 1) * size
 
 
-def source_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def source_shapes(model: Geometry) -> dict[str, tuple[int, ...]]:
     """Every tensor the HF folder must hold, with its shape. A tied model may carry lm_head.weight besides."""
     hidden, ffn, d = model.hidden_size, model.intermediate_size, model.head_size
     q_out, kv_out = model.num_attention_heads * d, model.num_key_value_heads * d
@@ -299,6 +336,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         mapping=Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split)),
         use_parallel_embedding=get("use_parallel_embedding", bool, False),
         embedding_sharding_dim=get("embedding_sharding_dim", int, 0),
+        tie_word_embeddings=get("tie_word_embeddings", bool, False),
     )
 
 
