@@ -34,8 +34,12 @@ WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
 READY_SECONDS = 600.0
 STOP_SECONDS = 30.0
-# "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it; a traceback may follow.
-LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: \w+(?: \w+)*: (?P<reason>[^\n]*)")
+# "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
+# class of a Python exception stands before its words, its traceback behind them.
+LOAD_FAILURE = re.compile(
+    r"failed to load '(?P<model>[^']+)' version \d+: [\w ]+: (?:TritonModelException: )?(?P<reason>.*?)(?:\\n|\"?$)",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +240,7 @@ def failure(log: Path) -> str:
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found = LOAD_FAILURE.search(text)
     if found:
-        return f"model {found['model']}: {found['reason'].strip().rstrip(chr(34))}"
+        return f"model {found['model']}: {found['reason'].strip()}"
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
     return errors[0] if errors else tail(log)
 

@@ -14,6 +14,7 @@ from engines.hf_folder import ModelConfig
 from engines.tensorrt_llm.checkpoint import (
     CheckpointConfig,
     CheckpointError,
+    EmbeddingSharding,
     Piece,
     TensorPlan,
     check_mapping,
@@ -172,9 +173,9 @@ def test_the_head_is_cut_by_rows_and_padded(vocab: int, tp: int, rows: list[tupl
 
 def test_a_parallel_embedding_is_cut_by_rows_or_by_columns() -> None:
     name = "transformer.vocab_embedding.weight"
-    rows = named(plan(model(), tp=2, tp_rank=1, use_parallel_embedding=True), name)
+    rows = named(plan(model(), tp=2, tp_rank=1, embedding=EmbeddingSharding.VOCABULARY), name)
     assert rows == TensorPlan(name, (6, 32), (Piece("model.embed_tokens.weight", (6, 11)),), pad_rows=1)
-    columns = named(plan(model(), tp=2, tp_rank=1, use_parallel_embedding=True, embedding_sharding_dim=1), name)
+    columns = named(plan(model(), tp=2, tp_rank=1, embedding=EmbeddingSharding.HIDDEN), name)
     assert columns == TensorPlan(name, (11, 16), (Piece("model.embed_tokens.weight", (0, 11), (16, 32)),))
 
 
@@ -270,7 +271,7 @@ RAW = config_json(MODEL, DataType.BFLOAT16, Mapping(tp_size=2))
 
 def test_what_is_written_is_read_back() -> None:
     scaled = model(rotary_scaling={"rope_type": "linear", "factor": 2.0}, attn_bias=True)
-    raw = config_json(scaled, DataType.FLOAT16, Mapping(tp_size=2, pp_size=3), use_parallel_embedding=True)
+    raw = config_json(scaled, DataType.FLOAT16, Mapping(tp_size=2, pp_size=3), embedding=EmbeddingSharding.VOCABULARY)
     assert parse_config(raw, "config.json") == CheckpointConfig(
         architecture="LlamaForCausalLM",
         dtype=DataType.FLOAT16,
@@ -287,8 +288,7 @@ def test_what_is_written_is_read_back() -> None:
         rotary_scaling={"rope_type": "linear", "factor": 2.0},
         attn_bias=True,
         mapping=Mapping(tp_size=2, pp_size=3),
-        use_parallel_embedding=True,
-        embedding_sharding_dim=0,
+        embedding=EmbeddingSharding.VOCABULARY,
     )
 
 
@@ -298,7 +298,7 @@ def test_absent_keys_have_the_loaders_defaults() -> None:
     read = parse_config({key: RAW[key] for key in needed}, "config.json")
     assert (read.num_key_value_heads, read.head_size, read.norm_epsilon, read.rotary_base) == (4, 8, 1e-5, 10000.0)
     assert (read.rotary_scaling, read.attn_bias, read.mapping) == (None, False, Mapping())
-    assert (read.use_parallel_embedding, read.embedding_sharding_dim) == (False, 0)
+    assert read.embedding is EmbeddingSharding.NONE
 
 
 def test_keys_of_other_producers_are_no_trouble() -> None:

@@ -32,8 +32,6 @@ def config(scaling: dict[str, Any] | None, base: float = 10000.0, limit: int = 2
         rotary_scaling=scaling,
         attn_bias=False,
         mapping=Mapping(),
-        use_parallel_embedding=False,
-        embedding_sharding_dim=0,
     )
 
 

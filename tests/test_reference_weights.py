@@ -15,7 +15,14 @@ from engines.base import DataType, Mapping
 from engines.hf_folder import ModelConfig
 from engines.reference.weights import load_weights
 from engines.safetensors_file import header_bytes
-from engines.tensorrt_llm.checkpoint import CheckpointConfig, CheckpointError, plan_rank, rank_file, rank_shapes
+from engines.tensorrt_llm.checkpoint import (
+    CheckpointConfig,
+    CheckpointError,
+    EmbeddingSharding,
+    plan_rank,
+    rank_file,
+    rank_shapes,
+)
 
 CONFIG = CheckpointConfig(
     architecture="LlamaForCausalLM",
@@ -33,8 +40,6 @@ CONFIG = CheckpointConfig(
     rotary_scaling=None,
     attn_bias=False,
     mapping=Mapping(),
-    use_parallel_embedding=False,
-    embedding_sharding_dim=0,
 )
 QKV = "transformer.layers.0.attention.qkv.weight"
 
@@ -49,14 +54,11 @@ def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32", ex
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("embedding", [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize("embedding", EmbeddingSharding)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3)])
-def test_shapes_are_those_the_converter_plans(tp: int, pp: int, embedding: tuple[bool, int], bias: bool) -> None:
+def test_shapes_are_those_the_converter_plans(tp: int, pp: int, embedding: EmbeddingSharding, bias: bool) -> None:
     mapping = Mapping(tp_size=tp, pp_size=pp)
-    parallel, dim = embedding
-    config = replace(
-        CONFIG, mapping=mapping, attn_bias=bias, use_parallel_embedding=parallel, embedding_sharding_dim=dim
-    )
+    config = replace(CONFIG, mapping=mapping, attn_bias=bias, embedding=embedding)
     model = ModelConfig(
         architecture="LlamaForCausalLM", dtype=None, vocab_size=7, hidden_size=8, intermediate_size=12,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_size=2, hidden_act="silu",
@@ -65,14 +67,7 @@ def test_shapes_are_those_the_converter_plans(tp: int, pp: int, embedding: tuple
     )  # fmt: skip
     for pp_rank in range(pp):
         for tp_rank in range(tp):
-            plan = plan_rank(
-                model,
-                mapping,
-                tp_rank=tp_rank,
-                pp_rank=pp_rank,
-                use_parallel_embedding=parallel,
-                embedding_sharding_dim=dim,
-            )
+            plan = plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding)
             assert {p.name: p.shape for p in plan} == rank_shapes(config, pp_rank=pp_rank)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from engines.reference.rope import rotary_tables
 from engines.reference.weights import Weights, rank_heads
-from engines.tensorrt_llm.checkpoint import CheckpointConfig
+from engines.tensorrt_llm.checkpoint import CheckpointConfig, EmbeddingSharding
 
 
 class Span(NamedTuple):
@@ -117,7 +117,7 @@ class Model:
         parts = self._weights.embedding
         if len(parts) == 1:
             return functional.embedding(ids, parts[0])
-        if self.config.embedding_sharding_dim == 1:
+        if self.config.embedding is EmbeddingSharding.HIDDEN:
             return torch.cat([functional.embedding(ids, part) for part in parts], dim=-1)
         # Each rank looks up the rows it has, gives zeros for the others, and the ranks are summed.
         rows = parts[0].shape[0]

@@ -19,14 +19,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engines.errors import TrtpipeError
 from engines.reference.request import Output, Request, RequestRefused, SamplingParams
-from engines.reference.runtime import Runtime
 from engines.reference.wire import Connection
+
+if TYPE_CHECKING:
+    from engines.reference.runtime import Runtime
 
 # How long a new process waits for its first stub.
 FIRST_STUB_SECONDS = 60.0
@@ -58,8 +60,11 @@ def main() -> int:
         listener.bind(str(args.socket))
         listener.listen()
         try:
+            # Here, so that a missing torch is told to the stub that waits and not only to the log.
+            from engines.reference.runtime import Runtime
+
             runtime = Runtime(args.engine, **args.options)
-        except (TrtpipeError, OSError, MemoryError) as error:
+        except (TrtpipeError, ImportError, OSError, MemoryError) as error:
             _refuse(listener, str(error) or type(error).__name__)
             return 1
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()

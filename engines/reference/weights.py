@@ -14,7 +14,14 @@ import torch
 
 from engines.base import DataType
 from engines.safetensors_file import read_header
-from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, CheckpointConfig, CheckpointError, rank_file, rank_shapes
+from engines.tensorrt_llm.checkpoint import (
+    SAFETENSORS_DTYPE,
+    CheckpointConfig,
+    CheckpointError,
+    EmbeddingSharding,
+    rank_file,
+    rank_shapes,
+)
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -77,12 +84,14 @@ def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype) -> 
         for layer in range(len(owned))
     ]
     first, last = stages[0], stages[-1]
-    embedding = tuple(tensors[EMBEDDING] for tensors in (first if config.use_parallel_embedding else first[:1]))
+    embedding = tuple(
+        tensors[EMBEDDING] for tensors in (first[:1] if config.embedding is EmbeddingSharding.NONE else first)
+    )
     if all(HEAD in tensors for tensors in last):
         head = tuple(tensors[HEAD] for tensors in last)
     elif any(HEAD in tensors for tensors in last):
         raise CheckpointError(f"tensor '{HEAD}' is in some rank files of {folder} and missing from others")
-    elif config.use_parallel_embedding and config.embedding_sharding_dim == 1:
+    elif config.embedding is EmbeddingSharding.HIDDEN:
         head = (torch.cat(embedding, dim=1),)
     else:
         head = embedding

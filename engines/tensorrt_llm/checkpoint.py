@@ -10,24 +10,71 @@ does not require them, and ModelOpt does not write them either.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from engines.base import DataType, Mapping
-from engines.errors import InputDataError, UsageError
+from engines.errors import InputDataError, UsageError, suggestion
 from engines.files import read_json
 from engines.hf_folder import ModelConfig
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What a release's loader knows inside `mapping` and `quantization` beyond what all do, with its defaults."""
+
+    mapping: dict[str, Any]
+    quantization: dict[str, Any]
+
+
+_QUANTIZATION = {
+    "group_size": 128,
+    "smoothquant_val": 0.5,
+    "clamp_val": None,
+    "use_meta_recipe": False,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+}
+LOADERS = {
+    "1.2.1": Loader(
+        mapping={
+            "cp_size": 1,
+            "gpus_per_node": 8,
+            "moe_tp_size": 1,
+            "moe_ep_size": 1,
+            "attn_tp_size": -1,
+            "attn_cp_size": -1,
+        },
+        quantization={**_QUANTIZATION, "mamba_ssm_cache_dtype": None},
+    ),
+    # Which of the newer mapping keys 0.21 knows is not established, and none is needed.
+    "0.21.0": Loader(mapping={}, quantization=_QUANTIZATION),
+}
+DEFAULT_LOADER = "1.2.1"
 _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
 class CheckpointError(InputDataError):
     """A TensorRT-LLM checkpoint whose config or tensors are not what the format says."""
+
+
+class EmbeddingSharding(enum.Enum):
+    """How tensor-parallel ranks hold the embedding table: whole, by rows (vocabulary), or by columns (hidden).
+
+    In config.json: use_parallel_embedding, and embedding_sharding_dim 0 or 1.
+    """
+
+    NONE = "none"
+    VOCABULARY = 0
+    HIDDEN = 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +84,10 @@ class Piece:
     source: str
     rows: tuple[int, int]
     cols: tuple[int, int] | None = None
+
+    def elements(self, shape: tuple[int, ...]) -> int:
+        """Elements of this piece in a tensor of that shape: its rows, as wide as the tensor."""
+        return (self.rows[1] - self.rows[0]) * (shape[1] if len(shape) > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -68,8 +119,7 @@ class CheckpointConfig:
     rotary_scaling: dict[str, Any] | None
     attn_bias: bool
     mapping: Mapping
-    use_parallel_embedding: bool
-    embedding_sharding_dim: int
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE
     tie_word_embeddings: bool = False
 
 
@@ -96,12 +146,18 @@ class Geometry(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-def check_mapping(model: Geometry, mapping: Mapping) -> None:
+def check_mapping(model: Geometry, mapping: Mapping, embedding: EmbeddingSharding = EmbeddingSharding.NONE) -> None:
     """Refuse a mapping the model cannot be cut into. Raises UsageError naming the tp sizes that fit."""
     obstacle = _tp_obstacle(model, mapping.tp_size)
     if obstacle:
         fitting = [str(tp) for tp in range(1, model.num_attention_heads + 1) if not _tp_obstacle(model, tp)]
         raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
+    if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
+        raise UsageError(
+            f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
+            why="--embedding-sharding-dim 1 cuts the embedding table along it",
+            remedy="use --embedding-sharding-dim 0",
+        )
     if mapping.pp_size > model.num_hidden_layers:
         raise UsageError(
             f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
@@ -135,8 +191,7 @@ def plan_rank(
     *,
     tp_rank: int,
     pp_rank: int,
-    use_parallel_embedding: bool = False,
-    embedding_sharding_dim: int = 0,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
 ) -> Iterator[TensorPlan]:
     """Every tensor of one rank file, in file order, and the HF pieces it is made of."""
     hidden, vocab, tp = model.hidden_size, model.vocab_size, mapping.tp_size
@@ -144,9 +199,9 @@ def plan_rank(
     if pp_rank == 0:
         embed = "model.embed_tokens.weight"
         name = "transformer.vocab_embedding.weight"
-        if use_parallel_embedding and embedding_sharding_dim == 0:
+        if embedding is EmbeddingSharding.VOCABULARY:
             yield _vocab_rows(name, embed, vocab, hidden, tp, tp_rank)
-        elif use_parallel_embedding:
+        elif embedding is EmbeddingSharding.HIDDEN:
             yield TensorPlan(name, (vocab, hidden // tp), (Piece(embed, (0, vocab), _share(hidden, tp, tp_rank)),))
         else:
             yield TensorPlan(name, (vocab, hidden), (Piece(embed, (0, vocab)),))
@@ -161,14 +216,7 @@ def plan_rank(
 
 def rank_shapes(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a rank file; the same for every rank of a pipeline stage."""
-    plans = plan_rank(
-        config,
-        config.mapping,
-        tp_rank=0,
-        pp_rank=pp_rank,
-        use_parallel_embedding=config.use_parallel_embedding,
-        embedding_sharding_dim=config.embedding_sharding_dim,
-    )
+    plans = plan_rank(config, config.mapping, tp_rank=0, pp_rank=pp_rank, embedding=config.embedding)
     return {plan.name: plan.shape for plan in plans}
 
 
@@ -246,14 +294,18 @@ def config_json(
     dtype: DataType,
     mapping: Mapping,
     *,
-    use_parallel_embedding: bool = False,
-    embedding_sharding_dim: int = 0,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    toolchain: str | None = None,
 ) -> dict[str, Any]:
-    """The checkpoint's config.json.
+    """The checkpoint's config.json, for the loader of a TensorRT-LLM release. Raises UsageError for an unknown one.
 
-    `mapping` and `quantization` carry only keys every supported loader knows: an unknown key there is a
-    TypeError in TensorRT-LLM, while unknown top-level keys are accepted.
+    An unknown key inside `mapping` or `quantization` is a TypeError in the loader, so those two carry what the
+    release knows and no more; unknown top-level keys are accepted by all of them.
     """
+    release = toolchain or DEFAULT_LOADER
+    if release not in LOADERS:
+        raise UsageError(f"unknown toolchain '{release}'", remedy=suggestion(release, LOADERS))
+    parallel = embedding is not EmbeddingSharding.NONE
     return {
         "architecture": model.architecture,
         "dtype": dtype.value,
@@ -272,14 +324,19 @@ def config_json(
         "rotary_base": model.rotary_base,
         "rotary_scaling": model.rotary_scaling,
         "rotary_embedding_dim": model.head_size,
-        "use_parallel_embedding": use_parallel_embedding,
-        "embedding_sharding_dim": embedding_sharding_dim,
+        "use_parallel_embedding": parallel,
+        "embedding_sharding_dim": embedding.value if parallel else 0,
         "tie_word_embeddings": model.tie_word_embeddings,
         "qk_layernorm": False,
         "attn_bias": model.attn_bias,
         "mlp_bias": False,
-        "mapping": {"world_size": mapping.world_size, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size},
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "mapping": {
+            "world_size": mapping.world_size,
+            "tp_size": mapping.tp_size,
+            "pp_size": mapping.pp_size,
+            **LOADERS[release].mapping,
+        },
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, **LOADERS[release].quantization},
     }
 
 
@@ -317,6 +374,10 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
     except ValueError:
         raise CheckpointError(f"{where}: dtype {raw['dtype']!r} is none of bfloat16, float16, float32") from None
     split = get("mapping", dict, {})
+    dim = get("embedding_sharding_dim", int, 0)
+    if dim not in (0, 1):
+        raise CheckpointError(f"{where}: embedding_sharding_dim is {dim}, not 0 or 1")
+    embedding = EmbeddingSharding(dim) if get("use_parallel_embedding", bool, False) else EmbeddingSharding.NONE
     heads, hidden = count("num_attention_heads"), count("hidden_size")
     return CheckpointConfig(
         architecture=get("architecture", str),
@@ -334,8 +395,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         rotary_scaling=get("rotary_scaling", dict, {}) or None,
         attn_bias=get("attn_bias", bool, False),
         mapping=Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split)),
-        use_parallel_embedding=get("use_parallel_embedding", bool, False),
-        embedding_sharding_dim=get("embedding_sharding_dim", int, 0),
+        embedding=embedding,
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
     )
 

@@ -1,34 +1,34 @@
 """Hugging Face folder -> TensorRT-LLM checkpoint, as a streaming rewrite of safetensors bytes.
 
-Every output tensor's place is known before the first byte moves, so the files are written in one pass over the
-source, rank beside rank, in blocks of at most BLOCK_BYTES: no torch, no full load, memory independent of the
-model's size. Whole rows that keep their type are moved by the kernel (copy_file_range); anything cut by column
-or cast goes through numpy.
+Every output tensor's place is known before the first byte moves. Each source tensor is read once, in blocks of at
+most BLOCK_BYTES; a block is checked (no value may be infinite or NaN), cast once, and its rows and columns are
+written to every rank that has a share in them. No torch, no full load: memory does not depend on the model's size.
+A few threads take tensors in the order they lie on disk; reading, writing and numpy all let go of the interpreter.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from engines.base import Checkpoint, DataType, Mapping
 from engines.errors import InputDataError
 from engines.files import write_json
 from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
 from engines.safetensors_file import ITEMSIZE, header_bytes
+from engines.tensorrt_llm.cast import Bits, Caster, Overflow
 from engines.tensorrt_llm.checkpoint import (
     SAFETENSORS_DTYPE,
+    EmbeddingSharding,
     Piece,
-    TensorPlan,
     check_mapping,
     config_json,
     plan_rank,
@@ -36,23 +36,23 @@ from engines.tensorrt_llm.checkpoint import (
     source_shapes,
 )
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 8 << 20
+# Two keep a disk busy while a third casts; more only take memory.
+THREADS = min(3, os.cpu_count() or 1)
 
 # Older exports carry this buffer; it follows from the config and was never a parameter.
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
-# Raw bit patterns: uint16 for BF16 and F16, uint32 for F32.
-Bits = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class _Output:
-    """An open rank file, what it holds and where."""
+class _Share:
+    """What one rank file takes of a source tensor: the piece, and where in which file it begins."""
 
     file: int
-    plans: list[TensorPlan]
-    offsets: dict[str, int]
+    position: int
+    piece: Piece
 
 
 def convert(
@@ -61,36 +61,35 @@ def convert(
     *,
     dtype: DataType | None,
     mapping: Mapping,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    toolchain: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Checkpoint:
     """Write the checkpoint of the HF folder `source` into the existing folder `out`.
 
-    dtype     element type of every tensor; None keeps the source's, float32 becoming float16 as upstream does
-    progress  called with (bytes written, bytes in all)
+    dtype      element type of every tensor; None keeps the source's, float32 becoming float16 as upstream does
+    embedding  whether and along which dimension ranks share the embedding table
+    toolchain  TensorRT-LLM release whose loader config.json is written for; None for the default one
+    progress   called with (bytes written, bytes in all)
 
     Raises InputDataError for a damaged or incomplete source, UsageError for an impossible mapping.
     """
     model = read_model_config(source)
-    check_mapping(model, mapping)
+    check_mapping(model, mapping, embedding)
     located = locate_tensors(source)
     check_source(source, model, located)
     target = dtype or _automatic(model)
-    write_json(out / "config.json", config_json(model, target, mapping))
+    config = config_json(model, target, mapping, embedding=embedding, toolchain=toolchain)
+    write_json(out / "config.json", config)
     with ExitStack() as stack:
+        shares: dict[str, list[_Share]] = {}
+        total = sum(
+            _create(rank_file(out, rank), model, mapping, rank, target, embedding, shares, stack)
+            for rank in range(mapping.world_size)
+        )
         sources = _open_sources(located, stack)
-        outputs = [_create(out, model, mapping, rank, target, stack) for rank in range(mapping.world_size)]
-        total = sum(prod(plan.shape) for output in outputs for plan in output.plans) * target.itemsize
-        done = 0
-        for output, plan in _in_source_order(outputs):
-            position = output.offsets[plan.name]
-            for piece in plan.pieces:
-                position += _write_piece(output.file, position, piece, located, sources, target)
-            if plan.pad_rows:
-                position += _write_zeros(output.file, position, plan.pad_rows * plan.shape[1] * target.itemsize)
-            done += prod(plan.shape) * target.itemsize
-            progress(done, total)
-        for output in outputs:
-            os.fsync(output.file)
+        work = [(located[name], sources[located[name].path], shares[name]) for name in _disk_order(located, shares)]
+        _run(work, target, _Counter(total, progress))
     return Checkpoint(path=out)
 
 
@@ -137,129 +136,152 @@ def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[P
     return out
 
 
-def _create(out: Path, model: ModelConfig, mapping: Mapping, rank: int, dtype: DataType, stack: ExitStack) -> _Output:
-    pp_rank, tp_rank = divmod(rank, mapping.tp_size)
-    plans = list(plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank))
-    header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
-    file = os.open(rank_file(out, rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    stack.callback(os.close, file)
-    size = len(header) + sum(prod(plan.shape) for plan in plans) * dtype.itemsize
-    # Reserving the space first turns a full disk into an error before the work, not after it.
-    os.posix_fallocate(file, 0, size)
-    os.pwrite(file, header, 0)
-    return _Output(file, plans, offsets)
-
-
-def _in_source_order(outputs: list[_Output]) -> Iterator[tuple[_Output, TensorPlan]]:
-    """Tensor by tensor, each on all ranks that hold it, so that the source is read once."""
-    longest = max(len(output.plans) for output in outputs)
-    for index in range(longest):
-        for output in outputs:
-            if index < len(output.plans):
-                yield output, output.plans[index]
-
-
-def _write_piece(
-    file: int, position: int, piece: Piece, located: dict[str, LocatedTensor], sources: dict[Path, int], dtype: DataType
+def _create(
+    path: Path,
+    model: ModelConfig,
+    mapping: Mapping,
+    rank: int,
+    dtype: DataType,
+    embedding: EmbeddingSharding,
+    shares: dict[str, list[_Share]],
+    stack: ExitStack,
 ) -> int:
-    """Write one piece at `position`; return its size in bytes."""
-    tensor = located[piece.source]
-    entry, source = tensor.entry, sources[tensor.path]
-    width = prod(entry.shape[1:])
-    item = ITEMSIZE[entry.dtype]
-    first, last = piece.rows
-    whole_rows = piece.cols is None or piece.cols == (0, width)
-    if whole_rows and entry.dtype == SAFETENSORS_DTYPE[dtype]:
-        nbytes = (last - first) * width * item
-        _copy_range(source, entry.offset + first * width * item, file, position, nbytes)
-        return nbytes
-    columns = slice(None) if piece.cols is None else slice(*piece.cols)
-    rows_per_block = max(1, BLOCK_BYTES // (width * item))
-    written = 0
-    for start in range(first, last, rows_per_block):
-        rows = min(rows_per_block, last - start)
-        raw = _read(source, entry.offset + start * width * item, rows * width * item, tensor.path)
-        block = np.frombuffer(raw, dtype=f"<u{item}").reshape(rows, width)[:, columns]
-        data = cast(np.ascontiguousarray(block), entry.dtype, SAFETENSORS_DTYPE[dtype], piece.source)
-        _write(file, data.tobytes(), position + written)
-        written += data.nbytes
-    return written
+    """Create a rank file with its header and enter its shares; return the bytes of its tensors.
 
-
-def cast(bits: Bits, source: str, target: str, name: str) -> Bits:
-    """Convert raw bit patterns between BF16, F16 and F32, rounding to nearest even.
-
-    Raises InputDataError when a finite value does not fit the target: F16 ends at 65504, BF16 a little before F32.
+    Padding needs no writing: a new file reads as zeros where nothing was written.
     """
-    if source == target:
-        return bits
-    wide = _to_float32(bits, source)
-    if target == "F32":
-        return wide.view(np.uint32)
-    if target == "BF16":
-        out, infinity = _to_bfloat16(wide), 0x7F80
-    else:
-        with np.errstate(over="ignore"):
-            out, infinity = wide.astype(np.float16).view(np.uint16), 0x7C00
-    if ((out & 0x7FFF == infinity) & np.isfinite(wide)).any():
-        raise InputDataError(
-            f"tensor '{name}' holds {float(np.abs(wide[np.isfinite(wide)]).max()):g}",
-            why="bfloat16 ends at 3.38953e+38" if target == "BF16" else "float16 ends at 65504",
-            remedy="convert to float32" if target == "BF16" else "convert to bfloat16",
-        )
-    return out
+    pp_rank, tp_rank = divmod(rank, mapping.tp_size)
+    plans = list(plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding))
+    header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    stack.callback(os.close, file)
+    size = sum(prod(plan.shape) for plan in plans) * dtype.itemsize
+    # Reserving the space first turns a full disk into an error before the work, not after it.
+    os.posix_fallocate(file, 0, len(header) + size)
+    os.pwrite(file, header, 0)
+    for plan in plans:
+        position = offsets[plan.name]
+        for piece in plan.pieces:
+            shares.setdefault(piece.source, []).append(_Share(file, position, piece))
+            position += piece.elements(plan.shape) * dtype.itemsize
+    return size
 
 
-def _to_float32(bits: Bits, source: str) -> npt.NDArray[np.float32]:
-    if source == "F32":
-        return bits.view(np.float32)
-    if source == "F16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def _disk_order(located: dict[str, LocatedTensor], shares: dict[str, list[_Share]]) -> list[str]:
+    return sorted(shares, key=lambda name: (located[name].path, located[name].entry.offset))
 
 
-def _to_bfloat16(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    bits = wide.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    out = rounded.astype(np.uint16)
-    # Rounding could carry a NaN's payload into infinity or past the sign; keep it a quiet NaN instead.
-    nan = np.isnan(wide)
-    if nan.any():
-        out[nan] = ((bits[nan] >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
-    return out
+class _Counter:
+    """Bytes written so far, told from one thread at a time."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, self._total)
 
 
-def _copy_range(source: int, offset: int, file: int, position: int, nbytes: int) -> None:
-    while nbytes:
+_Work = tuple[LocatedTensor, int, list[_Share]]
+
+
+def _run(work: list[_Work], target: DataType, counter: _Counter) -> None:
+    """Share the tensors out among the threads; the first failure ends all of them."""
+    remaining = iter(work)
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def take() -> Iterator[_Work]:
+        while not failed.is_set():
+            with lock:
+                item = next(remaining, None)
+            if item is None:
+                return
+            yield item
+
+    def loop() -> None:
+        mover = _Mover(SAFETENSORS_DTYPE[target], counter)
         try:
-            moved = os.copy_file_range(source, file, nbytes, offset, position)
-        except OSError as error:
-            # Across file systems on old kernels, or on one that does not offer it.
-            if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-            moved = os.pwrite(file, os.pread(source, min(nbytes, BLOCK_BYTES), offset), position)
-        if moved == 0:
-            raise InputDataError("a weight file became shorter while it was read", remedy="convert again")
-        nbytes -= moved
-        offset += moved
-        position += moved
+            for tensor, file, shares in take():
+                mover.move(tensor, file, shares)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for future in [pool.submit(loop) for _ in range(THREADS)]:
+                future.result()
+        finally:
+            failed.set()  # Ctrl-C arrives here: the threads stop after their tensor
 
 
-def _read(source: int, offset: int, nbytes: int, path: Path) -> bytes:
-    data = os.pread(source, nbytes, offset)
-    if len(data) != nbytes:
-        raise InputDataError(f"{path} became shorter while it was read", remedy="convert again")
-    return data
+class _Mover:
+    """One thread's buffer and casters."""
 
+    def __init__(self, target: str, counter: _Counter) -> None:
+        self._target = target
+        self._counter = counter
+        self._buffer = bytearray(BLOCK_BYTES)
+        self._casters: dict[str, Caster] = {}
 
-def _write(file: int, data: bytes, position: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, position)
-        view = view[written:]
-        position += written
+    def move(self, tensor: LocatedTensor, file: int, shares: list[_Share]) -> None:
+        """Read a source tensor block by block and write each rank's share of it."""
+        entry = tensor.entry
+        caster = self._casters.setdefault(entry.dtype, Caster(entry.dtype, self._target))
+        width, item = prod(entry.shape[1:]), ITEMSIZE[entry.dtype]
+        if width * item > len(self._buffer):
+            self._buffer = bytearray(width * item)
+        rows = len(self._buffer) // max(1, width * item)
+        for first in range(0, entry.shape[0], rows):
+            last = min(entry.shape[0], first + rows)
+            raw = self._read(tensor, file, entry.offset + first * width * item, (last - first) * width * item)
+            bits = np.frombuffer(raw, np.uint32 if item == 4 else np.uint16)
+            if not caster.all_finite(bits):
+                raise InputDataError(
+                    f"tensor '{entry.name}' in {tensor.path} holds a value that is infinite or not a number",
+                    why="a model with it would answer nonsense",
+                    remedy="download the file again, or use another revision of the model",
+                )
+            block = self._cast(caster, bits, tensor).reshape(last - first, width)
+            for share in shares:
+                self._write(share, block, first)
 
+    def _read(self, tensor: LocatedTensor, file: int, offset: int, nbytes: int) -> memoryview:
+        view = memoryview(self._buffer)[:nbytes]
+        done = 0
+        while done < nbytes:
+            count = os.preadv(file, [view[done:]], offset + done)
+            if count == 0:
+                raise InputDataError(f"{tensor.path} became shorter while it was read", remedy="convert again")
+            done += count
+        return view
 
-def _write_zeros(file: int, position: int, nbytes: int) -> int:
-    _write(file, bytes(nbytes), position)
-    return nbytes
+    def _cast(self, caster: Caster, bits: Bits, tensor: LocatedTensor) -> Bits:
+        try:
+            return caster.cast(bits)
+        except Overflow as error:
+            wide = self._target == "BF16"
+            raise InputDataError(
+                f"tensor '{tensor.entry.name}' in {tensor.path} holds {error}",
+                why="bfloat16 ends at 3.38953e+38" if wide else "float16 ends at 65504",
+                remedy="convert to float32" if wide else "convert to bfloat16",
+            ) from None
+
+    def _write(self, share: _Share, block: Bits, first: int) -> None:
+        """Write what a share has of the rows [first, first + len(block)) of its source tensor."""
+        begin, end = share.piece.rows
+        low, high = max(begin, first), min(end, first + len(block))
+        if low >= high:
+            return
+        columns = slice(None) if share.piece.cols is None else slice(*share.piece.cols)
+        part = np.ascontiguousarray(block[low - first : high - first, columns])
+        position = share.position + (low - begin) * part.shape[1] * part.itemsize
+        view = part.reshape(-1).view(np.uint8).data
+        while view:
+            written = os.pwrite(share.file, view, position)
+            view = view[written:]
+            position += written
+        self._counter.add(part.nbytes)

@@ -88,6 +88,15 @@ def test_a_character_cut_by_max_tokens(served: Served) -> None:
     assert through_ensemble == "😀" * 7
 
 
+def test_a_burst_of_short_requests_leaves_the_server_well(served: Served) -> None:
+    """Requests that end while the backend looks for clients that went away: asking too late would crash the server."""
+    ask = {"text_input": "Water boils at", "max_tokens": 2, "return_num_output_tokens": True}
+    with ThreadPoolExecutor(32) as pool:
+        counts = list(pool.map(lambda _: served.generate(**ask)["num_output_tokens"], range(640)))
+    assert counts == [2] * 640
+    assert served.gauges()[USED] == 0
+
+
 def test_sampling_options_do_what_they_say(served: Served) -> None:
     ask: dict[str, Any] = {"text_input": "The capital of France is", "max_tokens": 12}
     hot = {**ask, "temperature": 1.5, "top_k": 50}

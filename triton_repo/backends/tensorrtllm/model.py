@@ -80,7 +80,8 @@ class TritonPythonModel:
         self.closing = threading.Event()
         self.restarts = []
         self.engine.start()
-        threading.Thread(target=self._receive, daemon=True).start()
+        self.receiver = threading.Thread(target=self._receive, daemon=True)
+        self.receiver.start()
         threading.Thread(target=self._watch_clients, daemon=True).start()
 
     def execute(self, requests):
@@ -97,6 +98,9 @@ class TritonPythonModel:
     def finalize(self):
         self.closing.set()
         self.engine.stop()
+        self.receiver.join()
+        # While the server still listens: metrics that outlive it end the stub with a crash.
+        self.metrics = None
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class TritonPythonModel:
             with self.lock:
                 waiting = list(self.sequences.items())
             for number, sequence in waiting:
-                if not sequence.cancelled and sequence.answer.sender.is_cancelled():
+                if not sequence.cancelled and sequence.answer.is_cancelled():
                     sequence.cancelled = True
                     with contextlib.suppress(OSError):  # the receiving thread reports the engine's end
                         self.engine.connection.send({"type": "cancel", "id": number})
@@ -352,21 +356,28 @@ class _Answer:
             )
         }
         self.running = sequences
-        self.failed = False
+        self.lock = threading.Lock()
+        self.closed = False
 
     def send(self, tensors, finished):
-        if self.failed:
-            return
         if finished:
             self.running -= 1
-        response = pb_utils.InferenceResponse(_select(self.wanted, tensors))
         # The last response that carries tensors has the final flag: BLS models cannot read an empty one.
-        self.sender.send(response, flags=FINAL if self.running == 0 else 0)
+        self._send(pb_utils.InferenceResponse(_select(self.wanted, tensors)), final=self.running == 0)
 
     def fail(self, reason):
-        if not self.failed:
-            self.failed = True
-            _fail(self.sender, reason)
+        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(reason)), final=True)
+
+    def is_cancelled(self):
+        """Whether the client has gone away. After the final response nobody may ask: the server would crash."""
+        with self.lock:
+            return not self.closed and self.sender.is_cancelled()
+
+    def _send(self, response, final):
+        with self.lock:
+            if not self.closed:
+                self.closed = final
+                self.sender.send(response, flags=FINAL if final else 0)
 
 
 class _Sequence:
