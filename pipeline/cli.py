@@ -138,20 +138,33 @@ def convert(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
     out_dir: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist, or be empty.")],
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    tp: Annotated[int, typer.Option("--tp")] = 1,
-    pp: Annotated[int, typer.Option("--pp")] = 1,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
+    use_parallel_embedding: Annotated[
+        bool, typer.Option("--use-parallel-embedding", help="Share the embedding table among tensor-parallel ranks.")
+    ] = False,
+    embedding_sharding_dim: Annotated[
+        int, typer.Option(help="With it: 0 cuts the table by vocabulary, 1 by hidden size.")
+    ] = 0,
+    toolchain: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM release that will load it: 1.2.1 or 0.21.0.")
+    ] = None,
 ) -> None:
     """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
     from engines.base import Mapping
     from engines.quant import parse_float
+    from engines.tensorrt_llm.checkpoint import EmbeddingSharding
     from engines.tensorrt_llm.convert import convert as write_checkpoint
     from pipeline import console
     from pipeline.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
     mapping = Mapping(tp_size=tp, pp_size=pp)
+    embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
     with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
-        write_checkpoint(hf_dir, out, dtype=wanted, mapping=mapping, progress=progress)
+        write_checkpoint(
+            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=toolchain, progress=progress
+        )
     console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
 
 

@@ -32,6 +32,8 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+# The same as raw bit patterns.
+BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 
 def hf_folder(
@@ -101,3 +103,13 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+def cast_by_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
+    """What torch makes of the same bit patterns."""
+    import torch
+
+    types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    signed = {"BF16": np.int16, "F16": np.int16, "F32": np.int32}
+    tensor = torch.from_numpy(bits.view(signed[source]).copy()).view(types[source]).to(types[target])
+    return tensor.view(torch.int32 if target == "F32" else torch.int16).numpy().view(BITS[target])

@@ -20,8 +20,8 @@ from engines.hf_folder import locate_tensors, read_model_config
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm import convert as module
 from engines.tensorrt_llm.checkpoint import source_shapes
-from engines.tensorrt_llm.convert import cast, convert
-from tests.factories import hf_folder, read_tensors, write_safetensors
+from engines.tensorrt_llm.convert import convert
+from tests.factories import cast_by_torch, hf_folder, read_tensors, write_safetensors
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -167,11 +167,25 @@ def test_config_json_of_the_tiny_model(tmp_path: Path) -> None:
     "mapping": {
         "world_size": 4,
         "tp_size": 2,
-        "pp_size": 2
+        "pp_size": 2,
+        "cp_size": 1,
+        "gpus_per_node": 8,
+        "moe_tp_size": 1,
+        "moe_ep_size": 1,
+        "attn_tp_size": -1,
+        "attn_cp_size": -1
     },
     "quantization": {
         "quant_algo": null,
-        "kv_cache_quant_algo": null
+        "kv_cache_quant_algo": null,
+        "group_size": 128,
+        "smoothquant_val": 0.5,
+        "clamp_val": null,
+        "use_meta_recipe": false,
+        "has_zero_point": false,
+        "pre_quant_scale": false,
+        "exclude_modules": null,
+        "mamba_ssm_cache_dtype": null
     }
 }
 """
@@ -264,103 +278,6 @@ def test_the_copy_without_the_kernels_help_is_the_same(tmp_path: Path, monkeypat
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-# --- casts ---
-
-NUMPY = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
-LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF}
-
-
-def by_torch(bits: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
-    import torch
-
-    types = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    signed = {"BF16": np.int16, "F16": np.int16, "F32": np.int32}
-    tensor = torch.from_numpy(bits.view(signed[source]).copy()).view(types[source]).to(types[target])
-    return tensor.view(torch.int32 if target == "F32" else torch.int16).numpy().view(NUMPY[target])
-
-
-def is_nan(bits: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    infinity, largest = {"BF16": (0x7F80, 0x7FFF), "F16": (0x7C00, 0x7FFF), "F32": (0x7F800000, 0x7FFFFFFF)}[dtype]
-    return (bits & largest) > infinity
-
-
-def agree(bits: np.ndarray[Any, Any], source: str, target: str) -> None:
-    found, wanted = cast(bits, source, target, "t"), by_torch(bits, source, target)
-    assert found.dtype == NUMPY[target]
-    nan = is_nan(wanted, target)
-    assert np.array_equal(is_nan(found, target), nan)
-    assert np.array_equal(found[~nan], wanted[~nan])
-
-
-@pytest.mark.parametrize(("source", "target"), [("BF16", "F32"), ("F16", "F32"), ("F16", "BF16")])
-def test_every_16_bit_pattern_is_cast_as_torch_does(source: str, target: str) -> None:
-    agree(np.arange(1 << 16, dtype=np.uint16), source, target)
-
-
-def test_every_bfloat16_that_fits_is_cast_to_float16_as_torch_does() -> None:
-    every = np.arange(1 << 16, dtype=np.uint16)
-    magnitude = every & 0x7FFF
-    agree(every[(magnitude <= 0x477F) | (magnitude >= 0x7F80)], "BF16", "F16")  # 0x477f is 65280
-
-
-@given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64), target=st.sampled_from(["BF16", "F16"]))
-@settings(max_examples=100, deadline=None)
-def test_float32_is_rounded_as_torch_does(values: list[int], target: str) -> None:
-    bits = np.array(values, dtype=np.uint32)
-    too_large = (by_torch(bits, "F32", target) & 0x7FFF) == LARGEST[target] + 1
-    agree(bits[~too_large | ((bits & 0x7FFFFFFF) == 0x7F800000)], "F32", target)
-
-
-@pytest.mark.parametrize(
-    ("value", "bfloat16", "half"),
-    [
-        (0x3F800000, 0x3F80, 0x3C00),  # 1
-        (0xBF800000, 0xBF80, 0xBC00),  # -1
-        (0x80000000, 0x8000, 0x8000),  # -0
-        (0x3F808000, 0x3F80, 0x3C04),  # 1 + 2**-8: between two bfloat16, to the even one
-        (0x3F818000, 0x3F82, 0x3C0C),  # 1 + 3 * 2**-8: to the even one, upwards
-        (0x3F808001, 0x3F81, 0x3C04),  # a little more than half
-        (0x3F801000, 0x3F80, 0x3C00),  # 1 + 2**-11: between two float16, to the even one
-        (0x3F803000, 0x3F80, 0x3C02),  # 1 + 3 * 2**-11: to the even one, upwards
-        (0x33800000, 0x3380, 0x0001),  # 2**-24: the smallest float16
-        (0x33000000, 0x3300, 0x0000),  # half of it: to the even one, which is 0
-        (0x33000001, 0x3300, 0x0001),
-        (0x00000001, 0x0000, 0x0000),  # the smallest float32
-        (0x00018000, 0x0002, 0x0000),  # a subnormal of both wide types
-        (0x477FE000, 0x4780, 0x7BFF),  # 65504
-        (0x477FEFFF, 0x4780, 0x7BFF),  # rounds down to 65504
-        (0x7F800000, 0x7F80, 0x7C00),  # infinity stays
-        (0xFF800000, 0xFF80, 0xFC00),
-    ],
-)
-def test_rounding_to_nearest_even(value: int, bfloat16: int, half: int) -> None:
-    bits = np.array([value], dtype=np.uint32)
-    assert cast(bits, "F32", "BF16", "t").tolist() == [bfloat16]
-    assert cast(bits, "F32", "F16", "t").tolist() == [half]
-
-
-@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF])
-def test_not_a_number_stays_one(bits: int) -> None:
-    value = np.array([bits], dtype=np.uint32)
-    assert is_nan(cast(value, "F32", "BF16", "t"), "BF16").all()
-    assert is_nan(cast(value, "F32", "F16", "t"), "F16").all()
-
-
-@pytest.mark.parametrize(
-    ("value", "source", "target", "line"),
-    [
-        (0x477FF000, "F32", "F16", "tensor 't' holds 65520: float16 ends at 65504; convert to bfloat16"),
-        (0xC7800000, "F32", "F16", "tensor 't' holds 65536: float16 ends at 65504; convert to bfloat16"),
-        (0x4780, "BF16", "F16", "tensor 't' holds 65536: float16 ends at 65504; convert to bfloat16"),
-        (0x7F7FFFFF, "F32", "BF16", "tensor 't' holds 3.40282e+38: bfloat16 ends at 3.38953e+38; convert to float32"),
-    ],
-)
-def test_a_number_that_does_not_fit_is_refused(value: int, source: str, target: str, line: str) -> None:
-    with pytest.raises(InputDataError) as error:
-        cast(np.array([0, value], dtype=NUMPY[source]), source, target, "t")
-    assert str(error.value) == line
-
-
 def test_the_tensor_that_overflows_is_named(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf")
     tensors = hf_tensors(source)
@@ -368,7 +285,33 @@ def test_the_tensor_that_overflows_is_named(tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = 0x4780
     write_safetensors(source / "model.safetensors", tensors, "BF16")
     line = refusal(source, tmp_path / "out", dtype=DataType.FLOAT16)
-    assert line.startswith("tensor 'model.layers.1.mlp.up_proj.weight' holds 65536: float16 ends at 65504")
+    assert line.startswith(
+        f"tensor 'model.layers.1.mlp.up_proj.weight' in {source / 'model.safetensors'} holds 65536: "
+    )
+
+
+def test_an_older_loader_gets_no_key_it_would_crash_on(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", dtype=None, mapping=Mapping(), toolchain="0.21.0")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
+    assert "mamba_ssm_cache_dtype" not in config["quantization"]
+    with pytest.raises(UsageError, match=r"unknown toolchain '0\.21'; did you mean '0\.21\.0'\?"):
+        convert(source, tmp_path / "other", dtype=None, mapping=Mapping(), toolchain="0.21")
+
+
+@pytest.mark.parametrize("value", [0x7F80, 0xFF80, 0x7FC0], ids=["infinity", "-infinity", "nan"])
+def test_a_value_that_is_no_number_is_refused_with_its_tensor_and_file(tmp_path: Path, value: int) -> None:
+    source = hf_folder(tmp_path / "hf")
+    tensors = hf_tensors(source)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].copy()
+    tensors["model.norm.weight"][-1] = value
+    write_safetensors(source / "model.safetensors", tensors, "BF16")
+    line = refusal(source, tmp_path / "out", dtype=DataType.BFLOAT16)
+    assert line.startswith(
+        f"tensor 'model.norm.weight' in {source / 'model.safetensors'} holds a value that is infinite"
+    )
 
 
 @pytest.mark.parametrize("target", list(DataType))
@@ -377,7 +320,7 @@ def test_a_folder_is_cast_whole(tmp_path: Path, stored: str, target: DataType) -
     source = hf_folder(tmp_path / "hf", dtype=stored)
     ranks = converted(source, tmp_path / "out", tp=2, dtype=target)
     code = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}[target.value]
-    wanted = {name: by_torch(bits, stored, code) for name, bits in hf_tensors(source).items()}
+    wanted = {name: cast_by_torch(bits, stored, code) for name, bits in hf_tensors(source).items()}
     found = reassembled(ranks, source, tp=2, pp=1)
     assert all(np.array_equal(found[name], bits) for name, bits in wanted.items())
 

@@ -76,6 +76,13 @@ class EmbeddingSharding(enum.Enum):
     VOCABULARY = 0
     HIDDEN = 1
 
+    @classmethod
+    def of(cls, parallel: bool, dim: int) -> EmbeddingSharding:
+        """From the two settings TensorRT-LLM has for it. Raises UsageError for another dimension."""
+        if dim not in (0, 1):
+            raise UsageError(f"embedding_sharding_dim is {dim}", remedy="use 0 for the vocabulary, 1 for hidden size")
+        return cls(dim) if parallel else cls.NONE
+
 
 @dataclass(frozen=True)
 class Piece:
