@@ -20,7 +20,7 @@ class Settings:
 
 class Convert:
     name = "convert"
-    version = 1
+    version = 2
     inputs: tuple[str, ...] = ("download",)
 
     def settings(self, plan: Plan) -> Settings:
