@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo golden clean
+.PHONY: help setup check test unit demo bench-convert golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(READY) ## make .venv and install everything the demo and the tests need
 
@@ -34,8 +34,11 @@ demo: $(READY) ## a real model, served by a real tritonserver, measured; on any 
 	$(BIN)/trtpipe generate "What is the capital of France?"; \
 	$(BIN)/trtpipe bench --concurrency 1,4,16
 
+bench-convert: $(READY) ## convert beside cp, on synthetic models in a scratch folder (needs 55 GB of disk)
+	$(BIN)/python -m tests.benchmarks.convert .scratch --report docs/measurements/convert.md
+
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
-	rm -rf .venv runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -169,6 +169,47 @@ def convert(
 
 
 @app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face or TensorRT-LLM checkpoint folder.")],
+    verify_against: Annotated[
+        Path | None, typer.Option(help="Prove that the TensorRT-LLM checkpoint equals this Hugging Face folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what a checkpoint holds and what is wrong with it; fails when something is."""
+    from engines.inspection import inspect as look
+    from engines.tensorrt_llm.reverse import differences
+    from pipeline import console
+
+    found = look(folder)
+    problems = list(found.problems)
+    if verify_against is not None and not problems:
+        problems = differences(folder, verify_against)
+    console.inspection(found, problems, as_json=as_json)
+    if problems:
+        from engines.errors import InputDataError
+
+        raise InputDataError(f"{folder} has {len(problems)} problem(s)", why=problems[0])
+    if verify_against is not None:
+        console.note(f"{folder} equals {verify_against}: every tensor, bit for bit")
+
+
+@app.command()
+def restore(
+    checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the folder goes; must not exist, or be empty.")],
+) -> None:
+    """Rebuild the Hugging Face folder (config and weights) that a TensorRT-LLM checkpoint was made from."""
+    from engines.tensorrt_llm.reverse import restore as rebuild
+    from pipeline import console
+    from pipeline.folders import new_folder
+
+    with new_folder(out_dir) as out:
+        rebuild(checkpoint_dir, out)
+    console.result(f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it")
+
+
+@app.command()
 def serve(
     target: Target = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

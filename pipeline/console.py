@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
+    from engines.inspection import Inspection
     from pipeline.bench.options import Progress as BenchProgress
     from pipeline.bench.report import BenchReport
     from pipeline.runner import StageResult
@@ -79,6 +81,21 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     raise AssertionError("unreachable")
+
+
+def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> None:
+    """A checkpoint's content: its tensors, then what is true of all of them, then what is wrong."""
+    if as_json:
+        value = dataclasses.asdict(found)
+        result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
+        return
+    rows = [(t.file, t.name, t.dtype, "x".join(map(str, t.shape)), t.nbytes) for t in found.tensors]
+    table(("file", "tensor", "dtype", "shape", "bytes"), rows, numeric=("bytes",))
+    result(f"{found.kind} {found.architecture}, {found.dtype}, {found.parameters:,} values, {size(found.nbytes)}")
+    for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
+        told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        result(f"{name}: {told or 'none'}")
+    result("\n".join(f"problem: {problem}" for problem in problems) or "no problem found")
 
 
 class BuildReporter:

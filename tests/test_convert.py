@@ -22,6 +22,7 @@ from engines.tensorrt_llm import convert as module
 from engines.tensorrt_llm.checkpoint import source_shapes
 from engines.tensorrt_llm.convert import convert
 from tests.factories import cast_by_torch, hf_folder, read_tensors, write_safetensors
+from tests.strategies import models
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -100,26 +101,6 @@ def hf_tensors(folder: Path) -> Tensors:
     for path in sorted(folder.glob("*.safetensors")):
         out.update(read_tensors(path))
     return out
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[dict[str, Any], int, int]:
-    """(config overrides, tp, pp) of a model that can be cut so."""
-    tp = draw(st.sampled_from([1, 2, 3, 4]))
-    kv_heads = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6, 8) if n % tp == 0 or tp % n == 0]))
-    group = draw(st.sampled_from([n for n in (1, 2, 3, 4) if kv_heads * n % tp == 0]))
-    layers = draw(st.integers(1, 4))
-    overrides = {
-        "num_key_value_heads": kv_heads,
-        "num_attention_heads": kv_heads * group,
-        "head_dim": draw(st.sampled_from([2, 4, 6])),
-        "hidden_size": draw(st.integers(1, 20)),
-        "intermediate_size": tp * draw(st.integers(1, 12)),
-        "num_hidden_layers": layers,
-        "vocab_size": draw(st.integers(1, 40)),
-        "attention_bias": draw(st.booleans()),
-    }
-    return overrides, tp, draw(st.integers(1, layers))
 
 
 @given(case=models(), shards=st.sampled_from([1, 3]), block=st.sampled_from([1, 64, 1 << 24]))

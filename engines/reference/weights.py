@@ -15,6 +15,7 @@ import torch
 from engines.base import DataType
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import (
+    ROTARY_TABLES,
     SAFETENSORS_DTYPE,
     CheckpointConfig,
     CheckpointError,
@@ -28,8 +29,6 @@ TORCH_DTYPE = {
     DataType.FLOAT16: torch.float16,
     DataType.FLOAT32: torch.float32,
 }
-# Tables that TensorRT-LLM's own converter stores beside the weights; they follow from the config.
-ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
 

@@ -23,6 +23,9 @@ from engines.hf_folder import ModelConfig
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
+# Tables that TensorRT-LLM's own converter stores beside the weights; they follow from the config.
+ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
+
 _T = TypeVar("_T")
 
 
