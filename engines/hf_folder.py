@@ -39,7 +39,7 @@ class ModelConfig:
     """What an HF config.json says, under TensorRT-LLM's field names.
 
     `rotary_scaling` is the HF dictionary as it stands, without the base, or None. `dtype` is None when the
-    folder does not say.
+    folder does not say. `sliding_window` has no place in a TensorRT-LLM checkpoint.
     """
 
     architecture: str
@@ -59,6 +59,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     attn_bias: bool
     mlp_bias: bool
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=field.flag("tie_word_embeddings"),
         attn_bias=field.flag("attention_bias") or field.flag("bias"),
         mlp_bias=field.flag("mlp_bias"),
+        sliding_window=None if raw.get("sliding_window") is None else field.count("sliding_window"),
     )
 
 

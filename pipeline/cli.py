@@ -152,8 +152,9 @@ def convert(
 ) -> None:
     """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
     from engines.base import Mapping
+    from engines.hf_folder import read_model_config
     from engines.quant import parse_float
-    from engines.tensorrt_llm.checkpoint import EmbeddingSharding
+    from engines.tensorrt_llm.checkpoint import EmbeddingSharding, notices
     from engines.tensorrt_llm.convert import convert as write_checkpoint
     from pipeline import console
     from pipeline.folders import new_folder
@@ -165,6 +166,8 @@ def convert(
         write_checkpoint(
             hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=toolchain, progress=progress
         )
+    for notice in notices(read_model_config(hf_dir)):
+        console.note(f"note: {notice}")
     console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
 
 

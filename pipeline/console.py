@@ -123,6 +123,8 @@ class BuildReporter:
         manifest = result.artefact.manifest
         made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
         self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        for notice in manifest.notes.get("notices", ()):
+            self.note(f"note: {notice}")
 
     def note(self, text: str) -> None:
         note(text)

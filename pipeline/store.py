@@ -146,6 +146,9 @@ class Store:
                 seconds=round(time.monotonic() - clock, 3),
             )
             manifest.write(partial / "manifest.json")
+            # After a power cut a file may have its size and not its bytes: the manifest vouches for both.
+            for file in files:
+                _sync(partial / "files" / file.path)
             _sync(partial / "manifest.json")
             partial.chmod(0o755)  # mkdtemp's 0700 would keep a container's user out
             partial.rename(folder)

@@ -110,7 +110,8 @@ def test_nothing_the_command_can_reach_is_heavy() -> None:
         reached.add(module)
         # Importing a.b.c runs a and a.b as well.
         todo += [name for found in ours(module) for name in parents(found)]
-    assert {module for module in MODULES if within(module, "pipeline")} <= reached
+    # __main__ is the same command by another door.
+    assert {module for module in MODULES if within(module, "pipeline")} - {"pipeline.__main__"} <= reached
     assert reached & WORKERS == set()
 
 

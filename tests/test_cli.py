@@ -30,7 +30,8 @@ from tests.test_runner import SIZES, snapshot
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "plan", "status", "convert", "serve", "stop", "generate", "bench", "models", "gpus", "gc", "doctor",
+    "build", "plan", "status", "convert", "inspect", "restore", "serve", "stop", "generate", "bench", "models", "gpus",
+    "gc", "doctor",
 ]  # fmt: skip
 
 
@@ -482,6 +483,25 @@ def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> 
     assert run("convert", model, "auto").status == 0
     assert json.loads((in_folder / "auto" / "config.json").read_text())["dtype"] == "bfloat16"
     assert not Path("runs").exists()
+
+
+def test_inspect_proves_a_checkpoint_and_restore_gives_the_folder_back(run: Run, model: Path, in_folder: Path) -> None:
+    out, back = in_folder / "out", in_folder / "back"
+    embedding = ["--use-parallel-embedding", "--embedding-sharding-dim", "1"]
+    assert run("convert", model, out, "--tp", "2", *embedding, "--toolchain", "0.21.0").status == 0
+    proof = run("inspect", out, "--verify-against", model)
+    assert (proof.status, "no problem found" in proof.out) == (0, True)
+    assert proof.err == f"{out} equals {model}: every tensor, bit for bit\n"
+    listed = json.loads(run("inspect", out, "--json").out)
+    assert (listed["kind"], listed["mapping"]["tp_size"], listed["problems"]) == ("tensorrt_llm", 2, [])
+    assert listed["bytes"] == sum(tensor["nbytes"] for tensor in listed["tensors"])
+    assert run("restore", out, back).status == 0
+    assert (back / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size
+    other = hf_folder(in_folder / "other", seed=1)
+    wrong = run("inspect", out, "--verify-against", other)
+    assert wrong.status == 3
+    assert wrong.error().startswith(f"{out} has ")
+    assert "problem: tensor 'transformer.vocab_embedding.weight' in rank0.safetensors: differs" in wrong.out
 
 
 def test_convert_never_overwrites(run: Run, model: Path, in_folder: Path) -> None:

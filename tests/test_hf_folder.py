@@ -330,3 +330,15 @@ def test_a_tied_model_may_lack_its_head(tmp_path: Path) -> None:
     tied = hf_folder(tmp_path / "tied", tie_word_embeddings=True)
     assert "lm_head.weight" not in locate_tensors(tied)
     assert read_model_config(tied).tie_word_embeddings
+
+
+def test_a_sliding_window_is_told_since_a_checkpoint_cannot_carry_it(tmp_path: Path) -> None:
+    from engines.tensorrt_llm.checkpoint import notices
+
+    narrow = read_model_config(hf_folder(tmp_path / "a", architectures=["MistralForCausalLM"], sliding_window=64))
+    (line,) = notices(narrow)
+    assert "sliding window of 64 tokens" in line
+    assert "max_attention_window_size 64" in line
+    wide = read_model_config(hf_folder(tmp_path / "b", architectures=["MistralForCausalLM"], sliding_window=256))
+    absent = read_model_config(hf_folder(tmp_path / "c", architectures=["MistralForCausalLM"], sliding_window=None))
+    assert notices(wide) == notices(absent) == []

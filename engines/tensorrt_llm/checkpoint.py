@@ -187,6 +187,17 @@ def _tp_obstacle(model: Geometry, tp: int) -> str:
     return ""
 
 
+def notices(model: ModelConfig) -> list[str]:
+    """What a person should know of a conversion that loses nothing of the weights."""
+    window = model.sliding_window
+    if window is None or window >= model.max_position_embeddings:
+        return []
+    return [
+        f"the model attends within a sliding window of {window} tokens, which a checkpoint cannot say: "
+        f"set max_attention_window_size {window} when serving sequences longer than that"
+    ]
+
+
 def kv_head_rows(model: Geometry, tp_size: int, tp_rank: int) -> tuple[int, int]:
     """Rows of k_proj or v_proj that belong to a rank; with more ranks than heads a head serves several ranks."""
     if tp_size > model.num_key_value_heads:

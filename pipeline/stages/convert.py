@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.base import DataType, Mapping
+from engines.hf_folder import read_model_config
+from engines.tensorrt_llm.checkpoint import notices
 from engines.tensorrt_llm.convert import convert
 from pipeline.digests import Digests
 from pipeline.plan import Plan
@@ -39,7 +41,7 @@ class Convert:
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
         convert(job.inputs["download"], job.out, dtype=settings.dtype, mapping=settings.mapping, progress=job.progress)
-        return {}
+        return {"notices": notices(read_model_config(job.inputs["download"]))}
 
 
 CONVERT = Convert()

@@ -1,0 +1,61 @@
+"""Killed at any moment: the next build finishes, and what it made is the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Cli
+from tests.factories import hf_folder
+
+pytestmark = pytest.mark.real
+
+# In rounds of five: each starts in an empty home and is finished after its kills.
+KILLS, ROUNDS = 50, 10
+# About 50 MB, cast to float32: the copying takes long enough to be hit.
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2,
+         "vocab_size": 8000, "num_hidden_layers": 6}  # fmt: skip
+BUILD = ["--gpu", "cpu", "--dtype", "fp32", "--set", "build.max_input_len=64", "--set", "build.max_seq_len=128"]
+
+
+def contents(cli: Cli) -> dict[str, str]:
+    """Stage -> content digest of every artefact in the home."""
+    out = {}
+    for path in sorted(cli.home.glob("artefacts/*/*/manifest.json")):
+        manifest = json.loads(path.read_text())
+        out[manifest["record"]["stage"]] = manifest["content"]
+    return out
+
+
+def test_a_build_killed_fifty_times_is_the_same_build(tmp_path: Path) -> None:
+    model = hf_folder(tmp_path / "model", **SIZES)
+    (tmp_path / "work").mkdir()
+    arguments = ["build", "--model", str(model), *BUILD]
+    whole = Cli(tmp_path / "work", tmp_path / "whole")
+    start = time.monotonic()
+    whole.ok(*arguments)
+    seconds = time.monotonic() - start
+    wanted = contents(whole)
+    assert wanted.keys() == {"download", "convert", "build", "package"}
+    rng = random.Random(0)
+    killed = 0
+    for number in range(ROUNDS):
+        cli = Cli(tmp_path / "work", tmp_path / f"home{number}")
+        for _ in range(KILLS // ROUNDS):
+            build = cli.start(*arguments)
+            time.sleep(rng.uniform(0.1, seconds))
+            build.kill()
+            build.communicate()
+            killed += build.returncode == -signal.SIGKILL
+        cli.ok(*arguments)
+        assert contents(cli) == wanted
+        assert not list(cli.home.glob("artefacts/*/.*")), "what the kills left behind is swept"
+        shutil.rmtree(cli.home)
+    # The later kills of a round may find the build finished.
+    assert killed > KILLS // 2
