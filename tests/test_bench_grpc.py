@@ -13,9 +13,9 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from engines.errors import HostError, StageFailed, UsageError
-from pipeline.bench.client import connect
 from pipeline.bench.load import ClosedLoop, ClosedLoopDriver
 from pipeline.bench.record import RequestFailed, RequestRecord
+from pipeline.bench.transports import connect
 
 INPUTS = ["text_input", "max_tokens", "min_tokens", "end_id", "top_k", "stream", "return_num_output_tokens"]
 Answer = Callable[[Any, Any], AsyncIterator[Any]]

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import HostError, StageFailed, UsageError
-from pipeline.bench.client import Transport, connect
+from pipeline.bench.client import Transport
 from pipeline.bench.client_http import SseDecoder
 from pipeline.bench.load import ClosedLoop, ClosedLoopDriver
 from pipeline.bench.record import RequestFailed, RequestRecord
+from pipeline.bench.transports import connect
 
 INPUTS = ["text_input", "max_tokens", "min_tokens", "end_id", "top_k", "stream", "return_num_output_tokens"]
 Answer = Callable[[asyncio.StreamWriter, dict[str, Any]], Awaitable[None]]

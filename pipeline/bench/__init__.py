@@ -3,7 +3,7 @@
     options    what is asked for
     workload   prompts of an exact length
     load       when requests leave
-    client     one streamed request (client_grpc, client_http)
+    client     one streamed request (client_grpc, client_http; transports chooses)
     record     what it leaves behind
     metrics    records -> numbers
     report     numbers -> report.json

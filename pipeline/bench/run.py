@@ -12,11 +12,12 @@ from functools import partial
 from itertools import islice
 
 from engines.errors import StageFailed
-from pipeline.bench.client import Transport, connect
+from pipeline.bench.client import Transport
 from pipeline.bench.load import ClosedLoop, ClosedLoopDriver
 from pipeline.bench.options import BenchOptions, Progress
 from pipeline.bench.record import RequestRecord, settle
 from pipeline.bench.report import BenchReport, level_result
+from pipeline.bench.transports import connect
 from pipeline.bench.workload import count_tokens, load_tokenizer, prompts
 
 # Nanoseconds between two reports of progress: they are made in the loop that measures.
