@@ -49,12 +49,14 @@ def make_model(folder: Path, size: str, *, sparse: bool = False, dtype: str = "B
     """Write a model folder; return the bytes of its weights. Sparse: headers only, all weights read as zero."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**COMMON, **SIZES[size]}))
-    shapes = sorted(source_shapes(read_model_config(folder)).items())
+    shapes = list(source_shapes(read_model_config(folder)).items())
+    # As transformers shards: in the order of the model, cut where a shard is full.
+    shapes.sort(key=lambda item: (item[0] != "model.embed_tokens.weight", not item[0].startswith("model.layers.")))
     noise = (np.random.default_rng(0).integers(0x3C00, 0x3E00, 4 << 20, dtype=np.uint16)).tobytes()
     weight_map, total = {}, 0
     for index in range(SHARDS):
         file = f"model-{index + 1:05d}-of-{SHARDS:05d}.safetensors"
-        part = [(name, dtype, shape) for name, shape in shapes[index::SHARDS]]
+        part = [(name, dtype, shape) for name, shape in shapes[_cut(shapes, index) : _cut(shapes, index + 1)]]
         header, _ = header_bytes(part)
         nbytes = sum(prod(shape) for _, _, shape in part) * ITEMSIZE[dtype]
         with (folder / file).open("wb") as out:
@@ -67,6 +69,12 @@ def make_model(folder: Path, size: str, *, sparse: bool = False, dtype: str = "B
         total += nbytes
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return total
+
+
+def _cut(shapes: list[tuple[str, tuple[int, ...]]], index: int) -> int:
+    """Where shard `index` begins in the list, so that all have about the same size."""
+    sizes = [prod(shape) for _, shape in shapes]
+    return next((i for i in range(len(sizes)) if sum(sizes[:i]) * SHARDS >= sum(sizes) * index), len(sizes))
 
 
 def measure(command: list[str]) -> tuple[float, float]:
