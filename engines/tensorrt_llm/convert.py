@@ -3,7 +3,8 @@
 Every output tensor's place is known before the first byte moves. Each source tensor is read once, in blocks of at
 most BLOCK_BYTES; a block is checked (no value may be infinite or NaN), cast once, and its rows and columns are
 written to every rank that has a share in them. No torch, no full load: memory does not depend on the model's size.
-A few threads take tensors in the order they lie on disk; reading, writing and numpy all let go of the interpreter.
+A few threads take blocks in the order they lie on disk, so that reading stays sequential however many work;
+reading, writing and numpy all let go of the interpreter.
 """
 
 from __future__ import annotations
@@ -88,8 +89,7 @@ def convert(
             for rank in range(mapping.world_size)
         )
         sources = _open_sources(located, stack)
-        work = [(located[name], sources[located[name].path], shares[name]) for name in _disk_order(located, shares)]
-        _run(work, target, _Counter(total, progress))
+        _run(_blocks(located, sources, shares), target, _Counter(total, progress))
     return Checkpoint(path=out)
 
 
@@ -184,28 +184,46 @@ class _Counter:
             self._progress(self._done, self._total)
 
 
-_Work = tuple[LocatedTensor, int, list[_Share]]
+@dataclass(frozen=True)
+class _Block:
+    """Rows [first, last) of a source tensor, and who takes of them."""
+
+    tensor: LocatedTensor
+    file: int
+    first: int
+    last: int
+    shares: list[_Share]
 
 
-def _run(work: list[_Work], target: DataType, counter: _Counter) -> None:
-    """Share the tensors out among the threads; the first failure ends all of them."""
-    remaining = iter(work)
+def _blocks(
+    located: dict[str, LocatedTensor], files: dict[Path, int], shares: dict[str, list[_Share]]
+) -> Iterator[_Block]:
+    for name in _disk_order(located, shares):
+        tensor = located[name]
+        count, width = tensor.entry.shape[0], prod(tensor.entry.shape[1:])
+        rows = max(1, BLOCK_BYTES // max(1, width * ITEMSIZE[tensor.entry.dtype]))
+        for first in range(0, count, rows):
+            yield _Block(tensor, files[tensor.path], first, min(count, first + rows), shares[name])
+
+
+def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
+    """Share the blocks out among the threads; the first failure ends all of them."""
     lock = threading.Lock()
     failed = threading.Event()
 
-    def take() -> Iterator[_Work]:
+    def take() -> Iterator[_Block]:
         while not failed.is_set():
             with lock:
-                item = next(remaining, None)
-            if item is None:
+                block = next(blocks, None)
+            if block is None:
                 return
-            yield item
+            yield block
 
     def loop() -> None:
         mover = _Mover(SAFETENSORS_DTYPE[target], counter)
         try:
-            for tensor, file, shares in take():
-                mover.move(tensor, file, shares)
+            for block in take():
+                mover.move(block)
         except BaseException:
             failed.set()
             raise
@@ -215,7 +233,7 @@ def _run(work: list[_Work], target: DataType, counter: _Counter) -> None:
             for future in [pool.submit(loop) for _ in range(THREADS)]:
                 future.result()
         finally:
-            failed.set()  # Ctrl-C arrives here: the threads stop after their tensor
+            failed.set()  # Ctrl-C arrives here: the threads stop after their block
 
 
 class _Mover:
@@ -227,35 +245,32 @@ class _Mover:
         self._buffer = bytearray(BLOCK_BYTES)
         self._casters: dict[str, Caster] = {}
 
-    def move(self, tensor: LocatedTensor, file: int, shares: list[_Share]) -> None:
-        """Read a source tensor block by block and write each rank's share of it."""
-        entry = tensor.entry
+    def move(self, block: _Block) -> None:
+        """Read the rows of a block, check and cast them, and write each rank's share of them."""
+        entry = block.tensor.entry
         caster = self._casters.setdefault(entry.dtype, Caster(entry.dtype, self._target))
         width, item = prod(entry.shape[1:]), ITEMSIZE[entry.dtype]
-        if width * item > len(self._buffer):
-            self._buffer = bytearray(width * item)
-        rows = len(self._buffer) // max(1, width * item)
-        for first in range(0, entry.shape[0], rows):
-            last = min(entry.shape[0], first + rows)
-            raw = self._read(tensor, file, entry.offset + first * width * item, (last - first) * width * item)
-            bits = np.frombuffer(raw, np.uint32 if item == 4 else np.uint16)
-            if not caster.all_finite(bits):
-                raise InputDataError(
-                    f"tensor '{entry.name}' in {tensor.path} holds a value that is infinite or not a number",
-                    why="a model with it would answer nonsense",
-                    remedy="download the file again, or use another revision of the model",
-                )
-            block = self._cast(caster, bits, tensor).reshape(last - first, width)
-            for share in shares:
-                self._write(share, block, first)
+        raw = self._read(block, entry.offset + block.first * width * item, (block.last - block.first) * width * item)
+        bits = np.frombuffer(raw, np.uint32 if item == 4 else np.uint16)
+        if not caster.all_finite(bits):
+            raise InputDataError(
+                f"tensor '{entry.name}' in {block.tensor.path} holds a value that is infinite or not a number",
+                why="a model with it would answer nonsense",
+                remedy="download the file again, or use another revision of the model",
+            )
+        rows = self._cast(caster, bits, block.tensor).reshape(block.last - block.first, width)
+        for share in block.shares:
+            self._write(share, rows, block.first)
 
-    def _read(self, tensor: LocatedTensor, file: int, offset: int, nbytes: int) -> memoryview:
+    def _read(self, block: _Block, offset: int, nbytes: int) -> memoryview:
+        if nbytes > len(self._buffer):  # a row longer than a block
+            self._buffer = bytearray(nbytes)
         view = memoryview(self._buffer)[:nbytes]
         done = 0
         while done < nbytes:
-            count = os.preadv(file, [view[done:]], offset + done)
+            count = os.preadv(block.file, [view[done:]], offset + done)
             if count == 0:
-                raise InputDataError(f"{tensor.path} became shorter while it was read", remedy="convert again")
+                raise InputDataError(f"{block.tensor.path} became shorter while it was read", remedy="convert again")
             done += count
         return view
 

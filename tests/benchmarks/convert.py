@@ -1,11 +1,13 @@
 """How fast `convert` is beside `cp` of the same bytes, and how much memory it takes; `make bench-convert`.
 
-Synthetic models with Llama's real names and shapes in a scratch folder. In each round `convert` runs, then `cp -r` of
-the folder it made, so that both write the same bytes to the same disk (with tp > 1 that is more than the source
-has: every rank holds the embedding); the ratio is convert's time over cp's. Before each, what it reads is dropped
-from the page cache. Both end when their last write returns; neither waits for the disk to have it. Memory is the
-peak of the process's anonymous pages (RssAnon), sampled every 20 ms: mapped and cached file pages are the kernel's
-to take back. A 70B is planned and moved from sparse files, which cost no disk to read.
+Synthetic models with Llama's real names and shapes in a scratch folder. Each round runs `cp -r` of the source,
+`convert`, then `cp -r` of what it wrote (with tp > 1 that is more than the source has: every rank holds the
+embedding). The two copies differ by what the disk's own caches still hold; the ratio is taken against the output's,
+which has as many bytes as convert writes and is the faster. Before each run, what it reads is brought to the disk
+and dropped from the page cache; a first round warms the machine's memory up and is not counted. All end when their
+last write returns; none waits for the disk to have it. Memory is the peak of the process's anonymous pages
+(RssAnon), sampled every 20 ms: mapped and cached file pages are the kernel's to take back. A 70B is planned and
+moved from sparse files, which cost no disk to read.
 
     python -m tests.benchmarks.convert SCRATCH [--sizes 1b,8b] [--report FILE.md]
 """
@@ -102,24 +104,32 @@ def pairs(scratch: Path, size: str, rounds: int) -> Iterator[str]:
     """Rows of the table for one size: cp and convert in turn."""
     source = scratch / size
     nbytes = make_model(source, size)
+    copy_of(source, scratch)
     for tp in (1, 4):
-        ratios, memory, copying, converting, written = [], 0.0, [], [], 0
+        ratios, memory, seconds, written = [], 0.0, [], 0
         for _ in range(rounds):
+            before = copy_of(source, scratch)
             forget(source)
             mine, peak = measure(convert_command(source, scratch / "out", tp))
             written = sum(path.stat().st_size for path in (scratch / "out").iterdir())
-            forget(scratch / "out")
-            seconds, _ = measure(["cp", "-r", str(scratch / "out"), str(scratch / "copy")])
+            after = copy_of(scratch / "out", scratch)
             shutil.rmtree(scratch / "out")
-            shutil.rmtree(scratch / "copy")
-            ratios.append(mine / seconds)
-            copying.append(seconds)
-            converting.append(mine)
+            ratios.append(mine / after)
+            seconds.append((before, mine, after))
             memory = max(memory, peak)
         ratio, spread = sorted(ratios)[rounds // 2], "/".join(f"{r:.2f}" for r in ratios)
-        yield (f"| {size} bf16, tp={tp} | {nbytes / 1e9:.1f} | {written / 1e9:.1f} | {min(copying):.1f} "
-               f"| {min(converting):.1f} | **{ratio:.2f}** ({spread}) | {memory:.0f} |")  # fmt: skip
+        before, mine, after = (min(column) for column in zip(*seconds, strict=True))
+        yield (f"| {size} bf16, tp={tp} | {nbytes / 1e9:.1f} | {written / 1e9:.1f} | {before:.1f} | {mine:.1f} "
+               f"| {after:.1f} | **{ratio:.2f}** ({spread}) | {memory:.0f} |")  # fmt: skip
     shutil.rmtree(source)
+
+
+def copy_of(folder: Path, scratch: Path) -> float:
+    """Seconds that `cp -r` of the folder takes; the copy is removed."""
+    forget(folder)
+    seconds, _ = measure(["cp", "-r", str(folder), str(scratch / "copy")])
+    shutil.rmtree(scratch / "copy")
+    return seconds
 
 
 def forget(folder: Path) -> None:
@@ -138,7 +148,7 @@ def sparse_70b(scratch: Path) -> str:
     command = [sys.executable, "-m", "tests.benchmarks.convert", str(scratch), "--read-only", str(source)]
     seconds, peak = measure(command)
     shutil.rmtree(source)
-    return f"| 70b bf16, tp=8, output discarded | {nbytes / 1e9:.1f} | | | {seconds:.1f} | | {peak:.0f} |"
+    return f"| 70b bf16, tp=8, output discarded | {nbytes / 1e9:.1f} | | | {seconds:.1f} | | | {peak:.0f} |"
 
 
 def read_only(source: Path) -> None:
@@ -205,9 +215,11 @@ def main() -> None:
         f"{datetime.now(timezone.utc):%Y-%m-%d}, {os.cpu_count()} cores of {cpu}, {platform.system()} "
         f"{platform.release()}, Python {platform.python_version()}, numpy {np.__version__}. Written by",
         f"`python -m tests.benchmarks.convert SCRATCH --sizes {args.sizes} --rounds {args.rounds}`.",
+        "Seconds are the best of the rounds.",
         "",
-        "| case | GB read | GB written | cp s, best | convert s, best | ratio: median (all) | anonymous MB, peak |",
-        "|---|---|---|---|---|---|---|",
+        "| case | GB read | GB written | cp of source s | convert s | cp of output s "
+        "| convert / cp of output: median (all) | anonymous MB |",
+        "|---|---|---|---|---|---|---|---|",
         *(row for size in args.sizes.split(",") for row in pairs(args.scratch, size, args.rounds)),
         sparse_70b(args.scratch),
         "",
