@@ -11,7 +11,7 @@ from engines.errors import InputDataError, TrtpipeError
 from engines.files import read_json
 from engines.hf_folder import INDEX_NAME, locate_tensors, read_model_config
 from engines.safetensors_file import TensorEntry, read_header
-from engines.tensorrt_llm.checkpoint import ROTARY_TABLES, SAFETENSORS_DTYPE, rank_file, rank_shapes, read_config
+from engines.tensorrt_llm.checkpoint import ROTARY_TABLES, rank_file, rank_layout, read_config
 from engines.tensorrt_llm.convert import check_source
 
 
@@ -92,10 +92,7 @@ def _tensorrt_llm(folder: Path, raw: dict[str, Any]) -> Inspection:
     problems: list[str] = []
     files = sorted(folder.glob("rank*.safetensors"))
     tensors = _readable(files, problems)
-    if quantization.get("quant_algo") or quantization.get("kv_cache_quant_algo"):
-        problems.append("the checkpoint is quantized: its tensors are listed, not checked")
-    else:
-        problems += _rank_problems(folder, tensors, {path.name for path in files})
+    problems += _rank_problems(folder, tensors, {path.name for path in files})
     return Inspection(
         kind="tensorrt_llm",
         architecture=str(raw["architecture"]),
@@ -121,15 +118,15 @@ def _rank_problems(folder: Path, tensors: list[TensorInfo], files: set[str]) -> 
         if name not in files:
             out.append(f"{name} is missing: the mapping has {world} ranks")
             continue
-        expected = rank_shapes(config, pp_rank=rank // config.mapping.tp_size)
-        for tensor, shape in expected.items():
+        expected = rank_layout(config, pp_rank=rank // config.mapping.tp_size)
+        for tensor, (dtype, shape) in expected.items():
             info = found.pop((name, tensor), None)
             if info is None:
                 out.append(f"{name}: tensor '{tensor}' is missing")
             elif info.shape != shape:
                 out.append(f"{name}: tensor '{tensor}' has shape {list(info.shape)}, config.json implies {list(shape)}")
-            elif info.dtype != SAFETENSORS_DTYPE[config.dtype]:
-                out.append(f"{name}: tensor '{tensor}' is {info.dtype}, config.json says {config.dtype.value}")
+            elif info.dtype != dtype:
+                out.append(f"{name}: tensor '{tensor}' is {info.dtype}, config.json implies {dtype}")
     out += [f"{file}: tensor '{name}' has no place in this model" for file, name in found if name not in ROTARY_TABLES]
     return out
 

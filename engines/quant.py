@@ -24,6 +24,38 @@ class QuantAlgo(str, enum.Enum):
     W4A8_AWQ = "W4A8_AWQ"
 
 
+class KvCacheQuantAlgo(str, enum.Enum):
+    """How a checkpoint says that keys and values are stored in the cache."""
+
+    FP8 = "FP8"
+    INT8 = "INT8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What a checkpoint says about its quantization; both algorithms None when there is none.
+
+    group_size  input features that share a scale, where the algorithm has groups
+    """
+
+    quant_algo: QuantAlgo | None = None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None = None
+    group_size: int = 128
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are 4-bit codes, two to a byte, with a scale for each group."""
+        return self.quant_algo in (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ)
+
+    @property
+    def pre_quant_scale(self) -> bool:
+        """Whether a linear's input is multiplied by a vector before it meets the weight."""
+        return self.packed or self.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL
+
+
+UNQUANTIZED = Quantization()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A resolved precision: element type of the checkpoint, and why it was chosen."""

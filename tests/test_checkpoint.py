@@ -328,8 +328,16 @@ def test_keys_of_other_producers_are_no_trouble() -> None:
         ({"mapping": {"tp_size": 0}}, "tp_size is 0, not a positive number"),
         ({"mapping": {"pp_size": "two"}}, "pp_size is 'two', not a whole number"),
         ({"quantization": "FP8"}, "quantization is 'FP8', not an object"),
-        ({"quantization": {"quant_algo": "FP8"}}, "is quantized with FP8: only unquantized checkpoints are read here"),
-        ({"quantization": {"kv_cache_quant_algo": "INT8"}}, "is quantized with INT8"),
+        (
+            {"quantization": {"quant_algo": "W4A16_GPTQ"}},
+            "is quantized with W4A16_GPTQ: the algorithms read here are FP8, ",
+        ),
+        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "KV cache is quantized with NVFP4: FP8 and INT8 are read"),
+        ({"quantization": {"has_zero_point": True}}, "has_zero_point is set"),
+        ({"quantization": {"group_size": 0}}, "group_size is 0, not a positive number"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": "lm_head"}}, "exclude_modules is not a list"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}, "exclude_modules does not name lm_head"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.fc"]}}, "mixed precision"),
     ],
 )
 def test_a_config_that_is_not_ours_to_read(overrides: dict[str, Any], why: str) -> None:

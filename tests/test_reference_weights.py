@@ -21,7 +21,7 @@ from engines.tensorrt_llm.checkpoint import (
     EmbeddingSharding,
     plan_rank,
     rank_file,
-    rank_shapes,
+    rank_layout,
 )
 
 CONFIG = CheckpointConfig(
@@ -53,6 +53,10 @@ def write(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32", ex
     path.write_bytes(struct.pack("<Q", len(text)) + text + np.arange(count, dtype=kind).tobytes())
 
 
+def rank_shapes(config: CheckpointConfig, pp_rank: int = 0) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in rank_layout(config, pp_rank=pp_rank).items()}
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("embedding", EmbeddingSharding)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3)])
@@ -73,7 +77,7 @@ def test_shapes_are_those_the_converter_plans(tp: int, pp: int, embedding: Embed
 
 @pytest.mark.parametrize("spaces", [b"", b" "], ids=["aligned", "unaligned"])
 def test_values_are_those_of_the_file(tmp_path: Path, spaces: bytes) -> None:
-    write(rank_file(tmp_path, 0), rank_shapes(CONFIG, pp_rank=0), extra=spaces)
+    write(rank_file(tmp_path, 0), rank_shapes(CONFIG), extra=spaces)
     weights = load_weights(tmp_path, CONFIG, torch.float32)
     assert weights.embedding[0][1].tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
     assert weights.layers[0][0].input_norm.tolist() == [56, 57, 58, 59, 60, 61, 62, 63]
@@ -82,14 +86,14 @@ def test_values_are_those_of_the_file(tmp_path: Path, spaces: bytes) -> None:
 
 
 def test_rotary_tables_are_tolerated(tmp_path: Path) -> None:
-    shapes = rank_shapes(CONFIG, pp_rank=0)
+    shapes = rank_shapes(CONFIG)
     tables = {"embed_positions": (1, 64, 2), "rotary_inv_freq": (1,), "embed_positions_for_gpt_attention": (1, 128)}
     write(rank_file(tmp_path, 0), {**tables, **shapes})
     assert load_weights(tmp_path, CONFIG, torch.float32).final_norm.shape == (8,)
 
 
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
-    shapes = rank_shapes(CONFIG, pp_rank=0)
+    shapes = rank_shapes(CONFIG)
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 0), shapes)
     weights = load_weights(tmp_path, CONFIG, torch.float32)
@@ -98,7 +102,7 @@ def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
 
 def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, mapping=Mapping(tp_size=2))
-    shapes = rank_shapes(config, pp_rank=0)
+    shapes = rank_shapes(config)
     write(rank_file(tmp_path, 0), shapes)
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 1), shapes)
@@ -115,7 +119,7 @@ def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_belong_is_named(tmp_path: Path, change: dict[str, tuple[int, ...] | None], message: str) -> None:
-    shapes = {**rank_shapes(CONFIG, pp_rank=0), **change}
+    shapes = {**rank_shapes(CONFIG), **change}
     write(rank_file(tmp_path, 0), {name: shape for name, shape in shapes.items() if shape is not None})
     with pytest.raises(CheckpointError, match=message) as error:
         load_weights(tmp_path, CONFIG, torch.float32)
@@ -123,6 +127,6 @@ def test_what_does_not_belong_is_named(tmp_path: Path, change: dict[str, tuple[i
 
 
 def test_another_dtype_than_the_config_says_is_refused(tmp_path: Path) -> None:
-    write(rank_file(tmp_path, 0), rank_shapes(CONFIG, pp_rank=0), dtype="F16")
-    with pytest.raises(CheckpointError, match=r"has dtype F16: config\.json says float32"):
+    write(rank_file(tmp_path, 0), rank_shapes(CONFIG), dtype="F16")
+    with pytest.raises(CheckpointError, match=r"has dtype F16: config\.json implies F32"):
         load_weights(tmp_path, CONFIG, torch.float32)

@@ -16,12 +16,11 @@ from engines.base import DataType
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import (
     ROTARY_TABLES,
-    SAFETENSORS_DTYPE,
     CheckpointConfig,
     CheckpointError,
     EmbeddingSharding,
     rank_file,
-    rank_shapes,
+    rank_layout,
 )
 
 TORCH_DTYPE = {
@@ -99,8 +98,8 @@ def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype) -> 
 
 def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     header = read_header(path)
-    expected = rank_shapes(config, pp_rank=pp_rank)
-    for name, shape in expected.items():
+    expected = rank_layout(config, pp_rank=pp_rank)
+    for name, (stored_as, shape) in expected.items():
         entry = header.tensors.get(name)
         if entry is None:
             # A tied model may leave it out: the embedding serves.
@@ -111,9 +110,9 @@ def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.
             raise CheckpointError(
                 f"tensor '{name}' in {path} has shape {list(entry.shape)}", why=f"config.json implies {list(shape)}"
             )
-        if entry.dtype != SAFETENSORS_DTYPE[config.dtype]:
+        if entry.dtype != stored_as:
             raise CheckpointError(
-                f"tensor '{name}' in {path} has dtype {entry.dtype}", why=f"config.json says {config.dtype.value}"
+                f"tensor '{name}' in {path} has dtype {entry.dtype}", why=f"config.json implies {stored_as}"
             )
     extra = sorted(header.tensors.keys() - expected.keys() - ROTARY_TABLES)
     if extra:

@@ -4,6 +4,10 @@ A checkpoint is config.json plus rank{N}.safetensors, N = pp_rank * tp_size + tp
 The trap in the names: TensorRT-LLM computes act(fc(x)) * gate(x), so `mlp.fc` is Hugging Face's gate_proj and
 `mlp.gate` its up_proj. Layer numbers start at 0 in every pipeline stage.
 
+A quantized linear is several tensors: its codes under the name of the weight, and its scales beside them. Their
+pieces name an encoded source, `model.layers.0.self_attn.q_proj.weights_scaling_factor`, which the quantizer makes
+under the tensor's own name; rows and columns count in that tensor's units (AWQ packs two output rows in a byte).
+
 Rotary tables (embed_positions, rotary_inv_freq) are not written: they follow from config.json, the loader
 does not require them, and ModelOpt does not write them either.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +25,7 @@ from engines.base import DataType, Mapping
 from engines.errors import InputDataError, UsageError, suggestion
 from engines.files import read_json
 from engines.hf_folder import ModelConfig
+from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
@@ -27,6 +33,7 @@ SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataTyp
 ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
 
 _T = TypeVar("_T")
+_Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -102,17 +109,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros."""
+    """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros.
+
+    dtype  its safetensors type; None for the checkpoint's own
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     pad_rows: int = 0
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """config.json of an unquantized checkpoint, as the loaders read it."""
+    """config.json of a checkpoint, as the loaders read it."""
 
     architecture: str
     dtype: DataType
@@ -131,6 +142,7 @@ class CheckpointConfig:
     mapping: Mapping
     embedding: EmbeddingSharding = EmbeddingSharding.NONE
     tie_word_embeddings: bool = False
+    quantization: Quantization = UNQUANTIZED
 
 
 class Geometry(Protocol):
@@ -156,12 +168,20 @@ class Geometry(Protocol):
     def tie_word_embeddings(self) -> bool: ...
 
 
-def check_mapping(model: Geometry, mapping: Mapping, embedding: EmbeddingSharding = EmbeddingSharding.NONE) -> None:
+def check_mapping(
+    model: Geometry,
+    mapping: Mapping,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    quantization: Quantization = UNQUANTIZED,
+) -> None:
     """Refuse a mapping the model cannot be cut into. Raises UsageError naming the tp sizes that fit."""
-    obstacle = _tp_obstacle(model, mapping.tp_size)
+    obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
     if obstacle:
-        fitting = [str(tp) for tp in range(1, model.num_attention_heads + 1) if not _tp_obstacle(model, tp)]
-        raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
+        sizes = range(1, model.num_attention_heads + 1)
+        fitting = [str(tp) for tp in sizes if not _tp_obstacle(model, tp, quantization)]
+        if fitting:
+            raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
+        raise UsageError(obstacle, remedy=f"use a group size that divides {_inputs(model, 1)}")
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
         raise UsageError(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
@@ -175,7 +195,13 @@ def check_mapping(model: Geometry, mapping: Mapping, embedding: EmbeddingShardin
         )
 
 
-def _tp_obstacle(model: Geometry, tp: int) -> str:
+def _inputs(model: Geometry, tp: int) -> str:
+    """Input features of a rank's linears, each size once."""
+    sizes = {model.hidden_size, model.num_attention_heads * model.head_size // tp, model.intermediate_size // tp}
+    return " and ".join(str(size) for size in sorted(sizes))
+
+
+def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
     """Why the model cannot be cut into `tp` ranks, or nothing."""
     kv = model.num_key_value_heads
     if model.num_attention_heads % tp:
@@ -184,6 +210,12 @@ def _tp_obstacle(model: Geometry, tp: int) -> str:
         return f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads, which ranks hold whole"
     if model.intermediate_size % tp:
         return f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}"
+    if quantization.packed:
+        group, ffn = quantization.group_size, model.intermediate_size // tp
+        if any(n % group for n in (model.hidden_size, model.num_attention_heads * model.head_size // tp, ffn)):
+            return f"groups of {group} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
+        if ffn % 2 or model.head_size % 2 or model.hidden_size % 2:
+            return f"an odd number of output features at tp_size {tp} cannot be packed two to a byte"
     return ""
 
 
@@ -213,6 +245,7 @@ def plan_rank(
     tp_rank: int,
     pp_rank: int,
     embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    quantization: Quantization = UNQUANTIZED,
 ) -> Iterator[TensorPlan]:
     """Every tensor of one rank file, in file order, and the HF pieces it is made of."""
     hidden, vocab, tp = model.hidden_size, model.vocab_size, mapping.tp_size
@@ -227,7 +260,10 @@ def plan_rank(
         else:
             yield TensorPlan(name, (vocab, hidden), (Piece(embed, (0, vocab)),))
     for local, layer in enumerate(stages[pp_rank]):
-        yield from _plan_layer(model, tp, tp_rank, f"transformer.layers.{local}.", f"model.layers.{layer}.")
+        ours, theirs = f"transformer.layers.{local}.", f"model.layers.{layer}."
+        for plan in _plan_layer(model, tp, tp_rank, ours, theirs):
+            yield from _quantized(plan, quantization)
+        yield from _cache_scales(ours + "attention.", theirs + "self_attn.", quantization.kv_cache_quant_algo)
     if pp_rank == mapping.pp_size - 1:
         yield TensorPlan("transformer.ln_f.weight", (hidden,), (Piece("model.norm.weight", (0, hidden)),))
         # Tied models carry the head too, as a copy of the embedding: the build merges them again.
@@ -235,10 +271,80 @@ def plan_rank(
         yield _vocab_rows("lm_head.weight", head, vocab, hidden, tp, tp_rank)
 
 
-def rank_shapes(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a rank file; the same for every rank of a pipeline stage."""
-    plans = plan_rank(config, config.mapping, tp_rank=0, pp_rank=pp_rank, embedding=config.embedding)
-    return {plan.name: plan.shape for plan in plans}
+def rank_layout(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name, type and shape of every tensor of a rank file; the same for every rank of a pipeline stage."""
+    plans = plan_rank(
+        config,
+        config.mapping,
+        tp_rank=0,
+        pp_rank=pp_rank,
+        embedding=config.embedding,
+        quantization=config.quantization,
+    )
+    return {plan.name: (plan.dtype or SAFETENSORS_DTYPE[config.dtype], plan.shape) for plan in plans}
+
+
+_LINEARS = ("attention.qkv.weight", "attention.dense.weight", "mlp.fc.weight", "mlp.gate.weight", "mlp.proj.weight")
+_CODES = {
+    QuantAlgo.FP8: "F8_E4M3",
+    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: "F8_E4M3",
+    QuantAlgo.W8A8_SQ_PER_CHANNEL: "I8",
+    QuantAlgo.W4A16_AWQ: "I8",
+    QuantAlgo.W4A8_AWQ: "I8",
+}
+
+
+def _quantized(plan: TensorPlan, quantization: Quantization) -> Iterator[TensorPlan]:
+    """The tensors that stand for a layer's tensor: itself, or codes and scales for a linear's weight."""
+    algo = quantization.quant_algo
+    # W8A16 is a float checkpoint with a label: the engine build quantizes it, in the layout of its GPU.
+    if algo is None or algo is QuantAlgo.W8A16 or not plan.name.endswith(_LINEARS):
+        yield plan
+        return
+    name, pieces = plan.name.removesuffix("weight"), plan.pieces
+    out, width = plan.shape
+    columns = pieces[0].cols or (0, width)
+
+    def encoded(suffix: str, dtype: str | None, shape: tuple[int, ...], cut: list[tuple[Piece, _Range]]) -> TensorPlan:
+        parts = (Piece(piece.source.removesuffix("weight") + suffix, rows) for piece, rows in cut)
+        return TensorPlan(name + suffix, shape, tuple(parts), dtype=dtype)
+
+    def scalar(suffix: str) -> TensorPlan:
+        return encoded(suffix, "F32", (1,), [(pieces[0], (0, 1))])
+
+    per_row = [(piece, piece.rows) for piece in pieces]
+    if quantization.packed:
+        group = quantization.group_size
+        halves = tuple(Piece(p.source, (p.rows[0] // 2, p.rows[1] // 2), p.cols) for p in pieces)
+        yield TensorPlan(plan.name, (out // 2, width), halves, dtype=_CODES[algo])
+        groups = (columns[0] // group, columns[1] // group)
+        stem = "weights_scaling_factor"
+        scales = tuple(Piece(p.source.removesuffix("weight") + stem, p.rows, groups) for p in pieces)
+        yield TensorPlan(name + stem, (out, width // group), scales, dtype="F32")
+    else:
+        yield TensorPlan(plan.name, plan.shape, pieces, dtype=_CODES[algo])
+        if algo is QuantAlgo.FP8:
+            yield scalar("weights_scaling_factor")
+        elif algo is QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN:
+            yield encoded("per_channel_scale", "F32", (out,), per_row)
+        else:
+            yield encoded("weights_scaling_factor", "F32", (out,), per_row)
+    if algo is QuantAlgo.W4A8_AWQ:
+        yield scalar("weights_scaling_factor_2")
+    if algo in (QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A8_AWQ):
+        yield scalar("activation_scaling_factor")
+    if quantization.pre_quant_scale:
+        yield encoded("prequant_scaling_factor", None, (width,), [(pieces[0], columns)])
+
+
+def _cache_scales(ours: str, theirs: str, algo: KvCacheQuantAlgo | None) -> Iterator[TensorPlan]:
+    names = {
+        None: (),
+        KvCacheQuantAlgo.FP8: ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"),
+        KvCacheQuantAlgo.INT8: ("kv_cache_scaling_factor",),
+    }[algo]
+    for name in names:
+        yield TensorPlan(ours + name, (1,), (Piece(theirs + name, (0, 1)),), dtype="F32")
 
 
 def _plan_layer(model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
@@ -316,6 +422,7 @@ def config_json(
     mapping: Mapping,
     *,
     embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    quantization: Quantization = UNQUANTIZED,
     toolchain: str | None = None,
 ) -> dict[str, Any]:
     """The checkpoint's config.json, for the loader of a TensorRT-LLM release. Raises UsageError for an unknown one.
@@ -357,7 +464,20 @@ def config_json(
             "pp_size": mapping.pp_size,
             **LOADERS[release].mapping,
         },
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None, **LOADERS[release].quantization},
+        "quantization": {**LOADERS[release].quantization, **_quantization_json(quantization)},
+    }
+
+
+def _quantization_json(quantization: Quantization) -> dict[str, Any]:
+    algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
+    return {
+        "quant_algo": algo and algo.value,
+        "kv_cache_quant_algo": cache and cache.value,
+        "group_size": quantization.group_size,
+        # True is what AWQ loaders look at; SmoothQuant's scale is part of its algorithm.
+        "pre_quant_scale": quantization.packed,
+        # A list replaces the loader's own, so it must name the head.
+        "exclude_modules": ["lm_head"] if algo else None,
     }
 
 
@@ -382,10 +502,6 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
             raise CheckpointError(f"{where}: {key} is {value}, not a positive number")
         return value
 
-    quantization = get("quantization", dict, {})
-    algo = quantization.get("quant_algo") or quantization.get("kv_cache_quant_algo")
-    if algo is not None:
-        raise CheckpointError(f"{where} is quantized with {algo}", why="only unquantized checkpoints are read here")
     if get("position_embedding_type", str) != "rope_gpt_neox":
         raise CheckpointError(f"{where}: position_embedding_type is not rope_gpt_neox, so no rotary embedding applies")
     if get("hidden_act", str, "silu") != "silu":
@@ -418,7 +534,44 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         mapping=Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split)),
         embedding=embedding,
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
+        quantization=_parse_quantization(get("quantization", dict, {}), where),
     )
+
+
+def _parse_quantization(raw: dict[str, Any], where: str) -> Quantization:
+    algo, cache = raw.get("quant_algo"), raw.get("kv_cache_quant_algo")
+    group, excluded = raw.get("group_size"), raw.get("exclude_modules")
+    if algo is not None and algo not in list(QuantAlgo):
+        known = ", ".join(QuantAlgo)
+        raise CheckpointError(f"{where} is quantized with {algo}", why=f"the algorithms read here are {known}")
+    if cache is not None and cache not in list(KvCacheQuantAlgo):
+        raise CheckpointError(f"{where}: the KV cache is quantized with {cache}", why="FP8 and INT8 are read here")
+    if raw.get("has_zero_point"):
+        raise CheckpointError(f"{where}: has_zero_point is set", why="no zero points are read here")
+    group = 128 if group is None else group
+    if type(group) is not int or group < 1:
+        raise CheckpointError(f"{where}: group_size is {group!r}, not a positive number")
+    if excluded is not None and algo is not None:
+        if not isinstance(excluded, list) or not all(isinstance(pattern, str) for pattern in excluded):
+            raise CheckpointError(f"{where}: exclude_modules is not a list of names")
+        partly = [p for p in excluded for linear in _LINEARS if _matches(p, "transformer.layers.0." + linear)]
+        if partly:
+            raise CheckpointError(
+                f"{where}: exclude_modules has {partly[0]!r}", why="layers of mixed precision are not read here"
+            )
+        if not any(_matches(pattern, "lm_head.weight") for pattern in excluded):
+            raise CheckpointError(
+                f"{where}: exclude_modules does not name lm_head", why="a quantized head is not read here"
+            )
+    return Quantization(
+        quant_algo=None if algo is None else QuantAlgo(algo),
+        kv_cache_quant_algo=None if cache is None else KvCacheQuantAlgo(cache),
+        group_size=group,
+    )
+
+
+def _matches(pattern: str, weight: str) -> bool:
+    return fnmatchcase(weight.removesuffix(".weight"), pattern)
 
 
 def read_config(folder: Path) -> CheckpointConfig:

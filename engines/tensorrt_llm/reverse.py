@@ -57,7 +57,7 @@ def differences(checkpoint: Path, source: Path) -> list[str]:
     Values are compared bit for bit after casting the source to the checkpoint's type. Raises InputDataError for a
     folder that cannot be read.
     """
-    config, model = read_config(checkpoint), read_model_config(source)
+    config, model = _read_plain(checkpoint), read_model_config(source)
     out = [
         f"config.json: {name} is {getattr(config, name)!r}, the source has {getattr(model, name)!r}"
         for name in COMPARED_FIELDS
@@ -83,13 +83,25 @@ def differences(checkpoint: Path, source: Path) -> list[str]:
     return out
 
 
+def _read_plain(checkpoint: Path) -> CheckpointConfig:
+    config = read_config(checkpoint)
+    algo = config.quantization.quant_algo or config.quantization.kv_cache_quant_algo
+    if algo is not None:
+        raise CheckpointError(
+            f"{checkpoint} is quantized with {algo.value}",
+            why="quantizing has changed its weights, so they equal no source and give none back",
+            remedy="measure it with `trtpipe verify`",
+        )
+    return config
+
+
 def restore(checkpoint: Path, out: Path) -> None:
     """Write config.json and model.safetensors of the HF folder a checkpoint was made from into the folder `out`.
 
     The type is the checkpoint's; the tokenizer is not in a checkpoint. Raises CheckpointError when ranks that hold
     the same values disagree, or padding is not zero.
     """
-    config = read_config(checkpoint)
+    config = _read_plain(checkpoint)
     write_json(out / "config.json", _hf_config(config))
     shapes = source_shapes(config)
     dtype = SAFETENSORS_DTYPE[config.dtype]
