@@ -1,4 +1,9 @@
-"""Run a child process: echo the command into its log, keep the log, and fail with its telling last lines."""
+"""Run a child process: echo the command into its log, keep the log, and fail with its telling last lines.
+
+A worker of ours (`python -m engines.X`) also has a channel back: a pipe that carries a JSON object a line, `{"done":
+n, "total": n}` for progress and `{"error": class, "what": ..., "why": ..., "remedy": ...}` for a failure with a name.
+`serve_worker` is the worker's end of it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,26 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, StageFailed
+from engines import errors
+from engines.errors import HostError, StageFailed, TrtpipeError
 
 TAIL_LINES = 5
 # How long a process may take to end when asked, before it is killed.
 GRACE_SECONDS = 10.0
+# Environment variable that tells a worker which file descriptor its channel is.
+CHANNEL = "TRTPIPE_CHANNEL"
+
+Progress = Callable[[int, int], None]
 
 
-def run(command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] | None = None) -> None:
+def run(
+    command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> None:
     """Run `command` to its end with output appended to `log`. No shell is involved.
 
     The child gets its own process group, which is ended with this call, so that neither Ctrl-C nor a child that
@@ -39,6 +52,7 @@ def run(command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] 
                 stderr=subprocess.STDOUT,
                 env=None if env is None else {**os.environ, **env},
                 start_new_session=True,
+                pass_fds=pass_fds,
             )
         except OSError as error:
             raise HostError(f"{command[0]} cannot be started", why=error.strerror or str(error)) from None
@@ -51,9 +65,63 @@ def run(command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] 
         raise StageFailed(f"{what} failed ({describe_status(status)})", why=why, remedy=f"the log is {log}")
 
 
-def run_worker(module: str, spec: dict[str, Any], log: Path, *, what: str) -> None:
-    """Run `python -m module` with `spec` as its one JSON argument: how heavy imports stay out of this process."""
-    run([sys.executable, "-m", module, json.dumps(spec)], log, what=what)
+def run_worker(
+    module: str, spec: dict[str, Any], log: Path, *, what: str, progress: Progress = lambda done, total: None
+) -> None:
+    """Run `python -m module` with `spec` as its one JSON argument: how heavy imports stay out of this process.
+
+    Raises what `run` raises, or the named error the worker ended with.
+    """
+    read, write = os.pipe()
+    failures: list[TrtpipeError] = []
+
+    def listen() -> None:
+        with os.fdopen(read, encoding="utf-8", errors="replace") as channel:
+            for line in channel:
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's print, not ours
+                    message = json.loads(line)
+                    if "error" in message:
+                        failures.append(_error(message))
+                    else:
+                        progress(message["done"], message["total"])
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        command = [sys.executable, "-m", module, json.dumps(spec)]
+        run(command, log, what=what, env={CHANNEL: str(write)}, pass_fds=(write,))
+    except StageFailed:
+        os.close(write)
+        write = -1
+        listener.join()
+        if failures:
+            raise failures[0] from None
+        raise
+    finally:
+        if write >= 0:
+            os.close(write)
+        listener.join()
+
+
+def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
+    """Be a worker: call `work(spec, progress)`, and end with status 1 after telling of an error with a name."""
+    descriptor = os.environ.get(CHANNEL)
+    with open(int(descriptor), "w", encoding="utf-8") if descriptor else contextlib.nullcontext(sys.stderr) as channel:
+
+        def tell(message: dict[str, Any]) -> None:
+            print(json.dumps(message), file=channel, flush=True)
+
+        try:
+            work(json.loads(sys.argv[1]), lambda done, total: tell({"done": done, "total": total}))
+        except TrtpipeError as error:
+            kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(errors, cls.__name__))
+            tell({"error": kind, "what": error.what, "why": error.why, "remedy": error.remedy})
+            sys.exit(1)
+
+
+def _error(message: dict[str, str]) -> TrtpipeError:
+    cls: type[TrtpipeError] = getattr(errors, message["error"])
+    return cls(message["what"], why=message["why"], remedy=message["remedy"])
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:

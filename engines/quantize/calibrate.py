@@ -1,0 +1,219 @@
+"""ModelOpt's calibration, one decoder layer at a time, so that memory does not depend on the number of layers.
+
+Each layer is wrapped as a model of one layer, quantized by ModelOpt as any other model, fed with what the layers before
+it gave for the calibration samples, and thrown away; what it gave is the next layer's input. ModelOpt's max, SmoothQuant and
+AWQ calibrations look at one linear at a time and let unquantized activations through, so a layer's scales are those that
+calibrating the whole model gives, up to the rounding of a different batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, AutoModel
+
+from engines.errors import InputDataError
+from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
+from engines.quantize.scales import ATTENTION_INPUTS, LINEARS, LayerScales, LinearScales
+
+_KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
+
+
+class Calibrator:
+    """Carries the hidden states of the calibration samples through the model and finds each layer's scales.
+
+    modelopt      name of a ModelOpt configuration, such as FP8_DEFAULT_CFG; None quantizes no weights
+    samples       [samples, seq_len] token ids
+    batch_tokens  tokens in one forward pass; more are faster and take more memory
+    scratch       folder for hidden states that memory has no room for
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        embedding: torch.Tensor,
+        samples: npt.NDArray[np.int32],
+        quantization: Quantization,
+        *,
+        modelopt: str | None,
+        batch_tokens: int,
+        scratch: Path,
+        hidden_bytes: int,
+    ) -> None:
+        self._quantization = quantization
+        self._recipe = _configuration(modelopt, quantization)
+        config = AutoConfig.from_pretrained(folder)
+        # A model of one layer and no vocabulary to speak of.
+        config.update({"num_hidden_layers": 1, "vocab_size": 1, "use_cache": False, "pad_token_id": None})
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        config._attn_implementation = "sdpa"
+        self._config = config
+        self._dtype, self._device = embedding.dtype, embedding.device
+        self._rows = max(1, batch_tokens // samples.shape[1])
+        self._hidden = _room((*samples.shape, embedding.shape[1]), embedding, scratch, hidden_bytes)
+        for rows in self._batches():
+            ids = torch.from_numpy(samples[rows]).to(self._device, torch.long)
+            self._hidden[rows] = torch.nn.functional.embedding(ids, embedding).to(self._hidden.device)
+
+    def layer(self, index: int, weights: dict[str, torch.Tensor]) -> LayerScales:
+        """Scales of the next layer, whose tensors are `weights`; they are not changed.
+
+        Raises InputDataError naming the layer, and the sample where one is to blame.
+        """
+        model = self._model(weights)
+        layer = model.layers[0]
+        qkv = _Maximum(layer, ATTENTION_INPUTS) if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8 else None
+        passes = 0
+
+        def forward(_: torch.nn.Module) -> None:
+            nonlocal passes
+            passes += 1
+            # AWQ goes twice over the same input, so only its second pass may replace it.
+            self._forward(model, index, replace=passes == self._passes)
+
+        try:
+            with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+                if self._recipe is not None:
+                    mtq.quantize(model, self._recipe, forward if self._passes else None)
+                else:
+                    forward(model)
+        except AssertionError as error:
+            raise InputDataError(
+                f"layer {index} cannot be calibrated", why=str(error).splitlines()[0] if str(error) else None,
+                remedy="look at its weights with `trtpipe inspect`",
+            ) from None  # fmt: skip
+        return self._scales(layer, qkv)
+
+    @property
+    def _passes(self) -> int:
+        """How often ModelOpt runs the samples through a layer."""
+        algo, cache = self._quantization.quant_algo, self._quantization.kv_cache_quant_algo
+        if self._quantization.packed:
+            return 2
+        dynamic = algo in (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+        return 0 if dynamic and cache is None else 1
+
+    def _model(self, weights: dict[str, torch.Tensor]) -> Any:
+        with torch.device("meta"):
+            model = AutoModel.from_config(self._config, dtype=self._dtype)
+        # Its frequencies are computed, not stored, so they must be made on the device.
+        model.rotary_emb = type(model.rotary_emb)(config=self._config, device=self._device)
+        if self._quantization.pre_quant_scale:
+            # Smoothing changes the weights in place.
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        model.layers[0].load_state_dict(weights, assign=True)
+        model.embed_tokens = torch.nn.Identity()
+        model.norm = torch.nn.Identity()
+        return model.eval()
+
+    def _batches(self) -> Iterator[slice]:
+        for start in range(0, len(self._hidden), self._rows):
+            yield slice(start, start + self._rows)
+
+    def _forward(self, model: Any, index: int, *, replace: bool) -> None:
+        length = self._hidden.shape[1]
+        positions = torch.arange(length, device=self._device).unsqueeze(0)
+        for rows in self._batches():
+            hidden = self._hidden[rows].to(self._device)
+            rotary = model.rotary_emb(hidden, positions)
+            # Without a mask attention is causal: every sample fills its row.
+            out = model.layers[0](hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+            out = out[0] if isinstance(out, tuple) else out
+            if replace:
+                # One number a sample: not finite as soon as one value is.
+                sums = out.float().sum(dim=(1, 2))
+                if not torch.isfinite(sums).all():
+                    sample = rows.start + int(torch.nonzero(~torch.isfinite(sums))[0])
+                    raise InputDataError(
+                        f"layer {index} gives a value that is infinite or not a number for calibration sample {sample}",
+                        why="no scale can be found for it",
+                        remedy="use bfloat16, or leave the sample out",
+                    )
+                self._hidden[rows] = out.to(self._hidden.device)
+
+    def _scales(self, layer: Any, qkv: _Maximum | None) -> LayerScales:
+        def amax(quantizer: Any) -> torch.Tensor | None:
+            if not quantizer.is_enabled or quantizer.amax is None:
+                return None
+            return quantizer.amax.float().reshape(()).cpu()  # type: ignore[no-any-return]
+
+        linears: dict[str, LinearScales] = {}
+        for name in LINEARS if self._recipe is not None else ():
+            linear = layer.get_submodule(name)
+            linears[name] = LinearScales(input_amax=amax(linear.input_quantizer), smooth=_smooth(linear))
+        attention = layer.self_attn
+        k = v = None
+        if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+            k, v = amax(attention.k_bmm_quantizer), amax(attention.v_bmm_quantizer)
+        return LayerScales(linears=linears, k_amax=k, v_amax=v, qkv_amax=qkv.amax.cpu() if qkv else None)
+
+
+class _Maximum:
+    """Largest magnitude among the outputs of some submodules."""
+
+    def __init__(self, layer: Any, names: tuple[str, ...]) -> None:
+        self.amax = torch.zeros(())
+        for name in names:
+            layer.get_submodule(name).register_forward_hook(self._see)
+
+    def _see(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.amax = torch.maximum(self.amax.to(output.device), output.abs().amax().float())
+
+
+def _configuration(name: str | None, quantization: Quantization) -> dict[str, Any] | None:
+    """ModelOpt's configuration of that name, with this group size and KV cache."""
+    fp8_cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+    if name is None:
+        return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, _KV_CACHE], "algorithm": "max"} if fp8_cache else None
+    recipe: dict[str, Any] = copy.deepcopy(getattr(mtq, name))
+    if quantization.packed:
+        for entry in recipe["quant_cfg"]:
+            cfg = entry.get("cfg")
+            for part in cfg if isinstance(cfg, list) else [cfg]:
+                if part and "block_sizes" in part:
+                    part["block_sizes"][-1] = quantization.group_size
+        # The helper keeps the search's result in float32; ModelOpt's quantizer rounds it to the model's type.
+        recipe["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
+    if fp8_cache:
+        recipe["quant_cfg"].append(_KV_CACHE)
+    return recipe
+
+
+def _smooth(linear: Any) -> torch.Tensor | None:
+    """[in] float32: what the input is multiplied by, as ModelOpt had it before rounding."""
+    if not hasattr(linear.input_quantizer, "_pre_quant_scale"):
+        return None
+    if hasattr(linear, "awq_lite"):
+        best: torch.Tensor = linear.awq_lite.best_scale
+        return (1.0 / best).cpu()
+    # SmoothQuant with alpha 1, as `mtq.smoothquant` computes it: a channel that is never used stays as it is.
+    amax = linear.input_quantizer._amax_for_smoothing.float().reshape(-1)
+    smooth: torch.Tensor = 1.0 / amax
+    if smooth.min() <= 2.0**-31:
+        smooth[amax <= 2.0**-31] = 1.0
+    return smooth.clamp(min=1e-4, max=1e4).cpu()
+
+
+def _room(shape: tuple[int, ...], like: torch.Tensor, scratch: Path, limit: int) -> torch.Tensor:
+    """A tensor for hidden states: on the device up to `limit` bytes, else in a file that is mapped.
+
+    The file has no name any more when this returns; its space is freed with the tensor.
+    """
+    count = math.prod(shape)
+    if count * like.element_size() <= limit:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    path = scratch / "hidden"
+    mapped = torch.from_file(str(path), shared=True, size=count, dtype=like.dtype).view(shape)
+    path.unlink()
+    return mapped

@@ -1,0 +1,173 @@
+"""Texts -> the token rows that calibration and the accuracy gate run through a model.
+
+Texts are packed: one after another in a shuffled order, cut into rows of equal length. There is no padding, so no
+maximum is ever taken over a pad token, and every row is as long as the model will meet it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.errors import InputDataError, UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Where an object of a .jsonl file has its text, in order of preference.
+TEXT_KEYS = ("text", "prompt", "article")
+
+# Texts tokenized at a time: enough for the tokenizer's threads, few beyond what the rows need.
+BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """Which samples calibrate a model.
+
+    data     a name of configs/calibration, or a path to a .txt or .jsonl file
+    samples  rows
+    seq_len  tokens in each row
+    seed     decides the order of the texts
+    """
+
+    data: str
+    samples: int = 512
+    seq_len: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise UsageError("calibration.data is empty", remedy="name a data set or a .txt or .jsonl file")
+        for name in ("samples", "seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"calibration.{name} is {getattr(self, name)}", remedy="give a positive number")
+        if self.seed < 0:
+            raise UsageError(f"calibration.seed is {self.seed}", remedy="give 0 or a positive number")
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a file, none of them blank, in its order.
+
+    .txt    paragraphs, separated by blank lines
+    .jsonl  an object on each line, its text under one of TEXT_KEYS
+
+    Raises UsageError for another kind of file at once; while reading, InputDataError naming the file and the line for
+    what cannot be read, and naming the file when it holds no text.
+    """
+    readers = {".txt": _paragraphs, ".jsonl": _objects}
+    if path.suffix not in readers:
+        raise UsageError(f"{path} is no file of texts", remedy="give a .txt file (paragraphs) or a .jsonl file")
+    return _some(path, readers[path.suffix](path))
+
+
+def make_samples(
+    texts: Iterable[str], tokenizer: Tokenizer, config: CalibrationConfig, *, vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """Token ids, [config.samples, config.seq_len] int32: the same for the same arguments, on every machine.
+
+    Each text brings the special tokens that the tokenizer's post-processor gives it, such as a <s> before it.
+
+    Raises InputDataError for too little text, and for a token the model of `vocab_size` tokens does not know.
+    """
+    rows, length = config.samples, config.seq_len
+    out = np.empty(rows * length, dtype=np.int32)
+    filled = total = 0
+    for ids in _encoded(_shuffled(list(texts), config.seed), tokenizer):
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise InputDataError(
+                "the tokenizer does not match the vocabulary",
+                why=f"it gives token {largest} ({tokenizer.id_to_token(largest)!r}), the model has {vocab_size}",
+                remedy="take the tokenizer of the model itself",
+            )
+        total += len(ids)
+        part = ids[: len(out) - filled]
+        out[filled : filled + len(part)] = part
+        filled += len(part)
+        if filled == len(out):
+            return out.reshape(rows, length)
+    raise InputDataError(
+        f"the calibration text gives {total // length} rows of {length} tokens, not {rows}",
+        remedy=f"pass --samples {total // length} or a longer file" if total >= length else "pass a longer file",
+    )
+
+
+def _some(path: Path, texts: Iterator[str]) -> Iterator[str]:
+    empty = True
+    for text in texts:
+        if text.strip():
+            empty = False
+            yield text
+    if empty:
+        raise InputDataError(f"{path} holds no text")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Every line with its number, from 1."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    yield number, raw.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise InputDataError(f"{path}, line {number} is not UTF-8", why=error.reason) from None
+    except OSError as error:
+        raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    lines: list[str] = []
+    for _, line in _lines(path):
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            yield "".join(lines).strip()
+            lines.clear()
+    yield "".join(lines).strip()
+
+
+def _objects(path: Path) -> Iterator[str]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputDataError(f"{where} is not JSON", why=str(error)) from None
+        key = next((key for key in TEXT_KEYS if key in value), None) if isinstance(value, dict) else None
+        if key is None or not isinstance(value[key], str):
+            raise InputDataError(f"{where} has no text", remedy=f"give an object with {' or '.join(TEXT_KEYS)}")
+        try:
+            value[key].encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            raise InputDataError(f"{where} is no Unicode text", why=error.reason) from None
+        yield value[key]
+
+
+def _shuffled(texts: list[str], seed: int) -> list[str]:
+    # By digests rather than a library's generator, whose order may change with its version.
+    def place(index: int) -> bytes:
+        return hashlib.sha256(f"{seed} {index}".encode()).digest()
+
+    return [texts[index] for index in sorted(range(len(texts)), key=place)]
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids of every text, whole and without padding even where tokenizer.json asks for other."""
+    if tokenizer.padding or tokenizer.truncation:
+        tokenizer = copy.deepcopy(tokenizer)  # the caller's keeps its settings
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    for first in range(0, len(texts), BATCH):
+        for encoding in tokenizer.encode_batch(texts[first : first + BATCH]):
+            yield encoding.ids

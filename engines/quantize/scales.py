@@ -1,0 +1,92 @@
+"""What calibration finds out: a few numbers a layer, from which any format and mapping is written without it.
+
+The file is safetensors: `model.layers.{i}.self_attn.q_proj.input_amax` and so on. Weight maxima are not in it: they
+follow from the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engines.errors import InputDataError
+
+# The linears of a decoder layer, by the names they have in it.
+ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
+LINEARS = (*ATTENTION_INPUTS, "self_attn.o_proj", *MLP_INPUTS, "mlp.down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScales:
+    """One linear; all float32 on the CPU.
+
+    input_amax  [] largest magnitude of its input (after smoothing, where there is any); None when not calibrated
+    smooth      [in] what its input is multiplied by, before rounding to the model's type; None without smoothing
+    """
+
+    input_amax: torch.Tensor | None = None
+    smooth: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerScales:
+    """One decoder layer: its linears by name, and largest magnitudes for the KV cache, [] float32 or None.
+
+    k_amax, v_amax  of keys (rotated) and values; for FP8
+    qkv_amax        of the outputs of q, k and v; for INT8, where TensorRT-LLM counts the queries too
+    """
+
+    linears: dict[str, LinearScales] = field(default_factory=dict)
+    k_amax: torch.Tensor | None = None
+    v_amax: torch.Tensor | None = None
+    qkv_amax: torch.Tensor | None = None
+
+    def linear(self, name: str) -> LinearScales:
+        return self.linears.get(name, LinearScales())
+
+
+def save_scales(layers: Iterable[LayerScales], path: Path) -> None:
+    """Write the scales of all layers, first to last."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(layers):
+        prefix = f"model.layers.{index}."
+        for name, linear in layer.linears.items():
+            tensors[f"{prefix}{name}.input_amax"] = linear.input_amax  # type: ignore[assignment]
+            tensors[f"{prefix}{name}.smooth"] = linear.smooth  # type: ignore[assignment]
+        for cache in ("k_amax", "v_amax", "qkv_amax"):
+            tensors[f"{prefix}self_attn.{cache}"] = getattr(layer, cache)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def load_scales(path: Path, num_layers: int) -> list[LayerScales]:
+    """Read what `save_scales` wrote. Raises InputDataError for a file of another model."""
+    tensors = load_file(path)
+
+    def layer(index: int) -> LayerScales:
+        prefix = f"model.layers.{index}."
+        return LayerScales(
+            linears={
+                name: LinearScales(
+                    input_amax=tensors.pop(f"{prefix}{name}.input_amax", None),
+                    smooth=tensors.pop(f"{prefix}{name}.smooth", None),
+                )
+                for name in LINEARS
+            },
+            k_amax=tensors.pop(f"{prefix}self_attn.k_amax", None),
+            v_amax=tensors.pop(f"{prefix}self_attn.v_amax", None),
+            qkv_amax=tensors.pop(f"{prefix}self_attn.qkv_amax", None),
+        )
+
+    layers = [layer(index) for index in range(num_layers)]
+    if tensors:
+        raise InputDataError(
+            f"{path} holds '{min(tensors)}', which this model has no place for",
+            why=f"the model has {num_layers} layers",
+            remedy="calibrate this model",
+        )
+    return layers

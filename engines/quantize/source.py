@@ -1,0 +1,59 @@
+"""The tensors of a Hugging Face folder, a layer at a time, ready on a device before they are asked for."""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engines.hf_folder import ModelConfig, locate_tensors
+from engines.tensorrt_llm.convert import check_source
+
+_TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class Source:
+    """Reads tensors of `folder` as `dtype` on `device`. While a layer is in use the next one is being read.
+
+    Raises InputDataError for a folder that lacks a tensor or has one too many.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._located = locate_tensors(folder)
+        check_source(folder, model, self._located)
+        self._dtype, self._device = dtype, device
+        self._maps: dict[Path, mmap.mmap] = {}
+        for path in {tensor.path for tensor in self._located.values()}:
+            with path.open("rb") as file:
+                # Copy on write: torch warns of read-only memory, and nothing ever writes.
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._layers = model.num_hidden_layers
+        self._pool = ThreadPoolExecutor(1)
+        self._ahead: tuple[int, Future[dict[str, torch.Tensor]]] | None = None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor by its full name."""
+        located = self._located[name]
+        entry = located.entry
+        stored = _TORCH_DTYPE[entry.dtype]
+        flat = torch.frombuffer(self._maps[located.path], dtype=stored, count=prod(entry.shape), offset=entry.offset)
+        return flat.view(entry.shape).to(device=self._device, dtype=self._dtype, copy=True)
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        """The tensors of decoder layer `index` by their names within it."""
+        if self._ahead is not None and self._ahead[0] == index:
+            tensors = self._ahead[1].result()
+        else:
+            tensors = self._read(index)
+        self._ahead = None
+        if index + 1 < self._layers:
+            self._ahead = (index + 1, self._pool.submit(self._read, index + 1))
+        return tensors
+
+    def _read(self, index: int) -> dict[str, torch.Tensor]:
+        prefix = f"model.layers.{index}."
+        names = [name for name in self._located if name.startswith(prefix) and not name.endswith(".inv_freq")]
+        return {name.removeprefix(prefix): self.tensor(name) for name in names}

@@ -1,0 +1,241 @@
+"""The process that quantizes: reads a layer, finds or takes its scales, and has its codes written while the next runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.base import DataType, Mapping
+from engines.errors import HostError, InputDataError
+from engines.files import write_json
+from engines.hf_folder import INDEX_NAME, SINGLE_NAME, ModelConfig, read_model_config
+from engines.process import Progress, serve_worker
+from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
+from engines.quantize import unified
+from engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
+from engines.quantize.scales import LayerScales, load_scales, save_scales
+from engines.quantize.source import Source
+from engines.quantize.writer import Writer
+from engines.safetensors_file import ITEMSIZE
+from engines.tensorrt_llm.checkpoint import (
+    SAFETENSORS_DTYPE,
+    EmbeddingSharding,
+    TensorPlan,
+    config_json,
+    plan_rank,
+    rank_file,
+)
+
+TORCH_DTYPE = {
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT32: torch.float32,
+}
+# Layers that may wait to be written, besides the one that is.
+WAITING = 1
+# Of the device's free memory, what hidden states may take before they are kept in a file.
+HIDDEN_SHARE = 0.4
+
+
+def work(spec: dict[str, Any], progress: Progress) -> None:
+    """See `engines.quantize.job` for the fields of `spec`."""
+    warnings.filterwarnings("ignore")
+    source_folder, out = Path(spec["source"]), Path(spec["out"])
+    model = read_model_config(source_folder)
+    dtype, quantization = DataType(spec["dtype"]), _quantization(spec["quantization"])
+    device = _device(spec["device"])
+    if device.type == "cpu":
+        # One core of two must be left for the writer: torch's threads spin while they wait for each other.
+        torch.set_num_threads(max(1, torch.get_num_threads()))
+    source = Source(source_folder, model, TORCH_DTYPE[dtype], device)
+    where = ["before the first layer"]
+    with ExitStack() as stack:
+        stack.enter_context(_named_memory_errors(device, where))
+        encode: Callable[..., Tensors] | None = None
+        writer = stack.enter_context(Writer(SAFETENSORS_DTYPE[dtype]))
+        if spec["format"] == "trtllm":
+            encode = for_tensorrt_llm
+            _lay_out_checkpoint(spec, model, dtype, quantization, out, writer)
+        elif spec["format"] == "hf":
+            encode = for_hugging_face
+            _lay_out_unified(model, dtype, quantization, out, writer)
+            unified.write_settings(source_folder, out, dtype, quantization, importlib.metadata.version("nvidia-modelopt"))
+        found = []
+        with _Background(encode, writer, quantization, device) as background:
+            for index, (weights, scales) in enumerate(_layers(spec, source, model, quantization, where)):
+                found.append(scales)
+                background.put(index, weights, scales)
+                progress(index + 1, model.num_hidden_layers)
+        if encode is not None:
+            for name in writer.missing:
+                writer.write(name, source.tensor(name))
+        if spec["scales_out"]:
+            save_scales(found, Path(spec["scales_out"]))
+
+
+def _layers(
+    spec: dict[str, Any], source: Source, model: ModelConfig, quantization: Quantization, where: list[str]
+) -> Iterator[tuple[Tensors, LayerScales]]:
+    """Each layer's tensors and scales, from a file of them or from calibration."""
+    if spec["scales_in"]:
+        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers)
+        for index, scales in enumerate(known):
+            where[0] = f"writing layer {index}"
+            yield source.layer(index), scales
+        return
+    # Imported here: ModelOpt takes seconds, and writing from known scales does without it.
+    from engines.quantize.calibrate import Calibrator
+
+    embedding = source.tensor("model.embed_tokens.weight")
+    where[0] = "taking the samples in"
+    calibrator = Calibrator(
+        Path(spec["source"]),
+        embedding,
+        np.load(spec["samples"]),
+        quantization,
+        modelopt=spec["modelopt"],
+        batch_tokens=spec["batch_tokens"],
+        scratch=Path(spec["scratch"]),
+        hidden_bytes=spec["hidden_bytes"] if spec["hidden_bytes"] is not None else _room(embedding.device),
+    )
+    del embedding
+    for index in range(model.num_hidden_layers):
+        where[0] = f"calibrating layer {index}"
+        weights = source.layer(index)
+        yield weights, calibrator.layer(index, weights)
+
+
+class _Background:
+    """Encodes and writes layers in a thread, while the next ones are calibrated; its failure is raised by `put`."""
+
+    def __init__(
+        self, encode: Callable[..., Tensors] | None, writer: Writer, quantization: Quantization, device: torch.device
+    ) -> None:
+        self._encode, self._writer, self._quantization = encode, writer, quantization
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: queue.Queue[tuple[int, Tensors, LayerScales] | None] = queue.Queue(WAITING)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Background:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if kind is None and self._failure is not None:
+            raise self._failure
+
+    def put(self, index: int, weights: Tensors, scales: LayerScales) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put((index, weights, scales))
+
+    def _run(self) -> None:
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                if self._failure is None and self._encode is not None:
+                    try:
+                        self._write(*item)
+                    except BaseException as error:
+                        self._failure = error
+
+    def _write(self, index: int, weights: Tensors, scales: LayerScales) -> None:
+        assert self._encode is not None
+        try:
+            tensors = self._encode(weights, scales, self._quantization)
+        except InputDataError as error:
+            raise InputDataError(f"layer {index}: {error.what}", why=error.why, remedy=error.remedy) from None
+        for name, tensor in tensors.items():
+            self._writer.write(f"model.layers.{index}.{name}", tensor)
+
+
+def _lay_out_checkpoint(
+    spec: dict[str, Any], model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
+) -> None:
+    mapping, embedding = Mapping(**spec["mapping"]), EmbeddingSharding(spec["embedding"])
+    config = config_json(
+        model, dtype, mapping, embedding=embedding, quantization=quantization, toolchain=spec["toolchain"]
+    )
+    write_json(out / "config.json", config)
+    for rank in range(mapping.world_size):
+        pp_rank, tp_rank = divmod(rank, mapping.tp_size)
+        plans = plan_rank(
+            model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding, quantization=quantization
+        )
+        writer.add_file(rank_file(out, rank), plans)
+
+
+def _lay_out_unified(
+    model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
+) -> None:
+    plans = list(unified.plan(model, quantization))
+
+    def size(plan: TensorPlan) -> int:
+        return int(np.prod(plan.shape)) * ITEMSIZE[plan.dtype or SAFETENSORS_DTYPE[dtype]]
+
+    files = unified.shards(plans, [size(plan) for plan in plans])
+    if len(files) == 1:
+        writer.add_file(out / SINGLE_NAME, files[0])
+        return
+    weight_map = {}
+    for number, part in enumerate(files, start=1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        writer.add_file(out / name, part)
+        weight_map.update({plan.name: name for plan in part})
+    total = sum(size(plan) for plan in plans)
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+@contextmanager
+def _named_memory_errors(device: torch.device, where: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        # torch tells of a full host with a bare RuntimeError.
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise HostError(
+            f"{'GPU' if device.type == 'cuda' else 'host'} memory ran out while {where[0]}",
+            why=str(error).splitlines()[0],
+            remedy="lower --batch-tokens",
+        ) from None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise HostError("torch finds no CUDA device", remedy="use --device cpu, or install torch for this GPU's driver")
+    return torch.device(name)
+
+
+def _room(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * HIDDEN_SHARE)
+    with open("/proc/meminfo", encoding="ascii") as file:
+        available = next(line for line in file if line.startswith("MemAvailable"))
+    return int(int(available.split()[1]) * 1024 * HIDDEN_SHARE)
+
+
+def _quantization(raw: dict[str, Any]) -> Quantization:
+    algo, cache = raw["quant_algo"], raw["kv_cache_quant_algo"]
+    return Quantization(
+        quant_algo=algo and QuantAlgo(algo),
+        kv_cache_quant_algo=cache and KvCacheQuantAlgo(cache),
+        group_size=raw["group_size"],
+    )
+
+
+if __name__ == "__main__":
+    serve_worker(work)
