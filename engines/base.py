@@ -112,6 +112,31 @@ class BuildConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """Which samples calibrate a model.
+
+    data     a name of configs/calibration, or a path to a .txt or .jsonl file
+    samples  rows
+    seq_len  tokens in each row
+    seed     decides the order of the texts
+    """
+
+    data: str = "cnn_dailymail"
+    samples: int = 512
+    seq_len: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise UsageError("calibration.data is empty", remedy="name a data set or a .txt or .jsonl file")
+        for name in ("samples", "seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"calibration.{name} is {getattr(self, name)}", remedy="give a positive number")
+        if self.seed < 0:
+            raise UsageError(f"calibration.seed is {self.seed}", remedy="give 0 or a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A TensorRT-LLM checkpoint folder: config.json and rank{N}.safetensors."""
 

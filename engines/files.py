@@ -45,3 +45,11 @@ def place(source: Path, target: Path) -> None:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
                 raise
     shutil.copyfile(real, target)
+
+
+def pwrite_all(file: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of `data` at `position`; one call of the kernel's may stop short, at a signal or a quota."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, position)
+        view, position = view[written:], position + written

@@ -106,7 +106,7 @@ def run_worker(
 def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
     """Be a worker: call `work(spec, progress)`, and end with status 1 after telling of an error with a name."""
     descriptor = os.environ.get(CHANNEL)
-    with open(int(descriptor), "w", encoding="utf-8") if descriptor else contextlib.nullcontext(sys.stderr) as channel:
+    with os.fdopen(int(descriptor), "w") if descriptor else contextlib.nullcontext(sys.stderr) as channel:
 
         def tell(message: dict[str, Any]) -> None:
             print(json.dumps(message), file=channel, flush=True)

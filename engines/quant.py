@@ -1,12 +1,14 @@
 """Which precision runs where, and why.
 
-`QuantAlgo` names are TensorRT-LLM's. The SM rules are those its builder enforces.
+`QuantAlgo` names are TensorRT-LLM's. Which SM runs an algorithm is in its recipe (configs/quant), as the builder
+enforces it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from engines.base import DataType
 from engines.errors import UsageError, suggestion
@@ -52,20 +54,70 @@ class Quantization:
         """Whether a linear's input is multiplied by a vector before it meets the weight."""
         return self.packed or self.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether its scales depend on activations, so that samples must be run."""
+        weights_only = (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+        return self.quant_algo not in weights_only or self.kv_cache_quant_algo is not None
+
 
 UNQUANTIZED = Quantization()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """What a quantized model may lose against the original on held-out text before `build` stops.
+
+    perplexity_ratio  its perplexity over the original's
+    mean_kl           mean Kullback-Leibler divergence of the next token, nats
+    top1_agreement    share of positions where both prefer the same token
+    """
+
+    perplexity_ratio: float
+    mean_kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantRecipe:
+    """A file of configs/quant.
+
+    modelopt             name of ModelOpt's configuration; None quantizes no weights
+    sms                  SMs whose TensorRT-LLM runs it
+    kv_cache_quant_algo  of the recipe itself; `--kv-cache` replaces it
+    group_size           input features that share a scale, for recipes with groups
+    exclude_modules      linears that stay as they are; only the head can be
+    """
+
+    name: str
+    description: str
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
+    modelopt: str | None
+    sms: tuple[int, ...]
+    exclude_modules: tuple[str, ...]
+    thresholds: Thresholds
+    group_size: int = 128
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(
+            quant_algo=self.quant_algo, kv_cache_quant_algo=self.kv_cache_quant_algo, group_size=self.group_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A resolved precision: element type of the checkpoint, and why it was chosen."""
+    """A resolved precision: element type of what is not quantized, the recipe if any, and why it was chosen."""
 
     name: str
     dtype: DataType
     reason: str
+    recipe: QuantRecipe | None = None
 
 
-# What --dtype takes. Short names are the command line's, long ones the checkpoint's.
+# What --dtype takes besides recipes. Short names are the command line's, long ones the checkpoint's.
 FLOAT_NAMES = {
     "bf16": DataType.BFLOAT16,
     "bfloat16": DataType.BFLOAT16,
@@ -75,13 +127,18 @@ FLOAT_NAMES = {
     "float32": DataType.FLOAT32,
 }
 SHORT_NAMES = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp32"}
-QUANTIZED_NAMES = ("fp8", "int8")
+# SMs that compute with 8-bit floats; an FP8 KV cache elsewhere is converted at every step, if it runs at all.
+FP8_SMS = (89, 90, 100, 103, 120)
+# Blackwell's builder refuses an INT8 KV cache together with all other INT8.
+INT8_KV_SMS = (80, 86, 89, 90)
 
 
-def resolve_precision(requested: str, gpu: GpuSpec) -> Precision:
-    """Turn --dtype into a Precision for `gpu`. Raises UsageError; never replaces what was asked for.
+def resolve_precision(
+    requested: str, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe], kv_cache: str | None = None
+) -> Precision:
+    """Turn --dtype and --kv-cache into a Precision for `gpu`. Raises UsageError; never replaces what was asked for.
 
-    `auto` takes the widest-range 16-bit type the device supports: bfloat16 from SM80 on and on the CPU.
+    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
     """
     if gpu.sm is not None and gpu.sm < 80:
         raise UsageError(
@@ -89,26 +146,79 @@ def resolve_precision(requested: str, gpu: GpuSpec) -> Precision:
             why="releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
+    reason = "requested"
     if requested == "auto":
-        where = "the CPU computes" if gpu.sm is None else f"SM{gpu.sm} is at least SM80 and computes"
-        return Precision(name="bf16", dtype=DataType.BFLOAT16, reason=f"auto: {where} bfloat16")
-    if requested in QUANTIZED_NAMES:
-        if requested == "fp8" and gpu.sm is not None and gpu.sm < 89:
-            raise UsageError(
-                f"fp8 needs SM89 or newer, {gpu.describe()} has none",
-                remedy="use --dtype bf16 here, or a GPU with FP8 such as l40s or h100",
-            )
+        requested, reason = _automatic(gpu)
+        reason = f"auto: {reason}"
+    if requested in FLOAT_NAMES:
+        dtype = FLOAT_NAMES[requested]
+        recipe = None
+        if kv_cache not in (None, "none"):
+            recipe = find_recipe("none", recipes)
+    else:
+        dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
+    if recipe is None:
+        return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason)
+    recipe = with_kv_cache(recipe, kv_cache)
+    check_sm(recipe, gpu, recipes)
+    name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
+    if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
+        name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
+    return Precision(name=name, dtype=dtype, reason=reason, recipe=recipe)
+
+
+def _automatic(gpu: GpuSpec) -> tuple[str, str]:
+    """(name, why) of the precision for a GPU that asked for none."""
+    if gpu.sm is None:
+        return "bf16", "the CPU computes bfloat16"
+    if gpu.sm in FP8_SMS:
+        return "fp8-kv", f"SM{gpu.sm} computes FP8, weights and KV cache"
+    return "int8-sq", f"SM{gpu.sm} has no FP8, and computes INT8"
+
+
+def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
+    """The recipe of that name or alias. Raises UsageError offering the nearest spelling."""
+    names = {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
+    if name not in names:
+        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *names]))
+    return names[name]
+
+
+def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
+    """The recipe with the KV cache a user asked for: fp8, int8, none, or None for its own. Raises UsageError."""
+    if kv_cache is None:
+        return recipe
+    choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
+    if kv_cache not in choices:
+        raise UsageError(f"unknown KV cache type '{kv_cache}'", remedy=suggestion(kv_cache, choices))
+    return replace(recipe, kv_cache_quant_algo=choices[kv_cache])
+
+
+def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe]) -> None:
+    """Refuse a recipe or KV cache this GPU cannot run, naming what it can. Raises UsageError."""
+    if gpu.sm is None:
+        return  # the reference runtime executes all of them
+    fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in r.sms)
+    remedy = f"use --dtype {', '.join(fits)} or bf16 here"
+    if gpu.sm not in recipe.sms:
+        where = ", ".join(f"SM{sm}" for sm in recipe.sms)
         raise UsageError(
-            f"--dtype {requested} is not available in this release",
-            why="it writes unquantized checkpoints only",
-            remedy="use --dtype bf16, fp16 or fp32",
+            f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
         )
-    dtype = parse_float(requested)
-    return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason="requested")
+    cache = recipe.kv_cache_quant_algo
+    allowed = {None: (gpu.sm,), KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}[cache]
+    if gpu.sm not in allowed:
+        assert cache is not None
+        where = ", ".join(f"SM{sm}" for sm in allowed)
+        raise UsageError(
+            f"a KV cache in {cache.value} does not run on {gpu.describe()}",
+            why=f"TensorRT-LLM runs it on {where}",
+            remedy="use --kv-cache none here",
+        )
 
 
 def parse_float(name: str) -> DataType:
     """The unquantized type of that short or long name. Raises UsageError offering the nearest spelling."""
     if name not in FLOAT_NAMES:
-        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *QUANTIZED_NAMES]))
+        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES]))
     return FLOAT_NAMES[name]

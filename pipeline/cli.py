@@ -29,7 +29,13 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option(help="A model name, a folder, a .gguf file, or a Hugging Face id.")]
 Gpu = Annotated[str | None, typer.Option(help="cpu, or a GPU of `trtpipe gpus`.")]
-Dtype = Annotated[str | None, typer.Option(help="auto, bf16, fp16 or fp32.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="auto, bf16, fp16, fp32, or a recipe of `trtpipe recipes`: fp8, int8, ...")
+]
+KvCache = Annotated[str | None, typer.Option(help="fp8, int8 or none; the recipe's own if left out.")]
+AcceptAccuracy = Annotated[
+    bool | None, typer.Option("--accept-accuracy", help="Go on although the accuracy gate fails; the passport says so.")
+]
 Runtime = Annotated[str | None, typer.Option(help="reference or tensorrt_llm; follows from --gpu.")]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel stages.")]
@@ -65,30 +71,34 @@ def _root(
 
 @app.command()
 def build(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    accept_accuracy: AcceptAccuracy = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
 ) -> None:  # fmt: skip
     """Make a model repository: download, convert, build, package. What is current is reused."""
     from pipeline import console
-    from pipeline.runner import LINKS, RunFolder, execute
+    from pipeline.runner import RunFolder, execute
 
     plan = _plan(locals())
     store = _store()
     results = execute(plan, store, console.BuildReporter(), until=until, verify=verify, keep_failed=keep_failed)
     store.digests.save()
     run = RunFolder.of(plan.target).path
-    console.table(("made", "where"), [(LINKS[r.stage], run / LINKS[r.stage]) for r in results])
+    console.table(("made", "where"), [(r.makes, run / r.makes) for r in results])
     if results[-1].stage == "package":
         console.result(f"next: trtpipe serve {plan.target}")
 
 
 @app.command()
 def plan(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print every setting a build would use and where it comes from. Touches nothing."""
@@ -104,8 +114,10 @@ def plan(
 
 @app.command()
 def status(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
+    accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Say per stage whether it is current, and why not. Without a model: the running servers."""
@@ -169,6 +181,79 @@ def convert(
     for notice in notices(read_model_config(hf_dir)):
         console.note(f"note: {notice}")
     console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
+
+
+@app.command()
+def quantize(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the result goes; must not exist, or be empty.")],
+    quant: Annotated[str, typer.Option(help="A recipe of `trtpipe recipes`, such as fp8, int8-sq or int4-awq.")],
+    kv_cache: KvCache = None,
+    calib: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "cnn_dailymail",
+    samples: Annotated[int, typer.Option(help="Rows of calibration text.")] = 512,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
+    seed: Annotated[int, typer.Option(help="Order of the texts.")] = 0,
+    form: Annotated[str, typer.Option("--format", help="trtllm for engines, hf for the LLM API and vLLM.")] = "trtllm",
+    dtype: Annotated[str, typer.Option(help="Of what is not quantized: auto, bfloat16 or float16.")] = "auto",
+    group_size: Annotated[int | None, typer.Option(help="Input features that share a scale (AWQ).")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one forward pass; fewer take less memory.")
+    ] = None,
+    scales: Annotated[Path | None, typer.Option(help="Use these scales and calibrate nothing.")] = None,
+    save_scales: Annotated[Path | None, typer.Option(help="Keep the scales, for another format or mapping.")] = None,
+    toolchain: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM release that will load it: 1.2.1 or 0.21.0.")
+    ] = None,
+) -> None:
+    """Quantize a plain folder with ModelOpt into another, outside the store."""
+    from dataclasses import replace
+
+    from engines.base import CalibrationConfig, Mapping
+    from engines.quant import find_recipe, parse_float, with_kv_cache
+    from engines.quantize import job
+    from pipeline import calibration, config, console
+    from pipeline.folders import new_folder
+
+    recipe = with_kv_cache(find_recipe(quant, config.load_quant_recipes()), kv_cache)
+    if group_size is not None:
+        recipe = replace(recipe, group_size=group_size)
+    wanted = None if dtype == "auto" else parse_float(dtype)
+    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=toolchain)
+    chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
+    job.check(hf_dir, recipe, layout)
+    rows = None
+    if recipe.quantization.calibrated and scales is None:
+        rows = calibration.samples(hf_dir, chosen)
+    with new_folder(out_dir) as out, console.BuildReporter().stage("quantize", str(hf_dir)) as progress:
+        log = out.with_name(f"{out.name}.log")
+        job.quantize(
+            hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
+            device=device, batch_tokens=batch_tokens, log=log, progress=progress,
+        )  # fmt: skip
+        log.unlink()
+    console.result(f"{out_dir}: {recipe.name}, {form}")
+
+
+@app.command()
+def recipes(as_json: Json = False) -> None:
+    """List the quantization recipes, and the SMs that run them."""
+    import dataclasses
+
+    from pipeline import config, console
+
+    known = config.load_quant_recipes().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(recipe) for recipe in known])
+        return
+    rows = [
+        (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
+         " ".join(map(str, r.sms)), r.description)
+        for r in known
+    ]  # fmt: skip
+    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
 
 
 @app.command()

@@ -16,6 +16,7 @@ import yaml
 import configs
 from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
+from engines.quant import QuantRecipe
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 
 CONFIGS = Path(configs.__file__).parent
@@ -106,6 +107,12 @@ def find_gpu(name: str) -> GpuSpec:
     if name.lower() not in names:
         raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
     return names[name.lower()]
+
+
+def load_quant_recipes() -> dict[str, QuantRecipe]:
+    """Every quantization recipe of configs/quant by its name."""
+    recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in sorted((CONFIGS / "quant").glob("*.yaml"))]
+    return {recipe.name: recipe for recipe in recipes}
 
 
 def load_models() -> dict[str, ModelFacts]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
     from engines.inspection import Inspection
+    from pipeline.accuracy import Report as AccuracyReport
     from pipeline.bench.options import Progress as BenchProgress
     from pipeline.bench.report import BenchReport
     from pipeline.runner import StageResult
@@ -96,6 +97,23 @@ def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> 
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
         result(f"{name}: {told or 'none'}")
     result("\n".join(f"problem: {problem}" for problem in problems) or "no problem found")
+
+
+def accuracy(report: AccuracyReport) -> None:
+    """A comparison with the original: the figures and their limits, the worst layers, what is clipped, the verdict."""
+    from pipeline.accuracy import WORST, percent
+
+    table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
+    layers = [(f"layer {layer.layer}", percent(layer.local), percent(layer.accumulated)) for layer in report.worst]
+    table(("worst layers", "local error", "accumulated"), layers, numeric=("local error", "accumulated"))
+    clipped = [
+        (f"layer {entry.layer} {entry.linear}", entry.beyond, entry.inputs, percent(entry.share))
+        for entry in report.saturated[:WORST]
+    ]
+    if clipped:
+        table(("clipped inputs", "numbers", "of", "share"), clipped, numeric=("numbers", "of", "share"))
+    failures = [f"failed: {failure}" for failure in report.failures]
+    result("\n".join(failures) or f"{report.recipe} passes the accuracy gate")
 
 
 class BuildReporter:

@@ -56,6 +56,14 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
         )
 
 
+def download_data(repo_id: str, commit: str, name: str) -> Path:
+    """One file of a data set, in the Hugging Face cache."""
+    from huggingface_hub import hf_hub_download
+
+    with _explained(repo_id, commit):
+        return Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+
+
 def _require_safetensors(repo_id: str, files: list[str]) -> None:
     if any(fnmatch.fnmatch(name, pattern) for name in files for pattern in WEIGHTS):
         return

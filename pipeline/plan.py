@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import BACKENDS, load_backend
-from engines.base import BuildConfig, Mapping
+from engines.base import BuildConfig, CalibrationConfig, Mapping
 from engines.errors import TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
 from engines.quant import Precision, resolve_precision
@@ -21,8 +21,8 @@ from pipeline.model_ref import ModelRef
 from triton_repo.serving import ServingConfig
 
 # What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
-SCALARS = ("model", "source", "revision", "gpu", "dtype", "runtime", "tp", "pp")
-GROUPS: dict[str, type[Any]] = {"build": BuildConfig, "serving": ServingConfig}
+SCALARS = ("model", "source", "revision", "gpu", "dtype", "kv_cache", "runtime", "tp", "pp", "accept_accuracy")
+GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
 
 Layer = tuple[str, dict[str, Any]]
 
@@ -43,6 +43,8 @@ class Plan:
     model: ModelRef
     gpu: GpuSpec
     precision: Precision
+    calibration: CalibrationConfig
+    accept_accuracy: bool
     runtime: str
     mapping: Mapping
     build: BuildConfig
@@ -106,7 +108,10 @@ def resolve(layers: list[Layer]) -> Plan:
     source, revision = _string(chosen, "source"), _string(chosen, "revision")
     model = config.find_model(model_name, source=source, revision=revision)
     gpu = config.find_gpu(gpu_name)
-    precision = resolve_precision(_string(chosen, "dtype") or "auto", gpu)
+    requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
+    precision = resolve_precision(requested, gpu, config.load_quant_recipes(), cache)
+    calibration_config = _group(chosen, "calibration", CalibrationConfig)
+    accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     build_config = _group(chosen, "build", BuildConfig)
@@ -133,16 +138,21 @@ def resolve(layers: list[Layer]) -> Plan:
         Value("source", model.source.describe(), origin("source", origin("revision", itself))),
         Value("gpu", gpu.name, origin("gpu")),
         Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
+        *_quantization_values(precision, origin("kv_cache", "recipe"), origin("accept_accuracy"), accept_accuracy),
         Value("runtime", runtime, runtime_reason or origin("runtime")),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
     ]
-    for group, settings in (("build", build_config), ("serving", serving)):
+    groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
+    if precision.recipe is not None and precision.recipe.quantization.calibrated:
+        groups.insert(0, ("calibration", calibration_config))
+    for group, settings in groups:
         for field in dataclasses.fields(settings):
             name = f"{group}.{field.name}"
             values.append(Value(name, getattr(settings, field.name), origin(name)))
     return Plan(
-        model=model, gpu=gpu, precision=precision, runtime=runtime, mapping=mapping, build=build_config,
+        model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
+        runtime=runtime, mapping=mapping, build=build_config,
         serving=serving, values=tuple(values),
     )  # fmt: skip
 
@@ -204,6 +214,24 @@ def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
     return value
+
+
+def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:
+    value, label = chosen.get(name, (False, "default"))
+    if not isinstance(value, bool):
+        raise _error(label)(f"{label}: {name} is {value!r}, not true or false")
+    return value
+
+
+def _quantization_values(precision: Precision, cache_source: str, accept_source: str, accept: bool) -> list[Value]:
+    recipe = precision.recipe
+    if recipe is None:
+        return []
+    cache = recipe.kv_cache_quant_algo
+    return [
+        Value("kv_cache", cache.value.lower() if cache else "none", cache_source),
+        Value("accept_accuracy", accept, accept_source),
+    ]
 
 
 def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:

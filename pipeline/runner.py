@@ -16,12 +16,10 @@ from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from pipeline.folders import write_whole
 from pipeline.manifest import Record, differences
 from pipeline.plan import Plan
-from pipeline.stages import STAGES, Job, Stage
+from pipeline.stages import Job, Stage, stages_of
 from pipeline.store import KEY_DIGITS, Artefact, Store
 
 RUNS = Path("runs")
-# Name of each stage's artefact in the run folder.
-LINKS = {"download": "model", "convert": "checkpoint", "build": "engine", "package": "repository"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +27,7 @@ class StageResult:
     """How one stage was satisfied: `reused` or made now, and why."""
 
     stage: str
+    makes: str
     reused: bool
     reason: str
     artefact: Artefact
@@ -53,26 +52,26 @@ def execute(
 
     Raises TrtpipeError; what was finished before a failure is kept.
     """
-    stages = stages_until(until)
+    stages = stages_until(stages_of(plan), until)
     run = RunFolder.of(plan.target)
     run.start(plan, store)
     results: dict[str, StageResult] = {}
     for stage in stages:
         inputs = {name: results[name].artefact for name in stage.inputs}
         result = _satisfy(stage, plan, inputs, store, reporter, run, verify=verify, keep_failed=keep_failed)
-        results[stage.name] = result
-        run.update(stage.name, result.artefact)
+        results[stage.makes] = result
+        run.update(stage, result.artefact)
         reporter.finished(result)
     return list(results.values())
 
 
-def stages_until(until: str | None) -> tuple[Stage, ...]:
-    names = [stage.name for stage in STAGES]
+def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, ...]:
+    names = [stage.name for stage in stages]
     if until is None:
-        return STAGES
+        return stages
     if until not in names:
         raise UsageError(f"unknown stage '{until}'", remedy=suggestion(until, names))
-    return STAGES[: names.index(until) + 1]
+    return stages[: names.index(until) + 1]
 
 
 def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store) -> Record:
@@ -95,11 +94,15 @@ def _satisfy(
     record = wanted_record(stage, plan, digests, store)
     found = store.find(record, verify=verify)
     if found is not None:
-        return StageResult(stage=stage.name, reused=True, reason="same inputs and settings", artefact=found)
+        return StageResult(
+            stage=stage.name, makes=stage.makes, reused=True, reason="same inputs and settings", artefact=found
+        )
     with store.locked(record, lambda: reporter.note(f"{stage.name}: another process is making it, waiting")):
         found = store.find(record, verify=verify)
         if found is not None:
-            return StageResult(stage=stage.name, reused=True, reason="made by another process", artefact=found)
+            return StageResult(
+                stage=stage.name, makes=stage.makes, reused=True, reason="made by another process", artefact=found
+            )
         damage = store.set_aside(record, verify=verify)
         reason = f"damaged: {damage}" if damage else why(run.last(stage.name), record)
         log = store.log_path(record)
@@ -123,7 +126,7 @@ def _satisfy(
                 for left in store.leftovers(record):
                     reporter.note(f"{stage.name}: what it made so far is kept in {left}")
                 raise
-        return StageResult(stage=stage.name, reused=False, reason=reason, artefact=artefact)
+        return StageResult(stage=stage.name, makes=stage.makes, reused=False, reason=reason, artefact=artefact)
 
 
 def why(last: Record | None, wanted: Record) -> str:
@@ -148,8 +151,9 @@ def status(plan: Plan, store: Store) -> list[StageStatus]:
     run = RunFolder.of(plan.target)
     out: list[StageStatus] = []
     known: dict[str, str] = {}
-    for stage in STAGES:
-        stale = [name for name in stage.inputs if name not in known]
+    stages = stages_of(plan)
+    for stage in stages:
+        stale = [maker.name for maker in stages if maker.makes in stage.inputs and maker.makes not in known]
         if stale:
             out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
             continue
@@ -164,7 +168,7 @@ def status(plan: Plan, store: Store) -> list[StageStatus]:
             reason = f"damaged: {damage}" if damage else why(last, record)
             out.append(StageStatus(stage.name, "missing" if last is None else "stale", reason, None))
         else:
-            known[stage.name] = artefact.manifest.content
+            known[stage.makes] = artefact.manifest.content
             out.append(StageStatus(stage.name, "current", "same inputs and settings", artefact.path))
     return out
 
@@ -196,11 +200,11 @@ class RunFolder:
         except TypeError:
             return None  # written by another version
 
-    def update(self, stage: str, artefact: Artefact) -> None:
+    def update(self, stage: Stage, artefact: Artefact) -> None:
         records = self._records()
-        records[stage] = dataclasses.asdict(artefact.manifest.record)
+        records[stage.name] = dataclasses.asdict(artefact.manifest.record)
         write_whole(self.path / "run.json", json.dumps(records, indent=2) + "\n")
-        link = self.path / LINKS[stage]
+        link = self.path / stage.makes
         partial = self.path / f".{link.name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
         partial.symlink_to(artefact.path)
@@ -212,12 +216,12 @@ class RunFolder:
             if record is not None:
                 yield record
 
-    def linked(self, stage: str) -> Path:
-        """The current artefact of a stage. Raises InputDataError when there is none."""
-        link = self.path / LINKS[stage]
+    def linked(self, makes: str) -> Path:
+        """What a stage has made last, such as the repository. Raises InputDataError when there is none."""
+        link = self.path / makes
         if not link.is_dir():
             raise InputDataError(
-                f"{self.path} has no {LINKS[stage]}", why=f"stage {stage} has not run", remedy="run `trtpipe build`"
+                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy="run `trtpipe build`"
             )
         return link.resolve()
 

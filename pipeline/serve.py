@@ -45,7 +45,7 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         target = runs[-1].parent.name
     # By name only: the server's own folder and log are named after it, so a path must not pass as one.
     if target in {run.name for run in RUNS.glob("*")}:
-        return target, RunFolder.of(target).linked("package")
+        return target, RunFolder.of(target).linked("repository")
     folder = Path(target)
     if (folder / "repository").is_dir():
         return folder.resolve().name, (folder / "repository").resolve()

@@ -21,9 +21,12 @@ PACKAGES = ("pipeline", "engines", "triton_repo", "configs")
 PAYLOAD = ("triton_repo/templates/", "triton_repo/backends/")
 HEAVY = {"torch", "transformers", "modelopt", "tensorrt_llm", "ray", "gguf", "accelerate", "pytriton"}
 # Run as child processes, or imported by one that is.
-WORKERS = {"engines.gguf_import"} | {
-    f"engines.reference.{name}" for name in ("model", "weights", "rope", "sampling", "runtime", "process")
-}
+WORKERS = (
+    {"engines.devices", "engines.gguf_import"}
+    | {f"engines.accuracy.{name}" for name in ("distributions", "models", "watch", "worker")}
+    | {f"engines.quantize.{name}" for name in ("calibrate", "encode", "scales", "source", "worker", "writer")}
+    | {f"engines.reference.{name}" for name in ("model", "weights", "rope", "sampling", "runtime", "process")}
+)
 
 
 def name_of(path: Path) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from engines.safetensors_file import read_header
 from engines.tensorrt_llm import convert as module
 from engines.tensorrt_llm.checkpoint import source_shapes
 from engines.tensorrt_llm.convert import convert
+from pipeline import cli
 from tests.factories import cast_by_torch, hf_folder, read_tensors, write_safetensors
 from tests.strategies import models
 
@@ -395,3 +399,77 @@ def test_the_source_is_left_as_it_was(tmp_path: Path) -> None:
     converted(source, tmp_path / "out", tp=2)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert len(locate_tensors(source)) == 21
+
+
+# --- a disk that fills up ---
+
+COMMAND = ["convert", "hf", "out", "--tp", "2"]
+
+
+def command(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of `trtpipe convert`."""
+    monkeypatch.setattr(sys, "argv", ["trtpipe", *COMMAND])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Two headers come first; in blocks of 256 bytes, which are four rows or fewer, some hundred writes follow.
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 200], ids="{} writes".format)
+@pytest.mark.parametrize("short", [False, True], ids=["at-once", "after-a-part"])
+def test_a_disk_that_is_full_halfway_leaves_nothing_and_the_next_run_is_whole(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int, short: bool
+) -> None:
+    hf_folder(in_folder / "hf")
+    monkeypatch.setattr(module, "BLOCK_BYTES", 256)
+    real, done = os.pwrite, 0
+
+    def pwrite(file: int, data: Any, position: int) -> int:
+        nonlocal done
+        done += 1
+        if done == room + 1 and short:
+            return real(file, data[: len(data) // 2], position)
+        if done > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data, position)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", pwrite)
+        assert command(full) == 4
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: the disk is full: No space left on device; free some space")
+    assert [path.name for path in in_folder.iterdir()] == ["hf"]
+    assert done > room
+    assert command(monkeypatch) == 0
+    (in_folder / "undisturbed").mkdir()
+    convert(in_folder / "hf", in_folder / "undisturbed", dtype=None, mapping=Mapping(tp_size=2))
+    assert files(in_folder / "out") == files(in_folder / "undisturbed")
+
+
+def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = hf_folder(tmp_path / "hf")
+    converted(source, tmp_path / "a", tp=2)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, position: real(file, data[:100], position))
+    converted(source, tmp_path / "b", tp=2)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+@pytest.mark.process
+def test_a_file_that_may_not_grow_so_large_is_refused_and_the_next_run_is_whole(in_folder: Path) -> None:
+    hf_folder(in_folder / "hf")
+    trtpipe = [sys.executable, "-m", "pipeline", *COMMAND]
+    # 20 kB: room for config.json, not for a rank file of 46 kB.
+    limited = ["sh", "-c", 'ulimit -f 40; exec "$@"', "sh", *trtpipe]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (4, "error: File too large")
+    assert [path.name for path in in_folder.iterdir()] == ["hf"]
+    subprocess.run(trtpipe, check=True)
+    (in_folder / "undisturbed").mkdir()
+    convert(in_folder / "hf", in_folder / "undisturbed", dtype=None, mapping=Mapping(tp_size=2))
+    assert files(in_folder / "out") == files(in_folder / "undisturbed")

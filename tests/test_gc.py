@@ -49,7 +49,7 @@ def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
     assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
     gc.remove(gc.find_garbage(store))
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
-    assert (RunFolder.of("tiny.cpu.fp32").linked("package") / "ensemble").is_dir()
+    assert (RunFolder.of("tiny.cpu.fp32").linked("repository") / "ensemble").is_dir()
     assert found(store) == []
 
 
@@ -124,7 +124,7 @@ def test_a_damaged_root_refers_to_nothing(store: Store, model: Path, content: st
 
 def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build(plan(model), store)
-    repository = RunFolder.of("tiny.cpu.fp32").linked("package")
+    repository = RunFolder.of("tiny.cpu.fp32").linked("repository")
     endpoints = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
     server = Server(name="x", pid=os.getpid(), repository=repository, log=Path("x.log"), endpoints=endpoints)
     monkeypatch.setattr(gc, "running", lambda store: [server])

@@ -90,7 +90,9 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
         recipe["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
     mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
     out = tmp_path_factory.mktemp("modelopt")
-    export_tensorrt_llm_checkpoint(copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1)
+    export_tensorrt_llm_checkpoint(
+        copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
+    )
     export_hf_checkpoint(model, torch.bfloat16, export_dir=str(out / "hf"))
     return request.param, out
 
@@ -106,4 +108,6 @@ def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_pa
     for name, tensor in got.items():
         wanted = expected[name]
         assert (name, tensor.dtype, tensor.shape) == (name, wanted.dtype, wanted.shape)
-        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)) if tensor.dim() else tensor == wanted, name
+        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)) if tensor.dim() else tensor == wanted, (
+            name
+        )

@@ -202,13 +202,13 @@ def test_the_run_folder_links_to_what_is_current(model: Path, store: Store, in_f
     build(plan(model, "serving.max_queue_size=7"), store)
     assert (run / "repository").readlink() != links["repository"]
     assert (run / "engine").readlink() == links["engine"]
-    assert RunFolder.of("tiny.cpu.fp32").linked("package") == (run / "repository").resolve()
+    assert RunFolder.of("tiny.cpu.fp32").linked("repository") == (run / "repository").resolve()
 
 
 def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     build(plan(model), store, until="download")
     with pytest.raises(InputDataError) as caught:
-        RunFolder.of("tiny.cpu.fp32").linked("package")
+        RunFolder.of("tiny.cpu.fp32").linked("repository")
     assert str(caught.value) == ("runs/tiny.cpu.fp32 has no repository: stage package has not run; run `trtpipe build`")
 
 
@@ -258,7 +258,7 @@ def test_an_artefact_that_was_removed_is_made_again(model: Path, store: Store) -
 
 def test_a_damaged_artefact_is_reported_moved_aside_and_made_again(model: Path, store: Store) -> None:
     build(plan(model), store)
-    rank = RunFolder.of("tiny.cpu.fp32").linked("convert") / "rank0.safetensors"
+    rank = RunFolder.of("tiny.cpu.fp32").linked("checkpoint") / "rank0.safetensors"
     size = rank.stat().st_size
     os.truncate(rank, size - 1)
     fault = f"damaged: rank0.safetensors has {size - 1} bytes instead of {size}"
@@ -271,7 +271,7 @@ def test_a_damaged_artefact_is_reported_moved_aside_and_made_again(model: Path, 
 
 def test_verify_finds_what_stat_does_not_show(model: Path, store: Store) -> None:
     build(plan(model), store)
-    config = RunFolder.of("tiny.cpu.fp32").linked("build") / "config.json"
+    config = RunFolder.of("tiny.cpu.fp32").linked("engine") / "config.json"
     before = config.stat()
     config.write_text(config.read_text().replace("silu", "gelu"))
     os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -316,7 +316,7 @@ def test_a_gpu_engine_without_its_compiler_keeps_the_checkpoint(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(HostError, match="trtllm-build is not on this machine"):
         build(plan(model, gpu="h100", dtype="bf16"), store)
-    assert (RunFolder.of("tiny.h100.bf16").linked("convert") / "rank0.safetensors").is_file()
+    assert (RunFolder.of("tiny.h100.bf16").linked("checkpoint") / "rank0.safetensors").is_file()
     assert states(plan(model, gpu="h100", dtype="bf16"), store) == {
         "download": ("current", "same inputs and settings"),
         "convert": ("current", "same inputs and settings"),

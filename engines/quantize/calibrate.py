@@ -1,9 +1,9 @@
 """ModelOpt's calibration, one decoder layer at a time, so that memory does not depend on the number of layers.
 
-Each layer is wrapped as a model of one layer, quantized by ModelOpt as any other model, fed with what the layers before
-it gave for the calibration samples, and thrown away; what it gave is the next layer's input. ModelOpt's max, SmoothQuant and
-AWQ calibrations look at one linear at a time and let unquantized activations through, so a layer's scales are those that
-calibrating the whole model gives, up to the rounding of a different batch.
+Each layer is wrapped as a model of one layer, quantized by ModelOpt as any other model, fed with what the layers
+before it gave for the calibration samples, and thrown away; what it gave is the next layer's input. ModelOpt's max,
+SmoothQuant and AWQ calibrations look at one linear at a time and let unquantized activations through, so a layer's
+scales are those that calibrating the whole model gives, up to the rounding of a different batch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class Calibrator:
         """
         model = self._model(weights)
         layer = model.layers[0]
-        qkv = _Maximum(layer, ATTENTION_INPUTS) if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8 else None
+        qkv = (
+            _Maximum(layer, ATTENTION_INPUTS)
+            if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8
+            else None
+        )
         passes = 0
 
         def forward(_: torch.nn.Module) -> None:
@@ -90,10 +94,15 @@ class Calibrator:
                     forward(model)
         except AssertionError as error:
             raise InputDataError(
-                f"layer {index} cannot be calibrated", why=str(error).splitlines()[0] if str(error) else None,
+                f"layer {index} cannot be calibrated",
+                why=str(error).partition("\n")[0],
                 remedy="look at its weights with `trtpipe inspect`",
-            ) from None  # fmt: skip
-        return self._scales(layer, qkv)
+            ) from None
+        scales = self._scales(layer, qkv)
+        # ModelOpt's modules refer to each other in rings: without this the weights would stay until they are found.
+        for module in model.modules():
+            module._parameters.clear()
+        return scales
 
     @property
     def _passes(self) -> int:
@@ -175,7 +184,11 @@ def _configuration(name: str | None, quantization: Quantization) -> dict[str, An
     """ModelOpt's configuration of that name, with this group size and KV cache."""
     fp8_cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     if name is None:
-        return {"quant_cfg": [{"quantizer_name": "*", "enable": False}, _KV_CACHE], "algorithm": "max"} if fp8_cache else None
+        return (
+            {"quant_cfg": [{"quantizer_name": "*", "enable": False}, _KV_CACHE], "algorithm": "max"}
+            if fp8_cache
+            else None
+        )
     recipe: dict[str, Any] = copy.deepcopy(getattr(mtq, name))
     if quantization.packed:
         for entry in recipe["quant_cfg"]:

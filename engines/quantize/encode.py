@@ -61,7 +61,8 @@ def for_hugging_face(weights: Mapping[str, torch.Tensor], scales: LayerScales, q
             out[NORM_OF[group]] = (norm * smooth).to(norm.dtype)
         out.update(tensors)
     if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
-        assert scales.k_amax is not None and scales.v_amax is not None
+        assert scales.k_amax is not None
+        assert scales.v_amax is not None
         out["self_attn.k_proj.k_scale"] = scales.k_amax / E4M3_MAX
         out["self_attn.v_proj.v_scale"] = scales.v_amax / E4M3_MAX
     return out
@@ -90,7 +91,10 @@ def _others(weights: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def _smoothed(
-    weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization, groups: tuple[tuple[str, ...], ...]
+    weights: Mapping[str, torch.Tensor],
+    scales: LayerScales,
+    quantization: Quantization,
+    groups: tuple[tuple[str, ...], ...],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """Every linear's weight with its smoothing folded in, and the vector its input takes, in the weight's type.
 
@@ -198,7 +202,8 @@ def _pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
 def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None) -> Tensors:
     prefix = "self_attn."
     if algo is KvCacheQuantAlgo.FP8:
-        assert scales.k_amax is not None and scales.v_amax is not None
+        assert scales.k_amax is not None
+        assert scales.v_amax is not None
         # A scale below one would use more of the type's range than it loses: upstream never goes there.
         k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
         both = torch.maximum(k, v)

@@ -10,13 +10,13 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from engines.base import CalibrationConfig
 from engines.errors import InputDataError, UsageError
 
 if TYPE_CHECKING:
@@ -27,31 +27,6 @@ TEXT_KEYS = ("text", "prompt", "article")
 
 # Texts tokenized at a time: enough for the tokenizer's threads, few beyond what the rows need.
 BATCH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationConfig:
-    """Which samples calibrate a model.
-
-    data     a name of configs/calibration, or a path to a .txt or .jsonl file
-    samples  rows
-    seq_len  tokens in each row
-    seed     decides the order of the texts
-    """
-
-    data: str
-    samples: int = 512
-    seq_len: int = 512
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            raise UsageError("calibration.data is empty", remedy="name a data set or a .txt or .jsonl file")
-        for name in ("samples", "seq_len"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"calibration.{name} is {getattr(self, name)}", remedy="give a positive number")
-        if self.seed < 0:
-            raise UsageError(f"calibration.seed is {self.seed}", remedy="give 0 or a positive number")
 
 
 def read_texts(path: Path) -> Iterator[str]:

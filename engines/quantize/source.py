@@ -32,22 +32,27 @@ class Source:
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._layers = model.num_hidden_layers
         self._pool = ThreadPoolExecutor(1)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: tuple[int, Future[dict[str, torch.Tensor]]] | None = None
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor by its full name."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are stored."""
+        return sum(tensor.entry.nbytes for tensor in self._located.values())
+
+    def tensor(self, name: str, *, on_device: bool = True) -> torch.Tensor:
+        """One tensor by its full name, on the device or on the CPU."""
         located = self._located[name]
         entry = located.entry
+        device = self._device if on_device else torch.device("cpu")
         stored = _TORCH_DTYPE[entry.dtype]
         flat = torch.frombuffer(self._maps[located.path], dtype=stored, count=prod(entry.shape), offset=entry.offset)
-        return flat.view(entry.shape).to(device=self._device, dtype=self._dtype, copy=True)
+        return flat.view(entry.shape).to(device=device, dtype=self._dtype, copy=device.type == "cpu" and on_device)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of decoder layer `index` by their names within it."""
-        if self._ahead is not None and self._ahead[0] == index:
-            tensors = self._ahead[1].result()
-        else:
-            tensors = self._read(index)
+        ready = self._ahead is not None and self._ahead[0] == index
+        tensors = self._ahead[1].result() if self._ahead is not None and ready else self._read(index)
         self._ahead = None
         if index + 1 < self._layers:
             self._ahead = (index + 1, self._pool.submit(self._read, index + 1))
@@ -56,4 +61,9 @@ class Source:
     def _read(self, index: int) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{index}."
         names = [name for name in self._located if name.startswith(prefix) and not name.endswith(".inv_freq")]
-        return {name.removeprefix(prefix): self.tensor(name) for name in names}
+        # A stream of its own: copies must not wait for the layer that is being computed.
+        with torch.cuda.stream(self._stream):
+            tensors = {name.removeprefix(prefix): self.tensor(name) for name in names}
+        if self._stream is not None:
+            self._stream.synchronize()
+        return tensors

@@ -1,7 +1,7 @@
 """ModelOpt's unified Hugging Face folder, as the LLM API and vLLM read it.
 
-The model's own config.json with `quantization_config`, hf_quant_config.json beside it, codes under the weights' names and
-scales beside them. transformers does not know the method and loads the codes as weights, with a mere warning.
+The model's own config.json with `quantization_config`, hf_quant_config.json beside it, codes under the weights' names
+and scales beside them. transformers does not know the method and loads the codes as weights, with a mere warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that quantizes: reads a layer, finds or takes its scales, and has its codes written while the next runs."""
+"""The process that quantizes: reads a layer, finds or takes its scales, has it written while the next one runs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ TORCH_DTYPE = {
     DataType.FLOAT16: torch.float16,
     DataType.FLOAT32: torch.float32,
 }
+# Tokens in one forward pass: on a GPU enough to fill it, on a CPU few enough for its caches.
+BATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
 # Layers that may wait to be written, besides the one that is.
 WAITING = 1
 # Of the device's free memory, what hidden states may take before they are kept in a file.
@@ -47,15 +49,12 @@ HIDDEN_SHARE = 0.4
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
-    """See `engines.quantize.job` for the fields of `spec`."""
+    """Quantize as `job.quantize` asks; `spec` has its arguments as plain values."""
     warnings.filterwarnings("ignore")
     source_folder, out = Path(spec["source"]), Path(spec["out"])
     model = read_model_config(source_folder)
     dtype, quantization = DataType(spec["dtype"]), _quantization(spec["quantization"])
     device = _device(spec["device"])
-    if device.type == "cpu":
-        # One core of two must be left for the writer: torch's threads spin while they wait for each other.
-        torch.set_num_threads(max(1, torch.get_num_threads()))
     source = Source(source_folder, model, TORCH_DTYPE[dtype], device)
     where = ["before the first layer"]
     with ExitStack() as stack:
@@ -68,16 +67,18 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
         elif spec["format"] == "hf":
             encode = for_hugging_face
             _lay_out_unified(model, dtype, quantization, out, writer)
-            unified.write_settings(source_folder, out, dtype, quantization, importlib.metadata.version("nvidia-modelopt"))
+            unified.write_settings(
+                source_folder, out, dtype, quantization, importlib.metadata.version("nvidia-modelopt")
+            )
         found = []
+        # Progress counts the bytes of the weights, as converting does.
+        total = source.nbytes
         with _Background(encode, writer, quantization, device) as background:
+            background.put_others(source)
             for index, (weights, scales) in enumerate(_layers(spec, source, model, quantization, where)):
                 found.append(scales)
                 background.put(index, weights, scales)
-                progress(index + 1, model.num_hidden_layers)
-        if encode is not None:
-            for name in writer.missing:
-                writer.write(name, source.tensor(name))
+                progress((index + 1) * total // model.num_hidden_layers, total)
         if spec["scales_out"]:
             save_scales(found, Path(spec["scales_out"]))
 
@@ -92,6 +93,11 @@ def _layers(
             where[0] = f"writing layer {index}"
             yield source.layer(index), scales
         return
+    if not quantization.calibrated:
+        for index in range(model.num_hidden_layers):
+            where[0] = f"writing layer {index}"
+            yield source.layer(index), LayerScales()
+        return
     # Imported here: ModelOpt takes seconds, and writing from known scales does without it.
     from engines.quantize.calibrate import Calibrator
 
@@ -103,7 +109,7 @@ def _layers(
         np.load(spec["samples"]),
         quantization,
         modelopt=spec["modelopt"],
-        batch_tokens=spec["batch_tokens"],
+        batch_tokens=spec["batch_tokens"] or BATCH_TOKENS[embedding.device.type],
         scratch=Path(spec["scratch"]),
         hidden_bytes=spec["hidden_bytes"] if spec["hidden_bytes"] is not None else _room(embedding.device),
     )
@@ -115,14 +121,14 @@ def _layers(
 
 
 class _Background:
-    """Encodes and writes layers in a thread, while the next ones are calibrated; its failure is raised by `put`."""
+    """Encodes and writes in a thread, while layers are calibrated; its failure is raised by the next `put`."""
 
     def __init__(
         self, encode: Callable[..., Tensors] | None, writer: Writer, quantization: Quantization, device: torch.device
     ) -> None:
         self._encode, self._writer, self._quantization = encode, writer, quantization
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: queue.Queue[tuple[int, Tensors, LayerScales] | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -136,17 +142,32 @@ class _Background:
         if kind is None and self._failure is not None:
             raise self._failure
 
+    def put_others(self, source: Source) -> None:
+        """Have the tensors outside the layers written: the embedding, the last norm, the head."""
+
+        def write() -> None:
+            for name in self._writer.missing:
+                if not name.startswith("model.layers."):
+                    self._writer.write(name, source.tensor(name, on_device=False))
+
+        self._put(write)
+
     def put(self, index: int, weights: Tensors, scales: LayerScales) -> None:
+        """Have a layer encoded and written."""
+        self._put(lambda: self._write(index, weights, scales))
+
+    def _put(self, work: Callable[[], None]) -> None:
         if self._failure is not None:
             raise self._failure
-        self._queue.put((index, weights, scales))
+        if self._encode is not None:
+            self._queue.put(work)
 
     def _run(self) -> None:
         with torch.cuda.stream(self._stream), torch.no_grad():
-            while (item := self._queue.get()) is not None:
-                if self._failure is None and self._encode is not None:
+            while (work := self._queue.get()) is not None:
+                if self._failure is None:
                     try:
-                        self._write(*item)
+                        work()
                     except BaseException as error:
                         self._failure = error
 
@@ -223,9 +244,9 @@ def _device(name: str) -> torch.device:
 def _room(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * HIDDEN_SHARE)
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(int(available.split()[1]) * 1024 * HIDDEN_SHARE)
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return int(kilobytes * 1024 * HIDDEN_SHARE)
 
 
 def _quantization(raw: dict[str, Any]) -> Quantization:

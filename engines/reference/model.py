@@ -1,24 +1,29 @@
 """One forward pass over the tokens of one in-flight batch, from the shards as they are stored.
 
 All tokens of a step are flattened into [T, hidden] and go through every matrix together; only attention tells
-requests apart. Tensor-parallel shards run one after another and their partial sums are added, which is what the
-all-reduce does; pipeline stages are simply all the layers in order.
+requests apart. Pipeline stages are simply all the layers in order.
 
 Keys and values live in one pool per layer and shard, [blocks * tokens_per_block, 2 * kv_heads, head_size], keys
-in the first half of the heads: a token is written at its slot in one go, and a block is gathered as one row.
+in the first half of the heads: a token is written at its slot in one go, and a block is gathered as one row. A
+quantized cache holds codes. The tokens of a prompt see those of their own step as they are, like TensorRT-LLM's
+context attention; a decoding token sees everything through the cache, itself included, like its XQA kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from engines.reference.kv_codec import KvCodec
+from engines.reference.layer import apply_layer, rms_norm, rotate
+from engines.reference.linear import multiply
 from engines.reference.rope import rotary_tables
-from engines.reference.weights import Weights, rank_heads
+from engines.reference.weights import LayerShard, Weights, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig, EmbeddingSharding
 
 
@@ -67,6 +72,8 @@ class _Step(NamedTuple):
 class Model:
     """The weights, the rotary tables up to `max_positions` and the KV pool of `num_blocks` blocks.
 
+    Everything is on the device of the weights, and in their type.
+
     Raises CheckpointError for a rotary scaling that cannot be computed.
     """
 
@@ -75,17 +82,17 @@ class Model:
     ) -> None:
         self.config = config
         self.dtype = weights.final_norm.dtype
+        self.device = weights.final_norm.device
         self._weights = weights
         self._heads, self._kv_heads = rank_heads(config)
         self._block = tokens_per_block
         cos, sin = rotary_tables(config, max_positions)
-        self._cos, self._sin = cos.to(self.dtype), sin.to(self.dtype)
+        self._cos, self._sin = (table.to(self.device, self.dtype) for table in (cos, sin))
         # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives.
         shape = (num_blocks * tokens_per_block, 2 * self._kv_heads, config.head_size)
-        self._pools = [[torch.zeros(shape, dtype=self.dtype) for _ in layer] for layer in weights.layers]
-        self._scratch = torch.empty(0, dtype=self.dtype)
-        # Weights as the left factor are up to twice as fast in 16 bits, and slower in 32.
-        self._linear = functional.linear if self.dtype == torch.float32 else _linear_transposed
+        held = self.dtype if config.quantization.kv_cache_quant_algo is None else torch.int8
+        self._pools = [[torch.zeros(shape, dtype=held, device=self.device) for _ in layer] for layer in weights.layers]
+        self._scratch = torch.empty(0, dtype=held, device=self.device)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -94,23 +101,11 @@ class Model:
         Writes the keys and values of every token into the pool. Spans of one token must come first: they attend
         in one batch.
         """
-        ids = torch.tensor([token for span in spans for token in span.tokens])
+        ids = torch.tensor([token for span in spans for token in span.tokens], device=self.device)
         step = self._plan(spans)
         hidden = self._embed(ids)
         for layer, pools in zip(self._weights.layers, self._pools, strict=True):
-            normed = self._norm(hidden, layer[0].input_norm)
-            if layer[0].dense_bias is not None:
-                hidden = hidden + layer[0].dense_bias
-            for shard, pool in zip(layer, pools, strict=True):
-                qkv = self._linear(normed, shard.qkv)
-                if shard.qkv_bias is not None:
-                    qkv = qkv + shard.qkv_bias
-                hidden = hidden + self._linear(self._attend(qkv.contiguous(), pool, step), shard.dense)
-            normed = self._norm(hidden, layer[0].post_norm)
-            for shard in layer:
-                act = functional.silu(self._linear(normed, shard.fc), inplace=True)
-                act *= self._linear(normed, shard.gate)
-                hidden = hidden + self._linear(act, shard.proj)
+            hidden = apply_layer(layer, hidden, self.config.norm_epsilon, partial(self._attend, step, layer, pools))
         return self._logits(hidden, spans)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -127,10 +122,6 @@ class Model:
         ]
         return torch.stack(found).sum(dim=0)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # The kernel computes in float32 whatever the type of x.
-        return functional.rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
-
     def _logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         rows: list[int] = []
         end = 0
@@ -139,8 +130,8 @@ class Model:
             rows.extend(range(end - span.logits, end))
         if len(rows) < end:
             hidden = hidden[rows]
-        hidden = self._norm(hidden, self._weights.final_norm)
-        parts = [self._linear(hidden, part) for part in self._weights.head]
+        hidden = rms_norm(hidden, self._weights.final_norm, self.config.norm_epsilon)
+        parts = [multiply(hidden, part) for part in self._weights.head]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         # The last ranks are filled up with rows of zeros.
         return logits[:, : self.config.vocab_size]
@@ -160,7 +151,7 @@ class Model:
             if min(positions) + 1 < length:
                 hidden = torch.arange(length) > torch.tensor(positions)[:, None]
                 mask = torch.zeros(decodes, 1, 1, length, dtype=self.dtype)
-                mask.masked_fill_(hidden[:, None, None], -torch.inf)
+                mask = mask.masked_fill_(hidden[:, None, None], -torch.inf).to(self.device)
         parts = [torch.tensor(slots, dtype=torch.long)]
         where = [torch.tensor(positions, dtype=torch.long)]
         prompts: list[_Prompt] = []
@@ -178,10 +169,17 @@ class Model:
             stop = span.start + len(span.tokens)
             if 0 < stop % size <= len(span.tokens):
                 begun.append(span.blocks[stop // size])
-        position = torch.cat(where)
-        cos, sin = self._cos[position].unsqueeze(1), self._sin[position].unsqueeze(1)
+        position = torch.cat(where).to(self.device)
         return _Step(
-            cos, sin, torch.cat(parts), torch.tensor(begun) if begun else None, decodes, tables, length, mask, prompts
+            cos=self._cos[position].unsqueeze(1),
+            sin=self._sin[position].unsqueeze(1),
+            slots=torch.cat(parts).to(self.device),
+            begun=torch.tensor(begun, device=self.device) if begun else None,
+            decodes=decodes,
+            tables=tables.to(self.device),
+            length=length,
+            mask=mask,
+            prompts=prompts,
         )
 
     def _plan_prompt(self, span: Span, row: int) -> _Prompt:
@@ -189,24 +187,26 @@ class Model:
         length = span.start + count
         if span.start == 0:
             return _Prompt(row, row + count, None, length, None)
-        blocks = torch.tensor(span.blocks[: -(-length // self._block)])
-        mask = torch.full((count, length), -torch.inf, dtype=self.dtype).triu_(span.start + 1)
+        blocks = torch.tensor(span.blocks[: -(-length // self._block)], device=self.device)
+        mask = torch.full((count, length), -torch.inf, dtype=self.dtype, device=self.device).triu_(span.start + 1)
         return _Prompt(row, row + count, blocks, length, mask)
 
-    def _attend(self, qkv: torch.Tensor, pool: torch.Tensor, step: _Step) -> torch.Tensor:
+    def _attend(
+        self, step: _Step, layer: Sequence[LayerShard], pools: list[torch.Tensor], rank: int, qkv: torch.Tensor
+    ) -> torch.Tensor:
         """[T, features of q, k and v] -> [T, features of q], for the heads of one shard."""
         heads, kv, size = self._heads, self._kv_heads, self.config.head_size
+        pool, codec = pools[rank], layer[rank].kv_codec
         x = qkv.view(len(qkv), heads + 2 * kv, size)
         # Keys lie right behind the queries, so both are rotated at once.
-        turned = x[:, : heads + kv]
-        torch.addcmul(turned * step.cos, turned.roll(size // 2, -1), step.sin, out=turned)
+        rotate(x[:, : heads + kv], step.cos, step.sin)
         if step.begun is not None:
-            pool.view(-1, self._block * 2 * kv * size).index_fill_(0, step.begun, 0.0)
-        pool.index_copy_(0, step.slots, x[:, heads:])
+            pool.view(-1, self._block * 2 * kv * size).index_fill_(0, step.begun, 0)
+        pool.index_copy_(0, step.slots, x[:, heads:] if codec is None else codec.encode(x[:, heads:]))
         parts: list[torch.Tensor] = []
         if step.decodes:
             n = step.decodes
-            cached = self._gather(pool, step.tables, n, step.length)
+            cached = self._gather(pool, codec, step.tables, n, step.length)
             # The query heads that share a key head take the place of the query's length: no key is repeated.
             out = functional.scaled_dot_product_attention(
                 x[:n, :heads].view(n, kv, heads // kv, size),
@@ -217,7 +217,12 @@ class Model:
             parts.append(out.reshape(n, heads * size))
         for first, last, blocks, length, mask in step.prompts:
             own = x[first:last].unsqueeze(0)
-            seen = own[:, :, heads:] if blocks is None else self._gather(pool, blocks, 1, length)
+            seen = own[:, :, heads:]
+            if blocks is not None:
+                cached = self._gather(pool, codec, blocks, 1, length)
+                if codec is not None:
+                    cached[:, first - last :] = seen
+                seen = cached
             out = functional.scaled_dot_product_attention(
                 own[:, :, :heads].transpose(1, 2),
                 seen[:, :, :kv].transpose(1, 2),
@@ -229,23 +234,19 @@ class Model:
             parts.append(out.transpose(1, 2).reshape(last - first, heads * size))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _gather(self, pool: torch.Tensor, blocks: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    def _gather(
+        self, pool: torch.Tensor, codec: KvCodec | None, blocks: torch.Tensor, rows: int, length: int
+    ) -> torch.Tensor:
         """Cached tokens of `rows` requests, [rows, length, 2 * kv_heads, head_size]; valid until the next call."""
         per_token = 2 * self._kv_heads * self.config.head_size
         wanted = len(blocks) * self._block * per_token
         if self._scratch.numel() < wanted:
             # A fresh buffer each time would cost more in page faults than the copy itself.
-            self._scratch = torch.empty(wanted + wanted // 2, dtype=self.dtype)
+            self._scratch = self._scratch.new_empty(wanted + wanted // 2)
         out = self._scratch[:wanted].view(len(blocks), self._block * per_token)
         torch.index_select(pool.view(-1, self._block * per_token), 0, blocks, out=out)
-        return out.view(rows, -1, 2 * self._kv_heads, self.config.head_size)[:, :length]
-
-
-def _linear_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T with the weight as the left factor; the result's columns are contiguous, not its rows."""
-    if len(x) == 1:
-        return torch.mv(weight, x[0]).unsqueeze(0)
-    return torch.mm(weight, x.t()).t()
+        tokens = out.view(rows, -1, 2 * self._kv_heads, self.config.head_size)[:, :length]
+        return tokens if codec is None else codec.decode(tokens, self.dtype)
 
 
 def _fit(blocks: Sequence[int], width: int) -> list[int]:

@@ -323,6 +323,7 @@ def _data_type(value: DataType | str) -> DataType:
 
 def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype) -> int:
     _, kv_heads = rank_heads(config)
-    per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * dtype.itemsize
+    itemsize = dtype.itemsize if config.quantization.kv_cache_quant_algo is None else 1
+    per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * itemsize
     affordable = DEFAULT_KV_CACHE_BYTES // (per_layer * config.num_hidden_layers)
     return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, affordable))

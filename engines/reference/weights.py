@@ -1,18 +1,24 @@
-"""The rank files of a checkpoint or engine as tensors: mapped, not read, and checked against the config.
+"""A model's weights for the runtime, from wherever they lie, a layer at a time or all at once; here: from rank files.
 
-A tensor shares its memory with the page cache; only a cast to another compute type copies it.
+A tensor is mapped, not read, and checked against the config. It shares its memory with the page cache; only a cast to
+another type, a decoding or another device copies it.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 
 from engines.base import DataType
+from engines.hf_folder import LocatedTensor
+from engines.reference.kv_codec import KvCodec
+from engines.reference.linear import Linear, make_linear
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import (
     ROTARY_TABLES,
@@ -28,8 +34,27 @@ TORCH_DTYPE = {
     DataType.FLOAT16: torch.float16,
     DataType.FLOAT32: torch.float32,
 }
+_STORED_DTYPE = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+CPU = torch.device("cpu")
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
+FINAL_NORM = "transformer.ln_f.weight"
+# What `make_linear` calls the tensors of a linear.
+_ROLES = {
+    "weight": "weight",
+    "weights_scaling_factor": "scale",
+    "per_channel_scale": "scale",
+    "weights_scaling_factor_2": "second_scale",
+    "activation_scaling_factor": "input_scale",
+    "prequant_scaling_factor": "smooth",
+}
 
 
 @dataclass(frozen=True)
@@ -37,14 +62,22 @@ class LayerShard:
     """One rank's part of one layer; h hidden, q query and kv key/value features of the rank, f of its mlp."""
 
     input_norm: torch.Tensor  # [h]
-    qkv: torch.Tensor  # [q + 2 kv, h]
+    qkv: Linear  # h -> q + 2 kv
     qkv_bias: torch.Tensor | None  # [q + 2 kv]
-    dense: torch.Tensor  # [h, q]
+    dense: Linear  # q -> h
     dense_bias: torch.Tensor | None  # [h], whole on every rank
     post_norm: torch.Tensor  # [h]
-    fc: torch.Tensor  # [f, h], the activated branch
-    gate: torch.Tensor  # [f, h]
-    proj: torch.Tensor  # [h, f]
+    fc: Linear  # h -> f, the activated branch
+    gate: Linear  # h -> f
+    proj: Linear  # f -> h
+    kv_codec: KvCodec | None  # None for a cache in the compute type
+
+
+class Head(NamedTuple):
+    """What follows the last layer: the norm [h] and the vocabulary's rows [.., h] by tp_rank, or one part."""
+
+    final_norm: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -57,46 +90,120 @@ class Weights:
     head: tuple[torch.Tensor, ...]
 
 
+class WeightSource(Protocol):
+    """A model that is read part by part, in one type and on one device; it keeps no layer it has given out."""
+
+    @property
+    def config(self) -> CheckpointConfig: ...
+
+    def embedding(self) -> tuple[torch.Tensor, ...]:
+        """The embedding table by tp_rank, or in one part when it is not sharded."""
+
+    def layer(self, index: int) -> tuple[LayerShard, ...]:
+        """The shards of layer `index`, counted through all pipeline stages, by tp_rank."""
+
+    def head(self) -> Head:
+        """The final norm and the head. A tied head is the embedding."""
+
+
 def rank_heads(config: CheckpointConfig) -> tuple[int, int]:
     """Query heads and key/value heads of one tensor-parallel rank."""
     tp = config.mapping.tp_size
     return config.num_attention_heads // tp, -(-config.num_key_value_heads // tp)
 
 
-def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype) -> Weights:
-    """Map all rank files of `folder` and give every tensor the type `dtype`.
+def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device = CPU) -> Weights:
+    """All of a checkpoint's or engine's rank files, to compute in `dtype`. Raises as `RankFiles` does."""
+    return load_all(RankFiles(folder, config, dtype, device))
+
+
+def load_all(source: WeightSource) -> Weights:
+    """Every part of `source` at once."""
+    layers = tuple(source.layer(index) for index in range(source.config.num_hidden_layers))
+    return Weights(source.embedding(), layers, *source.head())
+
+
+class RankFiles:
+    """The rank files of a checkpoint or engine: a WeightSource whose numbers are of `dtype`, on `device`.
 
     Raises CheckpointError for a missing, unexpected or misshapen tensor, SafetensorsError for a damaged file.
     """
-    mapping = config.mapping
-    stages = [
-        [
-            _load_rank(rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)), config, pp_rank, dtype)
-            for tp_rank in range(mapping.tp_size)
+
+    def __init__(self, folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self.config = config
+        self._dtype = dtype
+        mapping = config.mapping
+        self._stages = [
+            [
+                _map_rank(rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)), config, pp_rank, device)
+                for tp_rank in range(mapping.tp_size)
+            ]
+            for pp_rank in range(mapping.pp_size)
         ]
-        for pp_rank in range(mapping.pp_size)
-    ]
-    layers = [
-        tuple(_layer(tensors, f"transformer.layers.{layer}.", config.attn_bias) for tensors in stage)
-        for stage, owned in zip(stages, mapping.layers(config.num_hidden_layers), strict=True)
-        for layer in range(len(owned))
-    ]
-    first, last = stages[0], stages[-1]
-    embedding = tuple(
-        tensors[EMBEDDING] for tensors in (first[:1] if config.embedding is EmbeddingSharding.NONE else first)
-    )
-    if all(HEAD in tensors for tensors in last):
-        head = tuple(tensors[HEAD] for tensors in last)
-    elif any(HEAD in tensors for tensors in last):
-        raise CheckpointError(f"tensor '{HEAD}' is in some rank files of {folder} and missing from others")
-    elif config.embedding is EmbeddingSharding.HIDDEN:
-        head = (torch.cat(embedding, dim=1),)
-    else:
-        head = embedding
-    return Weights(embedding, tuple(layers), last[0]["transformer.ln_f.weight"], head)
+        self._places = [
+            (stage, local)
+            for stage, owned in zip(self._stages, mapping.layers(config.num_hidden_layers), strict=True)
+            for local in range(len(owned))
+        ]
+        self._has_head = [HEAD in rank for rank in self._stages[-1]]
+        if any(self._has_head) and not all(self._has_head):
+            raise CheckpointError(f"tensor '{HEAD}' is in some rank files of {folder} and missing from others")
+        self._embedding: tuple[torch.Tensor, ...] | None = None
+
+    def embedding(self) -> tuple[torch.Tensor, ...]:
+        # Kept: a head that shares it must not be a second copy.
+        if self._embedding is None:
+            first = self._stages[0]
+            ranks = first[:1] if self.config.embedding is EmbeddingSharding.NONE else first
+            self._embedding = tuple(rank[EMBEDDING].to(self._dtype) for rank in ranks)
+        return self._embedding
+
+    def layer(self, index: int) -> tuple[LayerShard, ...]:
+        stage, local = self._places[index]
+        return tuple(read_layer(rank, local, self.config, self._dtype) for rank in stage)
+
+    def head(self) -> Head:
+        last = self._stages[-1]
+        if all(self._has_head):
+            parts = tuple(rank[HEAD].to(self._dtype) for rank in last)
+        elif self.config.embedding is EmbeddingSharding.HIDDEN:
+            parts = (torch.cat(self.embedding(), dim=1),)
+        else:
+            parts = self.embedding()
+        return Head(last[0][FINAL_NORM].to(self._dtype), parts)
 
 
-def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+class MappedTensors(Mapping[str, torch.Tensor]):
+    """Tensors of safetensors files by name, each as it is stored; on a CPU they share the page cache's memory."""
+
+    def __init__(self, located: Mapping[str, LocatedTensor], device: torch.device) -> None:
+        self._located = located
+        self._device = device
+        self._files = {path: _map(path) for path in {tensor.path for tensor in located.values()}}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry, data = self._located[name].entry, self._files[self._located[name].path]
+        flat = torch.frombuffer(data, dtype=_STORED_DTYPE[entry.dtype], count=prod(entry.shape), offset=entry.offset)
+        return flat.view(entry.shape).to(self._device)
+
+    # Without this, the base class would make a tensor to see whether it is there.
+    def __contains__(self, name: object) -> bool:
+        return name in self._located
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._located)
+
+    def __len__(self) -> int:
+        return len(self._located)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        # Copy on write: torch warns of read-only memory, and nothing ever writes.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.device) -> MappedTensors:
     header = read_header(path)
     expected = rank_layout(config, pp_rank=pp_rank)
     for name, (stored_as, shape) in expected.items():
@@ -117,27 +224,42 @@ def _load_rank(path: Path, config: CheckpointConfig, pp_rank: int, dtype: torch.
     extra = sorted(header.tensors.keys() - expected.keys() - ROTARY_TABLES)
     if extra:
         raise CheckpointError(f"tensor '{extra[0]}' in {path} has no place in this model")
-    with path.open("rb") as file:
-        # Copy on write: torch warns of read-only memory, and nothing ever writes.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    stored = TORCH_DTYPE[config.dtype]
-    out: dict[str, torch.Tensor] = {}
-    for name in expected.keys() & header.tensors.keys():
-        entry = header.tensors[name]
-        flat = torch.frombuffer(data, dtype=stored, count=prod(entry.shape), offset=entry.offset)
-        out[name] = flat.view(entry.shape).to(dtype)
-    return out
+    wanted = {name: LocatedTensor(path=path, entry=header.tensors[name]) for name in expected if name in header.tensors}
+    return MappedTensors(wanted, device)
 
 
-def _layer(tensors: dict[str, torch.Tensor], prefix: str, attn_bias: bool) -> LayerShard:
+def read_layer(
+    tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype
+) -> LayerShard:
+    """A rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
+    prefix = f"transformer.layers.{layer}."
+    attention, mlp = prefix + "attention.", prefix + "mlp."
+    algo, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
+
+    def linear(name: str) -> Linear:
+        return make_linear(algo, by_role(tensors, name, _ROLES), dtype)
+
+    def bias(name: str) -> torch.Tensor | None:
+        return tensors[name].to(dtype) if config.attn_bias else None
+
+    codec = None
+    if cache is not None:
+        scale = tensors[attention + "kv_cache_scaling_factor"]
+        codec = KvCodec.make(cache, scale, scale, rank_heads(config)[1])
     return LayerShard(
-        input_norm=tensors[prefix + "input_layernorm.weight"],
-        qkv=tensors[prefix + "attention.qkv.weight"],
-        qkv_bias=tensors[prefix + "attention.qkv.bias"] if attn_bias else None,
-        dense=tensors[prefix + "attention.dense.weight"],
-        dense_bias=tensors[prefix + "attention.dense.bias"] if attn_bias else None,
-        post_norm=tensors[prefix + "post_layernorm.weight"],
-        fc=tensors[prefix + "mlp.fc.weight"],
-        gate=tensors[prefix + "mlp.gate.weight"],
-        proj=tensors[prefix + "mlp.proj.weight"],
+        input_norm=tensors[prefix + "input_layernorm.weight"].to(dtype),
+        qkv=linear(attention + "qkv."),
+        qkv_bias=bias(attention + "qkv.bias"),
+        dense=linear(attention + "dense."),
+        dense_bias=bias(attention + "dense.bias"),
+        post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
+        fc=linear(mlp + "fc."),
+        gate=linear(mlp + "gate."),
+        proj=linear(mlp + "proj."),
+        kv_codec=codec,
     )
+
+
+def by_role(tensors: Mapping[str, torch.Tensor], prefix: str, roles: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors `prefix` + suffix that there are, by the roles of their suffixes."""
+    return {role: tensors[prefix + suffix] for suffix, role in roles.items() if prefix + suffix in tensors}

@@ -464,7 +464,12 @@ def config_json(
             "pp_size": mapping.pp_size,
             **LOADERS[release].mapping,
         },
-        "quantization": {**LOADERS[release].quantization, **_quantization_json(quantization)},
+        "quantization": {
+            "quant_algo": None,
+            "kv_cache_quant_algo": None,
+            **LOADERS[release].quantization,
+            **_quantization_json(quantization),
+        },
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from engines.base import Checkpoint, DataType, Mapping
 from engines.errors import InputDataError
-from engines.files import write_json
+from engines.files import pwrite_all, write_json
 from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
 from engines.safetensors_file import ITEMSIZE, header_bytes
 from engines.tensorrt_llm.cast import Bits, Caster, Overflow
@@ -158,7 +158,7 @@ def _create(
     size = sum(prod(plan.shape) for plan in plans) * dtype.itemsize
     # Reserving the space first turns a full disk into an error before the work, not after it.
     os.posix_fallocate(file, 0, len(header) + size)
-    os.pwrite(file, header, 0)
+    pwrite_all(file, header, 0)
     for plan in plans:
         position = offsets[plan.name]
         for piece in plan.pieces:
@@ -294,9 +294,5 @@ class _Mover:
         columns = slice(None) if share.piece.cols is None else slice(*share.piece.cols)
         part = np.ascontiguousarray(block[low - first : high - first, columns])
         position = share.position + (low - begin) * part.shape[1] * part.itemsize
-        view = part.reshape(-1).view(np.uint8).data
-        while view:
-            written = os.pwrite(share.file, view, position)
-            view = view[written:]
-            position += written
+        pwrite_all(share.file, part.reshape(-1).view(np.uint8).data, position)
         self._counter.add(part.nbytes)

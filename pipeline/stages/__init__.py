@@ -1,13 +1,28 @@
-"""The stages. `STAGES` is the pipeline: its order is the order of work, each names the stages whose output it reads."""
+"""The stages of a plan, in the order of work; each names what it makes and what it reads."""
 
 from __future__ import annotations
 
+from pipeline.plan import Plan
 from pipeline.stages.base import Job, Stage
 from pipeline.stages.build import BUILD
+from pipeline.stages.calibrate import CALIBRATE
 from pipeline.stages.convert import CONVERT
 from pipeline.stages.download import DOWNLOAD
 from pipeline.stages.package import PACKAGE
+from pipeline.stages.quantize import QUANTIZE, QUANTIZE_CALIBRATED
+from pipeline.stages.verify import VERIFY
 
-__all__ = ["STAGES", "Job", "Stage"]
+__all__ = ["Job", "Stage", "stages_of"]
 
-STAGES: tuple[Stage, ...] = (DOWNLOAD, CONVERT, BUILD, PACKAGE)
+
+def stages_of(plan: Plan) -> tuple[Stage, ...]:
+    """The pipeline for a plan: its precision decides how the checkpoint is made."""
+    recipe = plan.precision.recipe
+    middle: tuple[Stage, ...]
+    if recipe is None:
+        middle = (CONVERT,)
+    elif recipe.quantization.calibrated:
+        middle = (CALIBRATE, QUANTIZE_CALIBRATED, VERIFY)
+    else:
+        middle = (QUANTIZE, VERIFY)
+    return (DOWNLOAD, *middle, BUILD, PACKAGE)

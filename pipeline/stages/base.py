@@ -26,9 +26,14 @@ class Job:
 
 
 class Stage(Protocol):
-    """A step of the pipeline. `version` is raised by hand when the output for the same input changes."""
+    """A step of the pipeline. `version` is raised by hand when the output for the same input changes.
+
+    makes   what its artefact is called, in the run folder and by the stages that read it
+    inputs  what it reads
+    """
 
     name: str
+    makes: str
     version: int
     inputs: tuple[str, ...]
 

@@ -24,8 +24,9 @@ class Settings:
 
 class Build:
     name = "build"
+    makes = "engine"
     version = 1
-    inputs: tuple[str, ...] = ("convert",)
+    inputs: tuple[str, ...] = ("checkpoint",)
 
     def settings(self, plan: Plan) -> Settings:
         return Settings(runtime=plan.runtime, gpu=plan.gpu, build=plan.build)
@@ -47,7 +48,7 @@ class Build:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        checkpoint = Checkpoint(path=job.inputs["convert"])
+        checkpoint = Checkpoint(path=job.inputs["checkpoint"])
         backend = load_backend(settings.runtime)
         engine = backend.build(checkpoint, job.out, settings.build, settings.gpu, job.log)
         write_passport(engine, runtime=settings.runtime, gpu=settings.gpu, versions=backend.tool_versions())

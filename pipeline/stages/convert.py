@@ -22,8 +22,9 @@ class Settings:
 
 class Convert:
     name = "convert"
+    makes = "checkpoint"
     version = 2
-    inputs: tuple[str, ...] = ("download",)
+    inputs: tuple[str, ...] = ("model",)
 
     def settings(self, plan: Plan) -> Settings:
         return Settings(dtype=plan.precision.dtype, mapping=plan.mapping)
@@ -40,8 +41,8 @@ class Convert:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        convert(job.inputs["download"], job.out, dtype=settings.dtype, mapping=settings.mapping, progress=job.progress)
-        return {"notices": notices(read_model_config(job.inputs["download"]))}
+        convert(job.inputs["model"], job.out, dtype=settings.dtype, mapping=settings.mapping, progress=job.progress)
+        return {"notices": notices(read_model_config(job.inputs["model"]))}
 
 
 CONVERT = Convert()

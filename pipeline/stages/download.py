@@ -30,6 +30,7 @@ GGUF_READERS = ("transformers", "gguf", "torch")
 
 class Download:
     name = "download"
+    makes = "model"
     version = 1
     inputs: tuple[str, ...] = ()
 

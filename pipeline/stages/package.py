@@ -15,8 +15,9 @@ from triton_repo.serving import ServingConfig
 
 class Package:
     name = "package"
+    makes = "repository"
     version = 2
-    inputs: tuple[str, ...] = ("download", "build")
+    inputs: tuple[str, ...] = ("model", "engine")
 
     def settings(self, plan: Plan) -> ServingConfig:
         return plan.serving
@@ -31,7 +32,7 @@ class Package:
         return {}
 
     def run(self, job: Job) -> dict[str, Any]:
-        repository = render(Engine(path=job.inputs["build"]), job.inputs["download"], job.settings, job.out)
+        repository = render(Engine(path=job.inputs["engine"]), job.inputs["model"], job.settings, job.out)
         return {"models": list(repository.models)}
 
 

@@ -1,0 +1,1 @@
+"""A checkpoint beside its original on held-out text, layer by layer and token by token."""

@@ -1,0 +1,173 @@
+"""What to compare, checked here and handed to a worker process that has torch; what comes back, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.files import read_json
+from engines.hf_folder import read_model_config
+from engines.process import Progress, run_worker
+
+DEVICES = ("auto", "cpu", "cuda")
+# Nats above which a perplexity is no number that JSON could hold.
+MOST_NATS = 700.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerError:
+    """How far a layer's output is off, as means over the tokens of a ratio of two lengths of vectors.
+
+    x and y are what enters and leaves the layer in the original, y' what leaves the quantized one.
+
+    local        |y'(x) - y| / |y - x|: what this layer alone does to what it adds, given the original's input
+    accumulated  |y'(x') - y| / |y|: what all layers so far have done, each given the output of the one before
+    """
+
+    layer: int
+    local: float
+    accumulated: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saturation:
+    """Numbers entering a layer's matrix, or its KV cache, that calibration's one scale cannot hold: they are clipped.
+
+    An FP8 scale s holds |x / s| up to 448, an INT8 scale |round(x / s)| up to 127.
+
+    linear  attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj or attention.kv_cache
+    beyond  how many do not fit
+    inputs  of how many
+    """
+
+    layer: int
+    linear: str
+    beyond: int
+    inputs: int
+
+    @property
+    def share(self) -> float:
+        return self.beyond / self.inputs if self.inputs else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the comparison found. `positions` are those with a next token in the text: rows * (seq_len - 1).
+
+    quant_algo, kv_cache_quant_algo  what the second model says of itself, TensorRT-LLM's names
+    original_dtype, quantized_dtype  each model computes in the type that its embedding is stored in
+    original_nll, quantized_nll      mean negative log likelihood of the text's next token, nats
+    mean_kl, p99_kl                  Kullback-Leibler divergence of the next token's distributions, original from
+                                     quantized, nats; over the positions
+    top1_agreement                   share of positions where both prefer the same token
+    saturation                       empty for algorithms without static input scales
+    """
+
+    rows: int
+    seq_len: int
+    device: str
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    original_dtype: str
+    quantized_dtype: str
+    original_nll: float
+    quantized_nll: float
+    mean_kl: float
+    p99_kl: float
+    top1_agreement: float
+    layers: Sequence[LayerError]
+    saturation: Sequence[Saturation]
+
+    @property
+    def positions(self) -> int:
+        return self.rows * (self.seq_len - 1)
+
+    @property
+    def original_perplexity(self) -> float:
+        return _exp(self.original_nll)
+
+    @property
+    def quantized_perplexity(self) -> float:
+        return _exp(self.quantized_nll)
+
+    @property
+    def perplexity_ratio(self) -> float:
+        return _exp(self.quantized_nll - self.original_nll)
+
+    def worst(self, count: int) -> list[LayerError]:
+        """The layers with the largest local errors, the worst first."""
+        return sorted(self.layers, key=lambda layer: -layer.local)[:count]
+
+
+def measure(
+    original: Path,
+    quantized: Path,
+    rows: npt.NDArray[np.int32],
+    *,
+    device: str = "auto",
+    log: Path,
+    progress: Progress = lambda done, total: None,
+) -> Measured:
+    """Run `rows` [rows, seq_len] of token ids through both models, and compare them at every layer and position.
+
+    original   an unquantized Hugging Face folder
+    quantized  a TensorRT-LLM checkpoint of any mapping, or a Hugging Face folder, ModelOpt's quantized one or a plain
+    progress   called with (bytes of the weights done, bytes in all)
+
+    Raises UsageError for rows that cannot be run, InputDataError for folders that are no such models, do not belong
+    together or compute numbers that are not finite, HostError without device or memory.
+    """
+    _check(original, rows, device)
+    with tempfile.TemporaryDirectory(prefix=".accuracy.", dir=log.parent) as scratch:
+        ids, out = Path(scratch, "rows.npy"), Path(scratch, "measured.json")
+        np.save(ids, rows)
+        spec: dict[str, Any] = {
+            "original": str(original),
+            "quantized": str(quantized),
+            "rows": str(ids),
+            "device": device,
+            "out": str(out),
+        }
+        run_worker("engines.accuracy.worker", spec, log, what="comparing with the original", progress=progress)
+        found = read_json(out, "result")
+    layers = tuple(LayerError(**layer) for layer in found.pop("layers"))
+    saturation = tuple(Saturation(**entry) for entry in found.pop("saturation"))
+    return Measured(rows=rows.shape[0], seq_len=rows.shape[1], layers=layers, saturation=saturation, **found)
+
+
+def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
+    if device not in DEVICES:
+        raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
+    model = read_model_config(original)
+    if rows.ndim != 2 or not len(rows) or rows.shape[1] < 2:
+        raise UsageError(
+            f"rows of shape {list(rows.shape)} have no next token to predict",
+            remedy="pass --rows 1 --seq-len 2 or more",
+        )
+    if rows.min() < 0 or rows.max() >= model.vocab_size:
+        raise InputDataError(
+            "the rows have token ids outside the vocabulary",
+            why=f"{original} has {model.vocab_size} tokens",
+            remedy="take the tokenizer of the model itself",
+        )
+    limits = {"max_position_embeddings": model.max_position_embeddings, "sliding_window": model.sliding_window}
+    for name, limit in limits.items():
+        # Attention here is over the whole row, which is another model's beyond its window.
+        if limit is not None and rows.shape[1] > limit:
+            raise UsageError(
+                f"rows of {rows.shape[1]} tokens are too long for {original}",
+                why=f"its {name} is {limit}",
+                remedy=f"use --seq-len {limit} or less",
+            )
+
+
+def _exp(nats: float) -> float:
+    return math.exp(min(nats, MOST_NATS))

@@ -1,0 +1,70 @@
+"""The two models that are compared, whatever kind of folder they lie in, as sources of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from engines.errors import InputDataError
+from engines.files import read_json
+from engines.hf_folder import locate_tensors
+from engines.reference.hf_weights import HfFolder, UnifiedFolder
+from engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
+from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, EmbeddingSharding, read_config
+
+
+def open_model(folder: Path, device: torch.device) -> WeightSource:
+    """The weights of a TensorRT-LLM checkpoint, of ModelOpt's quantized folder, or of a plain Hugging Face folder.
+
+    It computes in the type that its embedding is stored in. Raises InputDataError as the three do.
+    """
+    raw = read_json(folder / "config.json", "model config")
+    if "architecture" in raw:
+        config = read_config(folder)
+        return RankFiles(folder, config, TORCH_DTYPE[config.dtype], device)
+    if raw.get("quantization_config") is not None or (folder / "hf_quant_config.json").is_file():
+        return UnifiedFolder(folder, _stored_type(folder), device)
+    return HfFolder(folder, _stored_type(folder), device)
+
+
+def check_pair(original: WeightSource, quantized: WeightSource, folder: Path) -> None:
+    """Raise InputDataError unless the model in `folder`, `quantized`, has the original's sizes."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        expected, found = getattr(original.config, name), getattr(quantized.config, name)
+        if found != expected:
+            raise InputDataError(
+                f"{folder} was not made from the original",
+                why=f"its {name} is {found}, the original's is {expected}",
+                remedy="compare it with the folder it was made from",
+            )
+
+
+def embed(source: WeightSource, ids: torch.Tensor) -> torch.Tensor:
+    """[...] token ids -> [..., hidden_size], on the weights' device and in their type."""
+    parts = source.embedding()
+    ids = ids.to(parts[0].device)
+    if source.config.embedding is EmbeddingSharding.HIDDEN:
+        return torch.cat([functional.embedding(ids, part) for part in parts], dim=-1)
+    height, width = parts[0].shape
+    out = parts[0].new_empty(*ids.shape, width)
+    for rank, part in enumerate(parts):
+        own = ids // height == rank
+        out[own] = part[ids[own] - rank * height]
+    return out
+
+
+def vocabulary_rows(parts: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
+    """Rows [first, last) of a matrix that lies in `parts` of equal height, one upon the other; [.., h] float32."""
+    height = len(parts[0])
+    spans = [(max(first - rank * height, 0), max(last - rank * height, 0)) for rank in range(len(parts))]
+    return torch.cat([part[begin:end].float() for part, (begin, end) in zip(parts, spans, strict=True)])
+
+
+def _stored_type(folder: Path) -> torch.dtype:
+    embedding = locate_tensors(folder).get("model.embed_tokens.weight")
+    stored = embedding.entry.dtype if embedding is not None else None
+    # What is missing, or stored in a type that no model computes in, is named by whoever reads it.
+    return next((TORCH_DTYPE[kind] for kind, name in SAFETENSORS_DTYPE.items() if name == stored), torch.bfloat16)

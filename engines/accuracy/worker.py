@@ -1,0 +1,176 @@
+"""The process that compares: both models pass a layer at a time, so that one layer of each is all that is resident.
+
+Hidden states of all rows stay on the device, of the original and of the quantized model, each fed by its own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engines.accuracy.distributions import Distributions
+from engines.accuracy.job import LayerError, Saturation
+from engines.accuracy.models import check_pair, embed, open_model, vocabulary_rows
+from engines.accuracy.watch import watched
+from engines.devices import find_device, named_memory_errors
+from engines.errors import InputDataError
+from engines.files import write_json
+from engines.process import Progress, serve_worker
+from engines.reference.layer import rms_norm, run_layer
+from engines.reference.rope import rotary_tables
+from engines.reference.weights import LayerShard, WeightSource
+
+# Tokens in one pass through a layer: on a GPU enough to fill it, on a CPU few enough for its caches.
+BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
+# Logits are computed for so many positions and tokens of the vocabulary at a time: 64 MiB of float32 a model.
+POSITIONS = 2048
+VOCABULARY = 8192
+
+
+@dataclass
+class _Stream:
+    """A model and the hidden states [rows, seq_len, hidden_size] that its layers have made so far."""
+
+    folder: Path
+    source: WeightSource
+    hidden: torch.Tensor
+    tables: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def start(cls, folder: Path, source: WeightSource, ids: torch.Tensor) -> _Stream:
+        hidden = embed(source, ids)
+        cos, sin = rotary_tables(source.config, ids.shape[1])
+        stream = cls(folder, source, hidden, (cos.to(hidden.device), sin.to(hidden.device)))
+        stream.require_finite(hidden, "the embedding")
+        return stream
+
+    def run(self, shards: tuple[LayerShard, ...], hidden: torch.Tensor, index: int) -> torch.Tensor:
+        """[batch, seq_len, hidden_size] through layer `index`. Raises InputDataError for what is not finite."""
+        out = run_layer(self.source.config, shards, hidden.to(self.hidden.dtype), *self.tables)
+        self.require_finite(out, f"layer {index}")
+        return out
+
+    def require_finite(self, tensor: torch.Tensor, where: str) -> None:
+        if not tensor.isfinite().all():
+            raise InputDataError(
+                f"{where} of {self.folder} gives numbers that are not finite",
+                why="its weights or scales are damaged, or too large for its type",
+                remedy="make the folder again",
+            )
+
+    def final(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The normed states [P, hidden_size] of every position with a next token, and the head's parts."""
+        norm, parts = self.source.head()
+        states = self.hidden[:, :-1].flatten(0, 1)
+        return rms_norm(states, norm, self.source.config.norm_epsilon), parts
+
+
+def work(spec: dict[str, Any], progress: Progress) -> None:
+    """Compare as `job.measure` asks; `spec` has its arguments as plain values. Writes spec["out"]."""
+    device, where = find_device(spec["device"]), ["reading the models"]
+    remedy = "pass fewer --rows" + (", or --device cpu" if device.type == "cuda" else "")
+    with torch.inference_mode(), named_memory_errors(device, where, remedy):
+        found = _compare(
+            Path(spec["original"]), Path(spec["quantized"]), np.load(spec["rows"]), device, where, progress
+        )
+    write_json(Path(spec["out"]), found)
+
+
+def _compare(
+    original_folder: Path, folder: Path, rows: Any, device: torch.device, where: list[str], progress: Progress
+) -> dict[str, Any]:
+    sources = open_model(original_folder, device), open_model(folder, device)
+    check_pair(*sources, folder)
+    ids = torch.from_numpy(rows).long()
+    original = _Stream.start(original_folder, sources[0], ids)
+    quantized = _Stream.start(folder, sources[1], ids)
+    # Progress counts the bytes of the weights, as quantizing does. The head passes last, and counts as a layer.
+    total = sum(path.stat().st_size for place in (original_folder, folder) for path in place.glob("*.safetensors"))
+    layers: list[LayerError] = []
+    saturation: list[Saturation] = []
+    count = original.source.config.num_hidden_layers
+    for index in range(count):
+        where[0] = f"comparing layer {index}"
+        error, found = _compare_layer(original, quantized, index)
+        layers.append(error)
+        saturation += found
+        progress((index + 1) * total // (count + 1), total)
+    where[0] = "comparing the next tokens"
+    compared = _compare_tokens(original, quantized, ids[:, 1:].flatten().to(device))
+    progress(total, total)
+    said = quantized.source.config.quantization
+    return {
+        "device": device.type,
+        "quant_algo": said.quant_algo and said.quant_algo.value,
+        "kv_cache_quant_algo": said.kv_cache_quant_algo and said.kv_cache_quant_algo.value,
+        "original_dtype": original.source.config.dtype.value,
+        "quantized_dtype": quantized.source.config.dtype.value,
+        **compared,
+        "layers": [asdict(layer) for layer in layers],
+        "saturation": [asdict(entry) for entry in saturation],
+    }
+
+
+def _compare_layer(original: _Stream, quantized: _Stream, index: int) -> tuple[LayerError, list[Saturation]]:
+    """The errors of one layer, after which both streams are behind it."""
+    true, coded = original.source.layer(index), quantized.source.layer(index)
+    # Saturation is counted for the inputs that the quantized model has when it is served.
+    counted, counts = watched(coded)
+    rows, length, _ = original.hidden.shape
+    local = accumulated = 0.0
+    for part in _slices(rows, max(1, BATCH_TOKENS[original.hidden.device.type] // length)):
+        x = original.hidden[part]
+        y = original.run(true, x, index)
+        alone, own = quantized.run(coded, x, index), quantized.run(counted, quantized.hidden[part], index)
+        local += _sum_of_ratios(alone, y, y.float() - x.float())
+        accumulated += _sum_of_ratios(own, y, y.float())
+        original.hidden[part], quantized.hidden[part] = y, own
+    tokens = rows * length
+    saturation = [
+        Saturation(layer=index, linear=name, beyond=count.beyond, inputs=count.inputs) for name, count in counts.items()
+    ]
+    return LayerError(layer=index, local=local / tokens, accumulated=accumulated / tokens), saturation
+
+
+def _sum_of_ratios(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
+    """Sum over tokens of |found - expected| / |base|, lengths of vectors [..., hidden_size]."""
+    # A mean of the tokens' ratios: one ratio of all numbers would be that of the few tokens a Llama blows up.
+    off = (found.float() - expected.float()).norm(dim=-1).double()
+    return float((off / base.norm(dim=-1).double().clamp(min=torch.finfo(torch.float32).tiny)).sum())
+
+
+def _compare_tokens(original: _Stream, quantized: _Stream, targets: torch.Tensor) -> dict[str, float]:
+    """Likelihood, divergence and agreement over the positions whose next tokens are `targets` [P]."""
+    both = Distributions(targets)
+    (states, head), (other_states, other_head) = original.final(), quantized.final()
+    for words in _slices(original.source.config.vocab_size, VOCABULARY):
+        # In float32: rounding logits to 16 bits would be taken for a divergence.
+        weight = vocabulary_rows(head, words.start, words.stop).t()
+        other_weight = vocabulary_rows(other_head, words.start, words.stop).t()
+        for at in _slices(len(targets), POSITIONS):
+            both.add(at, words.start, states[at].float() @ weight, other_states[at].float() @ other_weight)
+    original.require_finite(both.original.log_total, "the head")
+    quantized.require_finite(both.quantized.log_total, "the head")
+    divergence = both.divergence().cpu().numpy()
+    nll, other_nll = both.nll()
+    return {
+        "original_nll": float(nll.mean()),
+        "quantized_nll": float(other_nll.mean()),
+        "mean_kl": float(divergence.mean()),
+        "p99_kl": float(np.quantile(divergence, 0.99)),
+        "top1_agreement": float(both.agreement().double().mean()),
+    }
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover range(count)."""
+    return (slice(first, min(first + step, count)) for first in range(0, count, step))
+
+
+if __name__ == "__main__":
+    serve_worker(work)

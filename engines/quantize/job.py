@@ -1,0 +1,127 @@
+"""What to quantize and how, checked here and handed to a worker process that has torch and ModelOpt."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.base import DataType, Mapping
+from engines.errors import HostError, UsageError
+from engines.hf_folder import read_model_config
+from engines.process import Progress, run_worker
+from engines.quant import KvCacheQuantAlgo, QuantRecipe
+from engines.tensorrt_llm.checkpoint import EmbeddingSharding, check_mapping
+
+FORMATS = ("trtllm", "hf")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The folder to write: `trtllm` is a TensorRT-LLM checkpoint, `hf` ModelOpt's unified Hugging Face folder.
+
+    mapping, embedding, toolchain  of a TensorRT-LLM checkpoint; the other format is for any
+    """
+
+    form: str = "trtllm"
+    mapping: Mapping = Mapping()  # noqa: RUF009  # frozen
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE
+    toolchain: str | None = None
+
+
+def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
+    """Refuse what cannot work before any process is started. Raises UsageError, InputDataError."""
+    model = read_model_config(source)
+    if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
+        raise UsageError("nothing is to be quantized", remedy="use `trtpipe convert`, or ask for a KV cache type")
+    if layout.form == "trtllm":
+        check_mapping(model, layout.mapping, layout.embedding, recipe.quantization)
+        return
+    if layout.form != "hf":
+        raise UsageError(f"unknown format '{layout.form}'", remedy=f"known: {', '.join(FORMATS)}")
+    if layout.mapping != Mapping():
+        raise UsageError("a Hugging Face folder has no tp or pp", remedy="give them to what serves it")
+    if recipe.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+        raise UsageError(
+            "an INT8 KV cache has no place in a Hugging Face folder",
+            why="neither ModelOpt nor vLLM knows one",
+            remedy="use --kv-cache fp8 or none",
+        )
+    if recipe.quant_algo is None:
+        raise UsageError("a Hugging Face folder needs quantized weights", remedy="choose another recipe")
+    check_mapping(model, Mapping(), quantization=recipe.quantization)
+
+
+def quantize(
+    source: Path,
+    out: Path | None,
+    recipe: QuantRecipe,
+    *,
+    layout: Layout = Layout(),
+    dtype: DataType | None = None,
+    samples: npt.NDArray[np.int32] | None = None,
+    scales: Path | None = None,
+    save_scales: Path | None = None,
+    device: str = "auto",
+    batch_tokens: int | None = None,
+    hidden_bytes: int | None = None,
+    log: Path,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Calibrate the Hugging Face folder `source`, or take `scales` of it, and write `out`.
+
+    out           an existing empty folder; None writes no model (then `save_scales` is the result)
+    dtype         of what is not quantized; None keeps the source's, float32 becoming bfloat16
+    samples       [samples, seq_len] token ids; needed when the recipe's scales depend on activations
+    scales        a file that `save_scales` named before: nothing is calibrated
+    batch_tokens  tokens in one forward pass; None for the device's default
+    hidden_bytes  room for hidden states before they go to a file; None for a share of what is free
+    progress      called with (bytes of the weights done, bytes in all)
+
+    Raises UsageError, InputDataError naming layer or sample, HostError without ModelOpt or memory.
+    """
+    check(source, recipe, layout)
+    quantization = recipe.quantization
+    if quantization.calibrated and samples is None and scales is None:
+        raise UsageError(f"{recipe.name} needs calibration samples", remedy="pass --calib")
+    if quantization.calibrated and scales is None:
+        require_modelopt()
+    if samples is None:
+        # Weight-only recipes look at no activation, yet hidden states must have a shape.
+        samples = np.zeros((1, 1), np.int32)
+    target = dtype or read_model_config(source).dtype
+    if target in (None, DataType.FLOAT32):
+        target = DataType.BFLOAT16
+    with tempfile.TemporaryDirectory(prefix=".quantize.", dir=log.parent) as scratch:
+        np.save(Path(scratch, "samples.npy"), samples)
+        spec: dict[str, Any] = {
+            "source": str(source),
+            "out": str(out) if out else "",
+            "format": layout.form if out else None,
+            "dtype": target.value,
+            "quantization": asdict(quantization),
+            "modelopt": recipe.modelopt,
+            "mapping": asdict(layout.mapping),
+            "embedding": layout.embedding.value,
+            "toolchain": layout.toolchain,
+            "samples": str(Path(scratch, "samples.npy")),
+            "scales_in": str(scales) if scales else None,
+            "scales_out": str(save_scales) if save_scales else None,
+            "device": device,
+            "batch_tokens": batch_tokens,
+            "hidden_bytes": hidden_bytes,
+            "scratch": scratch,
+        }
+        run_worker("engines.quantize.worker", spec, log, what="quantizing", progress=progress)
+
+
+def require_modelopt() -> None:
+    """Raises HostError when ModelOpt is not installed."""
+    if importlib.util.find_spec("modelopt") is None:
+        raise HostError("nvidia-modelopt is not installed", remedy="run `pip install trtpipe[quantize]`")

@@ -1,0 +1,232 @@
+"""Weights from Hugging Face folders: the model as it was, and ModelOpt's unified export of it quantized.
+
+Both are WeightSources of a single rank, so that one runtime computes what a checkpoint is compared with, too.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.base import Mapping as Ranks
+from engines.errors import InputDataError
+from engines.files import read_json
+from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from engines.quant import KvCacheQuantAlgo
+from engines.quantize import unified
+from engines.reference.kv_codec import KvCodec
+from engines.reference.linear import Linear, Stacked, make_linear
+from engines.reference.weights import (
+    CPU,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    TORCH_DTYPE,
+    Head,
+    LayerShard,
+    MappedTensors,
+    by_role,
+    rank_heads,
+    read_layer,
+)
+from engines.tensorrt_llm.checkpoint import (
+    SAFETENSORS_DTYPE,
+    CheckpointConfig,
+    TensorPlan,
+    config_json,
+    parse_config,
+    plan_rank,
+)
+from engines.tensorrt_llm.convert import DERIVED_SUFFIX, check_source
+
+_FLOATS = frozenset(SAFETENSORS_DTYPE.values())
+# What `make_linear` calls the tensors of a linear.
+_ROLES = {
+    "weight": "weight",
+    "weight_scale": "scale",
+    "weight_scale_2": "second_scale",
+    "input_scale": "input_scale",
+    "pre_quant_scale": "smooth",
+}
+
+
+class HfFolder:
+    """The unquantized folder `folder`, to compute in `dtype` on `device`.
+
+    Raises InputDataError for a folder that is incomplete, damaged or of another kind.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        model, located = read_model_config(folder), locate_tensors(folder)
+        check_source(folder, model, located)
+        self.config = _checkpoint_config(folder, model, dtype, {})
+        self._dtype = dtype
+        self._rank = _Planned(plan_rank(model, Ranks(), tp_rank=0, pp_rank=0), MappedTensors(located, device), dtype)
+
+    def embedding(self) -> tuple[torch.Tensor, ...]:
+        return (self._rank[EMBEDDING],)
+
+    def layer(self, index: int) -> tuple[LayerShard, ...]:
+        return (read_layer(self._rank, index, self.config, self._dtype),)
+
+    def head(self) -> Head:
+        return Head(self._rank[FINAL_NORM], (self._rank[HEAD],))
+
+
+class UnifiedFolder:
+    """ModelOpt's quantized folder `folder`, to compute in `dtype` on `device`.
+
+    Scales are each matrix's own, also of q, k and v, and of keys and values. Raises InputDataError for a folder that
+    is incomplete, damaged, not quantized, or quantized in a way that is not read here.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        model, facts = _read_quantized_config(folder)
+        self.config = _checkpoint_config(folder, model, dtype, facts)
+        if self.config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+            raise InputDataError(
+                f"{folder} has its KV cache quantized with INT8",
+                why="ModelOpt's format has no place for its scales",
+                remedy="use a TensorRT-LLM checkpoint for that",
+            )
+        located = locate_tensors(folder)
+        self._check(folder, model, located)
+        self._dtype = dtype
+        self._tensors = MappedTensors(located, device)
+
+    def embedding(self) -> tuple[torch.Tensor, ...]:
+        return (self._float("model.embed_tokens.weight"),)
+
+    def layer(self, index: int) -> tuple[LayerShard, ...]:
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        biased, codec = self.config.attn_bias, None
+        if self.config.quantization.kv_cache_quant_algo is not None:
+            keys, values = self._tensors[qkv[1] + ".k_scale"], self._tensors[qkv[2] + ".v_scale"]
+            codec = KvCodec.make(KvCacheQuantAlgo.FP8, keys, values, rank_heads(self.config)[1])
+        shard = LayerShard(
+            input_norm=self._float(prefix + "input_layernorm.weight"),
+            qkv=Stacked(tuple(self._linear(name) for name in qkv)),
+            qkv_bias=torch.cat([self._float(name + ".bias") for name in qkv]) if biased else None,
+            dense=self._linear(attention + "o_proj"),
+            dense_bias=self._float(attention + "o_proj.bias") if biased else None,
+            post_norm=self._float(prefix + "post_attention_layernorm.weight"),
+            fc=self._linear(mlp + "gate_proj"),
+            gate=self._linear(mlp + "up_proj"),
+            proj=self._linear(mlp + "down_proj"),
+            kv_codec=codec,
+        )
+        return (shard,)
+
+    def head(self) -> Head:
+        tied = self.config.tie_word_embeddings
+        return Head(self._float("model.norm.weight"), self.embedding() if tied else (self._float("lm_head.weight"),))
+
+    def _float(self, name: str) -> torch.Tensor:
+        return self._tensors[name].to(self._dtype)
+
+    def _linear(self, name: str) -> Linear:
+        stored = by_role(self._tensors, name + ".", _ROLES)
+        return make_linear(self.config.quantization.quant_algo, stored, self._dtype)
+
+    def _check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
+        plans = {plan.name: plan for plan in unified.plan(model, self.config.quantization)}
+        for name, plan in plans.items():
+            if name not in located:
+                raise InputDataError(
+                    f"tensor '{name}' is missing from {folder}",
+                    why=f"config.json says {_described(self.config)}",
+                    remedy="export the model again",
+                )
+            entry = located[name].entry
+            if entry.shape != plan.shape:
+                raise InputDataError(
+                    f"tensor '{name}' in {located[name].path} has shape {list(entry.shape)}",
+                    why=f"config.json implies {list(plan.shape)}",
+                )
+            if entry.dtype not in ({plan.dtype} if plan.dtype else _FLOATS):
+                raise InputDataError(
+                    f"tensor '{name}' in {located[name].path} has dtype {entry.dtype}",
+                    why=f"config.json says {_described(self.config)}",
+                )
+        tied = {HEAD} if model.tie_word_embeddings else set()
+        extra = sorted(name for name in located.keys() - plans.keys() - tied if not name.endswith(DERIVED_SUFFIX))
+        if extra:
+            raise InputDataError(
+                f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in this model",
+                why=f"config.json says {_described(self.config)}",
+            )
+
+
+class _Planned(Mapping[str, torch.Tensor]):
+    """A rank file's tensors, put together from the tensors of an HF folder, in `dtype`."""
+
+    def __init__(self, plans: Iterator[TensorPlan], source: MappedTensors, dtype: torch.dtype) -> None:
+        self._plans = {plan.name: plan for plan in plans}
+        self._source = source
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        # A single rank takes every piece whole.
+        pieces = [self._source[piece.source].to(self._dtype) for piece in self._plans[name].pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._plans
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+def _checkpoint_config(
+    folder: Path, model: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any]
+) -> CheckpointConfig:
+    stored = next(kind for kind, same in TORCH_DTYPE.items() if same == dtype)
+    return parse_config({**config_json(model, stored, Ranks()), "quantization": quantization}, str(folder))
+
+
+def _described(config: CheckpointConfig) -> str:
+    weights, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
+    return f"{weights.value if weights else 'unquantized'} weights, {cache.value if cache else 'unquantized'} KV cache"
+
+
+def _read_quantized_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model, and its quantization under the names of a checkpoint's config."""
+    path = folder / "config.json"
+    raw = read_json(path, "model config")
+    method = raw.pop("quantization_config", None)
+    detailed = folder / "hf_quant_config.json"
+    if detailed.is_file():
+        facts = read_json(detailed, "quantization config").get("quantization")
+    elif isinstance(method, dict):
+        # Older readers' form: the KV cache is a scheme and not a name.
+        facts = {**method, "exclude_modules": method.get("ignore")}
+        scheme = method.get("kv_cache_scheme")
+        if isinstance(scheme, dict):
+            float8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
+            facts["kv_cache_quant_algo"] = KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"
+    else:
+        raise InputDataError(
+            f"{folder} is not quantized",
+            why="it has no hf_quant_config.json, and config.json no quantization_config",
+            remedy="give a folder exported by ModelOpt",
+        )
+    if not isinstance(facts, dict):
+        raise InputDataError(f"{detailed} has no quantization section", remedy="export the model again")
+    # A config that mentions a quantization is refused, as that of a model to convert.
+    with tempfile.TemporaryDirectory() as scratch:
+        plain = Path(scratch)
+        (plain / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        try:
+            return read_model_config(plain), facts
+        except InputDataError as error:
+            raise type(error)(error.what.replace(scratch, str(folder)), why=error.why, remedy=error.remedy) from None

@@ -1,0 +1,231 @@
+"""A linear layer's weight as it is held, and how it is applied: one class for each arithmetic.
+
+Each computes what TensorRT-LLM's kernel for its algorithm does: what is rounded to which type, where scales come in,
+what accumulates in which type. The order of a sum is the library's own. "The model's type" is the type computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from engines.quant import QuantAlgo
+from engines.reference.codes import E4M3_MAX, quantize_rows, to_e4m3, to_int8, unpack_int4
+
+# The smallest scale of a token, or a token of zeros would divide by zero.
+MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
+# Sums of so many products of two int8 are below 2^24, and so exact in float32.
+_EXACT_COLUMNS = 1024
+
+
+class Linear(Protocol):
+    """[T, in] -> [T, out] in the type of the input."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A weight [out, in] in the model's type. Weight-only algorithms are this too, once the weight is decoded."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.weight)
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """`linear` of the input times a vector [in] of the model's type; the product is rounded to that type."""
+
+    vector: torch.Tensor
+    linear: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.vector)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Linears of one input side by side: features of the output follow each other."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Both sides e4m3 with a scale each, found by calibration.
+
+    codes         [out, in], see `_e4m3_operand`
+    input_scale   [1] float32; what the input is divided by
+    output_scale  [1] float32; what the product of codes is multiplied by
+    """
+
+    codes: torch.Tensor
+    input_scale: torch.Tensor
+    output_scale: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = _e4m3_product(to_e4m3(x / self.input_scale), self.codes)
+        return (product * self.output_scale).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Fp8PerToken:
+    """Both sides e4m3; every token takes its scale from its own largest magnitude, every output row has one.
+
+    codes      [out, in], see `_e4m3_operand`
+    row_scale  [out] float32
+    """
+
+    codes: torch.Tensor
+    row_scale: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        scale = (x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=MIN_TOKEN_SCALE)
+        product = _e4m3_product(to_e4m3(x / scale), self.codes)
+        return (product * scale * self.row_scale).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Both sides int8, the sum exact in int32.
+
+    codes        [out, in], see `_int8_operand`
+    input_scale  [1] float32, found by calibration
+    row_scale    [out] float32
+    """
+
+    codes: torch.Tensor
+    input_scale: torch.Tensor
+    row_scale: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        product = _int8_product(to_int8(x / self.input_scale), self.codes)
+        return (product * (self.input_scale * self.row_scale)).to(x.dtype)
+
+
+def make_linear(algo: QuantAlgo | None, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
+    """The linear that the tensors of a checkpoint describe, for inputs of the type `dtype`, on the tensors' device.
+
+    stored holds, by role and as far as `algo` has them:
+      weight        codes, or float numbers; AWQ's are packed as `unpack_int4` reads them
+      scale         of the weight: float32, one, [out] or [out, groups]. W8A16 without it is quantized here
+      second_scale  of W4A8's weight: float32, one
+      input_scale   float32, one
+      smooth        [in], what the input is multiplied by first; also absent when a norm has taken it up
+    """
+    weight, smooth = stored["weight"], stored.get("smooth")
+    if algo is QuantAlgo.W4A8_AWQ:
+        return _w4a8(stored, dtype)
+    linear: Linear
+    if algo is None:
+        linear = Plain(weight.to(dtype))
+    elif algo is QuantAlgo.W8A16:
+        codes, scale = (weight, stored["scale"]) if "scale" in stored else quantize_rows(weight.to(dtype))
+        # The kernel multiplies the two in the model's type, before the product.
+        linear = Plain(codes.to(dtype) * scale.to(dtype)[:, None])
+    elif algo is QuantAlgo.W4A16_AWQ:
+        linear = Plain(_times_groups(unpack_int4(weight), stored["scale"].to(dtype)))
+    elif algo is QuantAlgo.FP8:
+        input_scale = stored["input_scale"].reshape(1)
+        linear = Fp8(_e4m3_operand(weight, dtype), input_scale, input_scale * stored["scale"].reshape(1))
+    elif algo is QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN:
+        linear = Fp8PerToken(_e4m3_operand(weight, dtype), stored["scale"])
+    else:
+        linear = Int8(_int8_operand(weight), stored["input_scale"].reshape(1), stored["scale"])
+    return linear if smooth is None else Smoothed(smooth.to(dtype), linear)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, in] @ weight [out, in].T, both of one type. In 16 bits columns of the result are contiguous, not rows."""
+    # Weights as the left factor are up to twice as fast in 16 bits, and slower in 32.
+    if weight.dtype == torch.float32:
+        return functional.linear(x, weight)
+    if len(x) == 1:
+        return torch.mv(weight, x[0]).unsqueeze(0)
+    return torch.mm(weight, x.t()).t()
+
+
+def _w4a8(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
+    """int4 weights that meet e4m3 inputs on FP8 tensor cores."""
+    # The main loop multiplies int4 by the group's scale in fp16 and rounds to e4m3, which is what the tensor cores
+    # take; the second scale, the largest weight / 448, keeps those within e4m3's range and comes back at the end.
+    input_scale, second = stored["input_scale"].reshape(1), stored["second_scale"].reshape(1)
+    weight = to_e4m3(_times_groups(unpack_int4(stored["weight"]), (stored["scale"] / second).half()))
+    codes, output_scale = _e4m3_operand(weight, dtype), input_scale * second
+    if "smooth" not in stored:
+        return Fp8(codes, input_scale, output_scale)
+    # One vector does both, so that the input is rounded to the model's type only once on its way to e4m3.
+    vector = (stored["smooth"].to(dtype) / input_scale).to(dtype)
+    return Smoothed(vector, Fp8(codes, torch.ones_like(input_scale), output_scale))
+
+
+def _times_groups(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes [out, in] times their group's scale [out, groups], computed in the scale's type."""
+    grouped = codes.to(scale.dtype).view(*scale.shape, -1)
+    return (grouped * scale[:, :, None]).flatten(1)
+
+
+def _e4m3_operand(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """e4m3 codes [out, in] as `_e4m3_product` wants them: as they are where the device multiplies them.
+
+    Elsewhere in bfloat16, which holds every e4m3 number, when that is the model's type; else in float32: products
+    of codes exceed float16.
+    """
+    on_tensor_cores = (
+        codes.device.type == "cuda"
+        and torch.cuda.get_device_capability(codes.device) >= (8, 9)
+        and not any(size % 16 for size in codes.shape)
+    )
+    if on_tensor_cores:
+        return codes
+    return codes.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+
+def _e4m3_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T for e4m3 x, summed in float32; a product of two codes is exact there.
+
+    float32, or bfloat16 for weights held in it: a rounding by 2^-9, small beside the 2^-4 of the codes.
+    """
+    if weight.dtype != torch.float8_e4m3fn:
+        return multiply(x.to(weight.dtype), weight)
+    one = torch.ones((), device=x.device)
+    return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+def _int8_operand(codes: torch.Tensor) -> torch.Tensor:
+    """int8 codes [out, in] as `_int8_product` wants them: float32 where torch's own int8 product is not exact."""
+    # Without these instructions the library adds pairs of products in int16, where they saturate.
+    return codes if codes.device.type == "cuda" or torch.cpu._is_vnni_supported() else codes.float()
+
+
+def _int8_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T for int8 x, exact in int32."""
+    if weight.dtype == torch.int8:
+        rows, features = len(x), len(weight)
+        if x.device.type == "cuda":
+            # cuBLAS takes more than 16 rows, and multiples of 8; zeros add nothing.
+            x, weight = _padded(x, max(rows, 32)), _padded(weight, features)
+        return torch._int_mm(x, weight.t())[:rows, :features]
+    out = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
+    for first in range(0, x.shape[1], _EXACT_COLUMNS):
+        columns = slice(first, first + _EXACT_COLUMNS)
+        out += functional.linear(x[:, columns].float(), weight[:, columns]).to(torch.int32)
+    return out
+
+
+def _padded(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """The matrix with zeros up to `rows` rows, and both sizes multiples of 8."""
+    height, width = matrix.shape
+    rows += -rows % 8
+    if rows == height and width % 8 == 0:
+        return matrix
+    return functional.pad(matrix, (0, -width % 8, 0, rows - height))

@@ -1,0 +1,82 @@
+"""HFSnapshot -> the scales of a recipe, found by ModelOpt on calibration samples; for any mapping and format."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+from engines.base import CalibrationConfig, DataType
+from engines.quant import QuantRecipe
+from engines.quantize import job as quantizing
+from pipeline import calibration
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+
+SCALES = "scales.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    recipe: QuantRecipe
+    dtype: DataType
+    calibration: CalibrationConfig
+
+
+class Calibrate:
+    name = "calibrate"
+    makes = "scales"
+    version = 1
+    inputs: tuple[str, ...] = ("model",)
+
+    def settings(self, plan: Plan) -> Settings:
+        assert plan.precision.recipe is not None
+        return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, calibration=plan.calibration)
+
+    def hashed(self, settings: Settings) -> dict[str, Any]:
+        chosen = dataclasses.asdict(settings.calibration)
+        del chosen["data"]  # its content counts, not its name
+        return {
+            "dtype": settings.dtype.value,
+            "modelopt": settings.recipe.modelopt,
+            **hashed_quantization(settings.recipe),
+            "calibration": chosen,
+        }
+
+    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
+        return {"calibration": calibration.digest(settings.calibration.data, digests)}
+
+    def tools(self, settings: Settings) -> dict[str, str]:
+        quantizing.require_modelopt()
+        return {name: importlib.metadata.version(name) for name in ("nvidia-modelopt", "transformers")}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        settings: Settings = job.settings
+        quantizing.check(job.inputs["model"], settings.recipe, quantizing.Layout())
+        quantizing.quantize(
+            job.inputs["model"],
+            None,
+            settings.recipe,
+            dtype=settings.dtype,
+            samples=calibration.samples(job.inputs["model"], settings.calibration),
+            save_scales=job.out / SCALES,
+            log=job.log,
+            progress=job.progress,
+        )
+        return {}
+
+
+def hashed_quantization(recipe: QuantRecipe) -> dict[str, Any]:
+    """What of a recipe the bytes depend on."""
+    quantization = recipe.quantization
+    algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
+    return {
+        "quant_algo": algo and algo.value,
+        "kv_cache_quant_algo": cache and cache.value,
+        "group_size": quantization.group_size if quantization.packed else None,
+    }
+
+
+CALIBRATE = Calibrate()

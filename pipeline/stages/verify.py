@@ -1,0 +1,63 @@
+"""The accuracy gate: the checkpoint against its original on held-out text, before a GPU is paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engines.base import CalibrationConfig, DataType
+from engines.quant import QuantRecipe
+from pipeline import accuracy, calibration
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    recipe: QuantRecipe
+    dtype: DataType
+    accept: bool
+
+
+class Verify:
+    name = "verify"
+    makes = "accuracy"
+    version = 1
+    inputs: tuple[str, ...] = ("model", "checkpoint")
+
+    def settings(self, plan: Plan) -> Settings:
+        assert plan.precision.recipe is not None
+        return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, accept=plan.accept_accuracy)
+
+    def hashed(self, settings: Settings) -> dict[str, Any]:
+        return {
+            "thresholds": vars(settings.recipe.thresholds),
+            "rows": accuracy.ROWS,
+            "seq_len": accuracy.SEQ_LEN,
+            "accept_accuracy": settings.accept,
+        }
+
+    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
+        return {"heldout": calibration.digest(calibration.HELDOUT, digests)}
+
+    def tools(self, settings: Settings) -> dict[str, str]:
+        return {}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""
+        settings: Settings = job.settings
+        model = job.inputs["model"]
+        rows = CalibrationConfig(data=calibration.HELDOUT, samples=accuracy.ROWS, seq_len=accuracy.SEQ_LEN)
+        measured = accuracy.measure(
+            model, job.inputs["checkpoint"], calibration.samples(model, rows), log=job.log, progress=job.progress
+        )
+        report = accuracy.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
+        report.write(job.out)
+        if report.failures and not settings.accept:
+            raise report.refusal()
+        notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
+        return {"notices": [*notices, report.line()]}
+
+
+VERIFY = Verify()
