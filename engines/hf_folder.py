@@ -70,8 +70,11 @@ class LocatedTensor:
     entry: TensorEntry
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Normalise `folder`/config.json. Raises InputDataError, NotALlama for another architecture."""
+def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
+    """Normalise `folder`/config.json; `quantized` accepts one that describes quantized weights.
+
+    Raises InputDataError, NotALlama for another architecture.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise NotALlama(
@@ -102,7 +105,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     act = raw.get("hidden_act", "silu")
     if act != "silu":
         raise InputDataError(f"{path}: hidden_act is {act!r}", why="TensorRT-LLM's Llama computes silu")
-    if raw.get("quantization_config") is not None:
+    if raw.get("quantization_config") is not None and not quantized:
         raise InputDataError(
             f"{path} describes an already quantized model", remedy="start from the model's bf16 or fp16 folder"
         )

@@ -18,7 +18,11 @@ NAME = "passport.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Passport:
-    """What an engine was made for and by. `sm` is None for the reference runtime, which runs on any machine."""
+    """What an engine was made for and by.
+
+    sm        None for the reference runtime, which runs on any machine
+    accuracy  of a quantized checkpoint: what it measured against its original, and whether a failure was accepted
+    """
 
     runtime: str
     gpu: str
@@ -30,13 +34,16 @@ class Passport:
     quant_algo: str | None
     kv_cache_quant_algo: str | None
     build_config: dict[str, Any]
+    accuracy: dict[str, Any] | None = None
 
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
 
 
-def write_passport(engine: Engine, *, runtime: str, gpu: GpuSpec, versions: dict[str, str]) -> Passport:
+def write_passport(
+    engine: Engine, *, runtime: str, gpu: GpuSpec, versions: dict[str, str], accuracy: dict[str, Any] | None = None
+) -> Passport:
     """Write the passport of an engine just built, from the engine's own config.json."""
     config = read_json(engine.path / "config.json", "engine config")
     pretrained = config["pretrained_config"]
@@ -52,6 +59,7 @@ def write_passport(engine: Engine, *, runtime: str, gpu: GpuSpec, versions: dict
         quant_algo=quantization.get("quant_algo"),
         kv_cache_quant_algo=quantization.get("kv_cache_quant_algo"),
         build_config=config["build_config"],
+        accuracy=accuracy,
     )
     write_json(engine.path / NAME, asdict(passport))
     return passport

@@ -109,14 +109,15 @@ def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
     with os.fdopen(int(descriptor), "w") if descriptor else contextlib.nullcontext(sys.stderr) as channel:
 
         def tell(message: dict[str, Any]) -> None:
-            print(json.dumps(message), file=channel, flush=True)
+            channel.write(json.dumps(message) + "\n")
+            channel.flush()
 
         try:
             work(json.loads(sys.argv[1]), lambda done, total: tell({"done": done, "total": total}))
         except TrtpipeError as error:
             kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(errors, cls.__name__))
             tell({"error": kind, "what": error.what, "why": error.why, "remedy": error.remedy})
-            sys.exit(1)
+            raise SystemExit(1) from None
 
 
 def _error(message: dict[str, str]) -> TrtpipeError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -235,6 +236,41 @@ def quantize(
         )  # fmt: skip
         log.unlink()
     console.result(f"{out_dir}: {recipe.name}, {form}")
+
+
+@app.command()
+def verify(
+    original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
+    quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint, or ModelOpt's Hugging Face folder.")],
+    text: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "heldout",
+    rows: Annotated[int, typer.Option(help="Rows of text.")] = 16,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 256,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    report_dir: Annotated[
+        Path | None, typer.Option("--report", help="Folder for accuracy.json and accuracy.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
+    from engines.base import CalibrationConfig
+    from pipeline import accuracy, calibration, config, console
+
+    chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
+    ids = calibration.samples(original, chosen)
+    with tempfile.TemporaryDirectory() as scratch, console.BuildReporter().stage("verify", str(quantized)) as progress:
+        measured = accuracy.measure(
+            original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress
+        )
+    recipe = accuracy.matching_recipe(measured, config.load_quant_recipes())
+    report = accuracy.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    if report_dir is not None:
+        report.write(report_dir)
+    if as_json:
+        console.result_json(report.to_dict())
+    else:
+        console.accuracy(report)
+    if report.failures:
+        raise report.refusal(report_dir)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -41,6 +42,19 @@ CASES: dict[str, tuple[str, str, str | None]] = {
     "w4a8-awq": ("W4A8_AWQ_BETA_CFG", "W4A8_AWQ", None),
 }
 STATIC = {"attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj"}
+
+
+# ModelOpt, and torch under it, warn of many things that are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    """Imported before the guard of a single test is up: a dependency of both runs lscpu on import."""
+    import transformers  # noqa: F401
+
+    if importlib.util.find_spec("modelopt") is not None:
+        import modelopt.torch.quantization  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -183,20 +197,27 @@ def test_plain_folders_and_float32_originals(llama: Path, tmp_path: Path, compar
     assert all(0 < layer.local < 0.02 for layer in found.layers)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_quantizing_costs_a_little(quantized: Quantized, llama: Path, compare: Compare, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "most_kl", "most_error"),
+    [("fp8-kv", 0.02, 0.15), ("int8-sq", 0.002, 0.05), ("int4-awq", 0.15, 0.4), ("w4a8-awq", 0.15, 0.4)],
+)
+def test_quantizing_costs_a_little(
+    quantized: Quantized, llama: Path, compare: Compare, case: str, most_kl: float, most_error: float
+) -> None:
     found = compare(llama, quantized(case))
-    assert 0 < found.mean_kl < (0.02 if "int4" not in case and "w4" not in case else 0.1)
+    assert most_kl / 10 < found.mean_kl < most_kl
     assert found.mean_kl < found.p99_kl
-    assert 0.8 < found.top1_agreement <= 1
-    assert found.perplexity_ratio == pytest.approx(1, abs=0.1)
-    assert all(1e-3 < layer.local < 0.2 for layer in found.layers)
+    # A random model's first choice is barely ahead of its second.
+    assert 0.4 < found.top1_agreement < 1
+    assert found.perplexity_ratio == pytest.approx(1, abs=0.05)
+    assert all(most_error / 10 < layer.local < most_error for layer in found.layers)
     _, algo, cache = CASES[case]
     assert (found.quant_algo, found.kv_cache_quant_algo) == (algo, cache)
-    # Calibrated with the same rows: next to nothing can be beyond the largest number seen.
     names = {entry.linear for entry in found.saturation}
     assert names == (set() if case == "int4-awq" else STATIC | ({"attention.kv_cache"} if cache else set()))
-    assert sum(entry.beyond for entry in found.saturation) < 1e-3 * sum(entry.inputs for entry in found.saturation) + 1
+    # Calibrated with the same rows, so that only a rounding can go beyond the largest number seen: in SmoothQuant,
+    # where all channels have the same largest number, that is once in each.
+    assert all(entry.share < 0.01 for entry in found.saturation)
     inputs = {entry.linear: entry.inputs for entry in found.saturation if entry.layer == 1}
     tokens = ROWS.size
     sizes = {"attention.kv_cache": 128, "mlp.proj": 256}
@@ -228,7 +249,7 @@ def test_a_broken_scale_is_found(
     broken = damaged(quantized("fp8-kv"), tmp_path / "broken", name, lambda scale: scale * 4)
     found = compare(llama, broken)
     report = Report(recipe="fp8-kv", thresholds=STRICT, measured=found)
-    assert [layer.layer for layer in report.worst][0] == 1
+    assert report.worst[0].layer == 1
     assert found.layers[1].local > 5 * max(found.layers[0].local, found.layers[2].local)
     # What comes after it is fed with the damage, and does no more.
     assert found.layers[2].accumulated > 5 * found.layers[0].accumulated
@@ -244,7 +265,7 @@ def test_clipped_inputs_are_counted(
     found = compare(llama, damaged(quantized(case), tmp_path / "small", name, lambda scale: scale / 16))
     worst = Report(recipe=case, thresholds=STRICT, measured=found).saturated[0]
     assert (worst.layer, worst.linear) == (2, "mlp.proj")
-    assert 0.001 < worst.share < 0.5
+    assert 0.01 < worst.share < 0.6
     assert sum(entry.beyond for entry in found.saturation) - worst.beyond < worst.beyond / 10
 
 
@@ -316,7 +337,7 @@ def test_models_that_do_not_belong_together(
 )
 def test_numbers_that_are_not_finite(llama: Path, tmp_path: Path, compare: Compare, name: str, told: str) -> None:
     (tmp_path / "out").mkdir()
-    convert(llama, tmp_path / "out", dtype=DataType.BFLOAT16)
+    convert(llama, tmp_path / "out", dtype=DataType.BFLOAT16, mapping=Mapping())
 
     def spoil(weight: torch.Tensor) -> torch.Tensor:
         weight[0] = math.nan
@@ -336,7 +357,7 @@ def test_a_damaged_original_is_named(llama: Path, tmp_path: Path, compare: Compa
     (tmp_path / "bad").mkdir()
     save_file(tensors, tmp_path / "bad" / "model.safetensors")
     (tmp_path / "bad" / "config.json").write_bytes((llama / "config.json").read_bytes())
-    with pytest.raises(InputDataError, match="layer 2 of .*bad"):
+    with pytest.raises(InputDataError, match=r"layer 2 of .*bad"):
         compare(tmp_path / "bad", llama)
 
 
@@ -443,8 +464,8 @@ def test_beyond_a_threshold(limits: dict[str, float], told: str) -> None:
     refusal = report.refusal(Path("runs/m"))
     assert isinstance(refusal, StageFailed)
     assert str(refusal) == (
-        f"the accuracy gate failed: {told}: most goes wrong in layer 7, 51 % of what it adds; see "
-        "runs/m/accuracy.html, then choose another recipe or better calibration text, or pass --accept-accuracy to build"
+        f"the accuracy gate failed: {told}: most goes wrong in layer 7, 51 % of what it adds; see runs/m/accuracy.html,"
+        " then choose another recipe or better calibration text, or pass --accept-accuracy to build"
     )
     assert "accuracy.html" not in str(report.refusal())
 

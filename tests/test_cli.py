@@ -30,8 +30,8 @@ from tests.test_runner import SIZES, snapshot
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "plan", "status", "convert", "inspect", "restore", "serve", "stop", "generate", "bench", "models", "gpus",
-    "gc", "doctor",
+    "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "stop",
+    "generate", "bench", "models", "gpus", "gc", "doctor",
 ]  # fmt: skip
 
 
@@ -236,7 +236,9 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("plan", "--model", "llama3-8", "--gpu", "cpu") == (
         "unknown model 'llama3-8'; did you mean 'llama3-8b'?"
     )
-    assert refused("build", "--model", "smollm2", "--gpu", "cpu", "--dtype", "fp8").startswith("--dtype fp8 ")
+    assert refused("build", "--model", "smollm2", "--gpu", "a100", "--dtype", "fp8").startswith(
+        "fp8 does not run on a100"
+    )
     assert refused("plan", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batchsize=1") == (
         "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"
     )

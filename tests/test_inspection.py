@@ -49,13 +49,15 @@ def test_a_missing_rank_and_a_wrong_size_are_both_named(checkpoint: Path) -> Non
     assert f"{fc} has shape [24, 32], config.json implies [25, 32]" in problems
 
 
-def test_a_quantized_checkpoint_is_listed_and_not_judged(checkpoint: Path) -> None:
+def test_a_quantized_checkpoint_must_have_its_codes_and_scales(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization"]["quant_algo"] = "FP8"
     (checkpoint / "config.json").write_text(json.dumps(config))
     found = inspect(checkpoint)
     assert found.quantization["quant_algo"] == "FP8"
-    assert found.problems == ("the checkpoint is quantized: its tensors are listed, not checked",)
+    linear = "rank0.safetensors: tensor 'transformer.layers.0.mlp.fc."
+    assert linear + "weight' is BF16, config.json implies F8_E4M3" in found.problems
+    assert linear + "weights_scaling_factor' is missing" in found.problems
 
 
 def test_a_damaged_file_is_a_problem_and_the_rest_is_still_shown(tmp_path: Path) -> None:

@@ -91,7 +91,9 @@ def test_where_a_source_comes_from(tmp_path: Path) -> None:
 def test_auto_keeps_its_reason() -> None:
     assert sources(plan())["dtype"] == ("bf16", "auto: the CPU computes bfloat16")
     made = sources(plan(gpu="l4"))
-    assert made["dtype"] == ("bf16", "auto: SM89 is at least SM80 and computes bfloat16")
+    assert made["dtype"] == ("fp8-kv", "auto: SM89 computes FP8, weights and KV cache")
+    assert made["kv_cache"] == ("fp8", "recipe")
+    assert made["calibration.data"] == ("cnn_dailymail", "default")
     assert made["runtime"] == ("tensorrt_llm", "default for NVIDIA GPUs")
 
 
@@ -114,8 +116,8 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
     [
         (
             {"gpu": "a100", "dtype": "fp8"},
-            "fp8 needs SM89 or newer, a100 (SM80) has none; "
-            "use --dtype bf16 here, or a GPU with FP8 such as l40s or h100",
+            "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
+            "use --dtype int4-awq, int8-sq, int8-wo or bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
         ({"gpu": "h10"}, "unknown GPU 'h10'; did you mean 'h100'?"),
@@ -135,12 +137,14 @@ def test_an_impossible_request_says_what_is_possible(options: dict[str, Any], me
     assert refusal(UsageError, **options) == message
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("gpu", ["cpu", "h100"])
-def test_quantized_precisions_are_refused_until_they_can_be_made(gpu: str, dtype: str) -> None:
-    message = refusal(UsageError, gpu=gpu, dtype=dtype)
-    assert message.startswith(f"--dtype {dtype} ")
-    assert message.endswith("use --dtype bf16, fp16 or fp32")
+def test_a_float_dtype_plans_no_calibration() -> None:
+    names = sources(plan(dtype="bf16"))
+    assert not [name for name in names if name.startswith("calibration.") or name in ("kv_cache", "accept_accuracy")]
+
+
+def test_the_name_of_a_target_tells_its_kv_cache() -> None:
+    assert plan(gpu="h100", dtype="fp8", kv_cache="fp8").target == "smollm2-135m.h100.fp8-kvfp8"
+    assert plan(gpu="a100", dtype="int8").target == "smollm2-135m.a100.int8-sq"
 
 
 def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

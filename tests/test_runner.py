@@ -19,7 +19,8 @@ from engines.errors import HostError, InputDataError, StageFailed, UsageError
 from pipeline import runner
 from pipeline.plan import Plan, resolve, set_layer
 from pipeline.runner import RunFolder, StageResult, execute, status
-from pipeline.stages import STAGES
+from pipeline.stages import stages_of
+from pipeline.stages.build import BUILD
 from pipeline.store import Store
 from tests.factories import hf_folder
 
@@ -85,8 +86,21 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in [folder, *folder.rglob("*")]}
 
 
-def test_the_order_of_the_stages() -> None:
-    assert [stage.name for stage in STAGES] == NAMES == list(runner.LINKS)
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        ("fp32", NAMES),
+        ("fp8", ["download", "calibrate", "quantize", "verify", "build", "package"]),
+        ("int8-wo", ["download", "quantize", "verify", "build", "package"]),
+    ],
+)
+def test_the_order_of_the_stages(model: Path, dtype: str, names: list[str]) -> None:
+    stages = stages_of(plan(model, dtype=dtype))
+    assert [stage.name for stage in stages] == names
+    made: set[str] = set()
+    for stage in stages:
+        assert set(stage.inputs) <= made
+        made.add(stage.makes)
 
 
 def test_a_first_run_makes_all_and_a_second_writes_nothing(model: Path, store: Store) -> None:
@@ -111,7 +125,7 @@ def test_a_build_limit_changes_engine_and_repository(model: Path, store: Store) 
         "download": REUSED,
         "convert": REUSED,
         "build": ("made", "settings: build.max_batch_size 4 -> 8, settings: build.max_seq_len 128 -> 100"),
-        "package": ("made", "input: build changed"),
+        "package": ("made", "input: engine changed"),
     }
 
 
@@ -123,9 +137,9 @@ def test_one_byte_of_the_source_changes_everything(model: Path, store: Store) ->
     weights.write_bytes(content)
     assert build(plan(model), store) == {
         "download": ("made", "input: folder changed"),
-        "convert": ("made", "input: download changed"),
-        "build": ("made", "input: convert changed"),
-        "package": ("made", "input: build changed, input: download changed"),
+        "convert": ("made", "input: model changed"),
+        "build": ("made", "input: checkpoint changed"),
+        "package": ("made", "input: engine changed, input: model changed"),
     }
     content[-1] ^= 1
     weights.write_bytes(content)
@@ -137,9 +151,9 @@ def test_a_source_that_changes_only_what_serving_reads_leaves_the_weights(model:
     (model / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert build(plan(model), store) == {
         "download": ("made", "input: folder changed"),
-        "convert": ("made", "input: download changed"),
+        "convert": ("made", "input: model changed"),
         "build": REUSED,  # the same checkpoint came out
-        "package": ("made", "input: download changed"),
+        "package": ("made", "input: model changed"),
     }
 
 
@@ -164,9 +178,8 @@ def test_a_stage_that_changed_its_ways_runs_again(
     model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     build(plan(model), store)
-    build_stage = STAGES[2]
-    version, before = build_stage.version, engines.reference.VERSION
-    monkeypatch.setattr(build_stage, "version", version + 1)
+    version, before = BUILD.version, engines.reference.VERSION
+    monkeypatch.setattr(BUILD, "version", version + 1)
     monkeypatch.setattr("engines.reference.VERSION", "reference-next")
     reason = f"tools: reference {before} -> reference-next, stage version: {version} -> {version + 1}"
     assert build(plan(model), store)["build"] == ("made", reason)
@@ -209,7 +222,9 @@ def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     build(plan(model), store, until="download")
     with pytest.raises(InputDataError) as caught:
         RunFolder.of("tiny.cpu.fp32").linked("repository")
-    assert str(caught.value) == ("runs/tiny.cpu.fp32 has no repository: stage package has not run; run `trtpipe build`")
+    assert str(caught.value) == (
+        "runs/tiny.cpu.fp32 has no repository: the stage that makes it has not run; run `trtpipe build`"
+    )
 
 
 def states(made: Plan, store: Store) -> dict[str, tuple[str, str]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
 from pathlib import Path
 
 import torch
 
 from engines.hf_folder import ModelConfig, locate_tensors
+from engines.mapped_tensors import MappedTensors
 from engines.tensorrt_llm.convert import check_source
-
-_TORCH_DTYPE = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Source:
@@ -25,11 +22,7 @@ class Source:
         self._located = locate_tensors(folder)
         check_source(folder, model, self._located)
         self._dtype, self._device = dtype, device
-        self._maps: dict[Path, mmap.mmap] = {}
-        for path in {tensor.path for tensor in self._located.values()}:
-            with path.open("rb") as file:
-                # Copy on write: torch warns of read-only memory, and nothing ever writes.
-                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._mapped = MappedTensors(self._located, torch.device("cpu"))
         self._layers = model.num_hidden_layers
         self._pool = ThreadPoolExecutor(1)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -42,12 +35,10 @@ class Source:
 
     def tensor(self, name: str, *, on_device: bool = True) -> torch.Tensor:
         """One tensor by its full name, on the device or on the CPU."""
-        located = self._located[name]
-        entry = located.entry
-        device = self._device if on_device else torch.device("cpu")
-        stored = _TORCH_DTYPE[entry.dtype]
-        flat = torch.frombuffer(self._maps[located.path], dtype=stored, count=prod(entry.shape), offset=entry.offset)
-        return flat.view(entry.shape).to(device=device, dtype=self._dtype, copy=device.type == "cpu" and on_device)
+        mapped = self._mapped[name]
+        # On a CPU a copy is read ahead in the background, and a page of the file is not.
+        copy = on_device and self._device.type == "cpu"
+        return mapped.to(device=self._device if on_device else mapped.device, dtype=self._dtype, copy=copy)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of decoder layer `index` by their names within it."""

@@ -7,7 +7,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from engines.base import DataType, Mapping
-from engines.errors import HostError, InputDataError
+from engines.devices import find_device, named_memory_errors
+from engines.errors import InputDataError
 from engines.files import write_json
 from engines.hf_folder import INDEX_NAME, SINGLE_NAME, ModelConfig, read_model_config
 from engines.process import Progress, serve_worker
@@ -54,11 +55,11 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     source_folder, out = Path(spec["source"]), Path(spec["out"])
     model = read_model_config(source_folder)
     dtype, quantization = DataType(spec["dtype"]), _quantization(spec["quantization"])
-    device = _device(spec["device"])
+    device = find_device(spec["device"])
     source = Source(source_folder, model, TORCH_DTYPE[dtype], device)
     where = ["before the first layer"]
     with ExitStack() as stack:
-        stack.enter_context(_named_memory_errors(device, where))
+        stack.enter_context(named_memory_errors(device, where, "lower --batch-tokens"))
         encode: Callable[..., Tensors] | None = None
         writer = stack.enter_context(Writer(SAFETENSORS_DTYPE[dtype]))
         if spec["format"] == "trtllm":
@@ -216,29 +217,6 @@ def _lay_out_unified(
         weight_map.update({plan.name: name for plan in part})
     total = sum(size(plan) for plan in plans)
     write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-@contextmanager
-def _named_memory_errors(device: torch.device, where: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        # torch tells of a full host with a bare RuntimeError.
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise HostError(
-            f"{'GPU' if device.type == 'cuda' else 'host'} memory ran out while {where[0]}",
-            why=str(error).splitlines()[0],
-            remedy="lower --batch-tokens",
-        ) from None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise HostError("torch finds no CUDA device", remedy="use --device cpu, or install torch for this GPU's driver")
-    return torch.device(name)
 
 
 def _room(device: torch.device) -> int:

@@ -5,8 +5,6 @@ Both are WeightSources of a single rank, so that one runtime computes what a che
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from engines.base import Mapping as Ranks
 from engines.errors import InputDataError
 from engines.files import read_json
 from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from engines.mapped_tensors import MappedTensors
 from engines.quant import KvCacheQuantAlgo
 from engines.quantize import unified
 from engines.reference.kv_codec import KvCodec
@@ -29,7 +28,6 @@ from engines.reference.weights import (
     TORCH_DTYPE,
     Head,
     LayerShard,
-    MappedTensors,
     by_role,
     rank_heads,
     read_layer,
@@ -222,11 +220,4 @@ def _read_quantized_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
         )
     if not isinstance(facts, dict):
         raise InputDataError(f"{detailed} has no quantization section", remedy="export the model again")
-    # A config that mentions a quantization is refused, as that of a model to convert.
-    with tempfile.TemporaryDirectory() as scratch:
-        plain = Path(scratch)
-        (plain / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        try:
-            return read_model_config(plain), facts
-        except InputDataError as error:
-            raise type(error)(error.what.replace(scratch, str(folder)), why=error.why, remedy=error.remedy) from None
+    return read_model_config(folder, quantized=True), facts

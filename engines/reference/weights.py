@@ -6,10 +6,8 @@ another type, a decoding or another device copies it.
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,6 +15,7 @@ import torch
 
 from engines.base import DataType
 from engines.hf_folder import LocatedTensor
+from engines.mapped_tensors import MappedTensors
 from engines.reference.kv_codec import KvCodec
 from engines.reference.linear import Linear, make_linear
 from engines.safetensors_file import read_header
@@ -33,14 +32,6 @@ TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
     DataType.FLOAT16: torch.float16,
     DataType.FLOAT32: torch.float32,
-}
-_STORED_DTYPE = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
 }
 CPU = torch.device("cpu")
 EMBEDDING = "transformer.vocab_embedding.weight"
@@ -171,36 +162,6 @@ class RankFiles:
         else:
             parts = self.embedding()
         return Head(last[0][FINAL_NORM].to(self._dtype), parts)
-
-
-class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of safetensors files by name, each as it is stored; on a CPU they share the page cache's memory."""
-
-    def __init__(self, located: Mapping[str, LocatedTensor], device: torch.device) -> None:
-        self._located = located
-        self._device = device
-        self._files = {path: _map(path) for path in {tensor.path for tensor in located.values()}}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        entry, data = self._located[name].entry, self._files[self._located[name].path]
-        flat = torch.frombuffer(data, dtype=_STORED_DTYPE[entry.dtype], count=prod(entry.shape), offset=entry.offset)
-        return flat.view(entry.shape).to(self._device)
-
-    # Without this, the base class would make a tensor to see whether it is there.
-    def __contains__(self, name: object) -> bool:
-        return name in self._located
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._located)
-
-    def __len__(self) -> int:
-        return len(self._located)
-
-
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        # Copy on write: torch warns of read-only memory, and nothing ever writes.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.device) -> MappedTensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.plan import Plan
 from pipeline.stages.base import Job, Stage
-from pipeline.stages.build import BUILD
+from pipeline.stages.build import BUILD, BUILD_VERIFIED
 from pipeline.stages.calibrate import CALIBRATE
 from pipeline.stages.convert import CONVERT
 from pipeline.stages.download import DOWNLOAD
@@ -18,11 +18,7 @@ __all__ = ["Job", "Stage", "stages_of"]
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
     """The pipeline for a plan: its precision decides how the checkpoint is made."""
     recipe = plan.precision.recipe
-    middle: tuple[Stage, ...]
     if recipe is None:
-        middle = (CONVERT,)
-    elif recipe.quantization.calibrated:
-        middle = (CALIBRATE, QUANTIZE_CALIBRATED, VERIFY)
-    else:
-        middle = (QUANTIZE, VERIFY)
-    return (DOWNLOAD, *middle, BUILD, PACKAGE)
+        return (DOWNLOAD, CONVERT, BUILD, PACKAGE)
+    quantize = (CALIBRATE, QUANTIZE_CALIBRATED) if recipe.quantization.calibrated else (QUANTIZE,)
+    return (DOWNLOAD, *quantize, VERIFY, BUILD_VERIFIED, PACKAGE)

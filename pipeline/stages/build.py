@@ -8,11 +8,16 @@ from typing import Any
 
 from engines import load_backend
 from engines.base import BuildConfig, Checkpoint
+from engines.files import read_json
 from engines.gpu import GpuSpec
 from engines.passport import write_passport
+from pipeline.accuracy import JSON_NAME
 from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
+
+# Of the accuracy gate's result. A gate that did not pass has been accepted, or there would be no engine.
+IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreement")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +30,10 @@ class Settings:
 class Build:
     name = "build"
     makes = "engine"
-    version = 1
-    inputs: tuple[str, ...] = ("checkpoint",)
+    version = 2
+
+    def __init__(self, inputs: tuple[str, ...]) -> None:
+        self.inputs = inputs
 
     def settings(self, plan: Plan) -> Settings:
         return Settings(runtime=plan.runtime, gpu=plan.gpu, build=plan.build)
@@ -51,8 +58,16 @@ class Build:
         checkpoint = Checkpoint(path=job.inputs["checkpoint"])
         backend = load_backend(settings.runtime)
         engine = backend.build(checkpoint, job.out, settings.build, settings.gpu, job.log)
-        write_passport(engine, runtime=settings.runtime, gpu=settings.gpu, versions=backend.tool_versions())
+        accuracy = None
+        if "accuracy" in job.inputs:
+            measured = read_json(job.inputs["accuracy"] / JSON_NAME, "accuracy")
+            accuracy = {name: measured[name] for name in IN_PASSPORT}
+        write_passport(
+            engine, runtime=settings.runtime, gpu=settings.gpu, versions=backend.tool_versions(), accuracy=accuracy
+        )
         return {}
 
 
-BUILD = Build()
+BUILD = Build(("checkpoint",))
+# A quantized checkpoint is built after it has passed the accuracy gate.
+BUILD_VERIFIED = Build(("checkpoint", "accuracy"))
