@@ -127,6 +127,7 @@ FLOAT_NAMES = {
     "float32": DataType.FLOAT32,
 }
 SHORT_NAMES = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp32"}
+GROUP_SIZES = (64, 128)
 # SMs that compute with 8-bit floats; an FP8 KV cache elsewhere is converted at every step, if it runs at all.
 FP8_SMS = (89, 90, 100, 103, 120)
 # Blackwell's builder refuses an INT8 KV cache together with all other INT8.
@@ -134,9 +135,13 @@ INT8_KV_SMS = (80, 86, 89, 90)
 
 
 def resolve_precision(
-    requested: str, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe], kv_cache: str | None = None
+    requested: str,
+    gpu: GpuSpec,
+    recipes: Mapping[str, QuantRecipe],
+    kv_cache: str | None = None,
+    group_size: int | None = None,
 ) -> Precision:
-    """Turn --dtype and --kv-cache into a Precision for `gpu`. Raises UsageError; never replaces what was asked for.
+    """Turn --dtype, --kv-cache and a group size into a Precision for `gpu`. Raises UsageError; never replaces what was asked for.
 
     `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
     """
@@ -159,7 +164,7 @@ def resolve_precision(
         dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason)
-    recipe = with_kv_cache(recipe, kv_cache)
+    recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     check_sm(recipe, gpu, recipes)
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
@@ -192,6 +197,19 @@ def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
     if kv_cache not in choices:
         raise UsageError(f"unknown KV cache type '{kv_cache}'", remedy=suggestion(kv_cache, choices))
     return replace(recipe, kv_cache_quant_algo=choices[kv_cache])
+
+
+def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
+    """The recipe with the group size a user asked for. Raises UsageError."""
+    if group_size is None:
+        return recipe
+    if not recipe.quantization.packed:
+        raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
+    if group_size not in GROUP_SIZES:
+        raise UsageError(
+            f"a group size of {group_size}", why="TensorRT-LLM's kernels know 64 and 128", remedy="use one of them"
+        )
+    return replace(recipe, group_size=group_size)
 
 
 def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe]) -> None:

@@ -210,17 +210,14 @@ def quantize(
     ] = None,
 ) -> None:
     """Quantize a plain folder with ModelOpt into another, outside the store."""
-    from dataclasses import replace
-
     from engines.base import CalibrationConfig, Mapping
-    from engines.quant import find_recipe, parse_float, with_kv_cache
+    from engines.quant import find_recipe, parse_float, with_group_size, with_kv_cache
     from engines.quantize import job
     from pipeline import calibration, config, console
     from pipeline.folders import new_folder
 
     recipe = with_kv_cache(find_recipe(quant, config.load_quant_recipes()), kv_cache)
-    if group_size is not None:
-        recipe = replace(recipe, group_size=group_size)
+    recipe = with_group_size(recipe, group_size)
     wanted = None if dtype == "auto" else parse_float(dtype)
     layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=toolchain)
     chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
@@ -564,7 +561,7 @@ def _plan(options: dict[str, Any]) -> Plan:
     from pipeline.plan import SCALARS, recipe_layer, resolve, set_layer
 
     layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
-    layers.append(("option", {name: options[name] for name in SCALARS if options[name] is not None}))
+    layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
     layers.append(set_layer(options["settings"] or []))
     return resolve(layers)
 

@@ -7,6 +7,7 @@ the whole value. Everything that can be refused without the model's files is ref
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,19 @@ from pipeline.model_ref import ModelRef
 from triton_repo.serving import ServingConfig
 
 # What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
-SCALARS = ("model", "source", "revision", "gpu", "dtype", "kv_cache", "runtime", "tp", "pp", "accept_accuracy")
+SCALARS = (
+    "model",
+    "source",
+    "revision",
+    "gpu",
+    "dtype",
+    "kv_cache",
+    "group_size",
+    "runtime",
+    "tp",
+    "pp",
+    "accept_accuracy",
+)
 GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
 
 Layer = tuple[str, dict[str, Any]]
@@ -109,7 +122,8 @@ def resolve(layers: list[Layer]) -> Plan:
     model = config.find_model(model_name, source=source, revision=revision)
     gpu = config.find_gpu(gpu_name)
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
-    precision = resolve_precision(requested, gpu, config.load_quant_recipes(), cache)
+    group_size = _count(chosen, "group_size") if "group_size" in chosen else None
+    precision = resolve_precision(requested, gpu, config.load_quant_recipes(), cache, group_size)
     calibration_config = _group(chosen, "calibration", CalibrationConfig)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
@@ -138,7 +152,7 @@ def resolve(layers: list[Layer]) -> Plan:
         Value("source", model.source.describe(), origin("source", origin("revision", itself))),
         Value("gpu", gpu.name, origin("gpu")),
         Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
-        *_quantization_values(precision, origin("kv_cache", "recipe"), origin("accept_accuracy"), accept_accuracy),
+        *_quantization_values(precision, origin, accept_accuracy),
         Value("runtime", runtime, runtime_reason or origin("runtime")),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
@@ -223,14 +237,16 @@ def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:
     return value
 
 
-def _quantization_values(precision: Precision, cache_source: str, accept_source: str, accept: bool) -> list[Value]:
+def _quantization_values(precision: Precision, origin: Callable[..., str], accept: bool) -> list[Value]:
     recipe = precision.recipe
     if recipe is None:
         return []
     cache = recipe.kv_cache_quant_algo
+    group = [Value("group_size", recipe.group_size, origin("group_size", "recipe"))]
     return [
-        Value("kv_cache", cache.value.lower() if cache else "none", cache_source),
-        Value("accept_accuracy", accept, accept_source),
+        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", "recipe")),
+        *(group if recipe.quantization.packed else []),
+        Value("accept_accuracy", accept, origin("accept_accuracy")),
     ]
 
 

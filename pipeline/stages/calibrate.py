@@ -7,7 +7,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
-from engines.base import CalibrationConfig, DataType
+from engines.base import CalibrationConfig, DataType, Mapping
 from engines.quant import QuantRecipe
 from engines.quantize import job as quantizing
 from pipeline import calibration
@@ -23,6 +23,8 @@ class Settings:
     recipe: QuantRecipe
     dtype: DataType
     calibration: CalibrationConfig
+    # Not of the result: what the next stage will ask for is checked before the work.
+    mapping: Mapping
 
 
 class Calibrate:
@@ -33,7 +35,9 @@ class Calibrate:
 
     def settings(self, plan: Plan) -> Settings:
         assert plan.precision.recipe is not None
-        return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, calibration=plan.calibration)
+        return Settings(
+            recipe=plan.precision.recipe, dtype=plan.precision.dtype, calibration=plan.calibration, mapping=plan.mapping
+        )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         chosen = dataclasses.asdict(settings.calibration)
@@ -54,7 +58,7 @@ class Calibrate:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        quantizing.check(job.inputs["model"], settings.recipe, quantizing.Layout())
+        quantizing.check(job.inputs["model"], settings.recipe, quantizing.Layout(mapping=settings.mapping))
         quantizing.quantize(
             job.inputs["model"],
             None,
