@@ -141,8 +141,9 @@ def resolve_precision(
     kv_cache: str | None = None,
     group_size: int | None = None,
 ) -> Precision:
-    """Turn --dtype, --kv-cache and a group size into a Precision for `gpu`. Raises UsageError; never replaces what was asked for.
+    """Turn --dtype, --kv-cache and a group size into a Precision for `gpu`; never replaces what was asked for.
 
+    Raises UsageError naming what would work.
     `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
     """
     if gpu.sm is not None and gpu.sm < 80:
@@ -206,9 +207,7 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
     if not recipe.quantization.packed:
         raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
     if group_size not in GROUP_SIZES:
-        raise UsageError(
-            f"a group size of {group_size}", why="TensorRT-LLM's kernels know 64 and 128", remedy="use one of them"
-        )
+        raise UsageError(f"a group size of {group_size} does not run", why="TensorRT-LLM's kernels know 64 and 128")
     return replace(recipe, group_size=group_size)
 
 
