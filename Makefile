@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo bench-convert golden clean
+.PHONY: help setup check test unit demo bench-convert bench-quantize bench-accuracy golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,14 @@ demo: $(READY) ## a real model, served by a real tritonserver, measured; on any 
 
 bench-convert: $(READY) ## convert beside cp, on synthetic models in a scratch folder (needs 55 GB of disk)
 	$(BIN)/python -m tests.benchmarks.convert .scratch --report docs/measurements/convert.md
+
+bench-quantize: $(READY) ## FP8 calibration beside ModelOpt's own flow, on a GPU (needs 40 GB of disk)
+	$(BIN)/python -m tests.benchmarks.quantize .scratch --report docs/measurements/quantize.md
+
+bench-accuracy: $(READY) ## what every recipe costs SmolLM2, on a CPU (a quarter of an hour)
+	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
+	$(BIN)/python -m tests.benchmarks.accuracy runs/smollm2-135m.cpu.bf16/model .scratch/accuracy \
+	    --report docs/measurements/accuracy.md
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py

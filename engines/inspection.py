@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from engines.base import DataType
+from engines.base import Mapping as Ranks
 from engines.errors import InputDataError, TrtpipeError
 from engines.files import read_json
-from engines.hf_folder import INDEX_NAME, locate_tensors, read_model_config
+from engines.hf_folder import INDEX_NAME, ModelConfig, locate_tensors, read_model_config
+from engines.quant import KvCacheQuantAlgo, Quantization
+from engines.quantize import unified
 from engines.safetensors_file import TensorEntry, read_header
-from engines.tensorrt_llm.checkpoint import ROTARY_TABLES, rank_file, rank_layout, read_config
-from engines.tensorrt_llm.convert import check_source
+from engines.tensorrt_llm.checkpoint import (
+    ROTARY_TABLES,
+    SAFETENSORS_DTYPE,
+    config_json,
+    parse_config,
+    rank_file,
+    rank_layout,
+    read_config,
+)
+from engines.tensorrt_llm.convert import DERIVED_SUFFIX, check_source
+
+FOR_WHOM = (
+    "transformers does not know quant_method modelopt: it loads such a folder with a mere warning, takes codes for "
+    "weights and computes nonsense; the folder is for vLLM and TensorRT-LLM's LLM API"
+)
+_DETAILS = "hf_quant_config.json"
+_FLOATS = tuple(SAFETENSORS_DTYPE.values())
+
+# Name -> (the types it may have, its shape), as a config implies them.
+_Layout = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +51,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A folder's content. `kind` is huggingface or tensorrt_llm; `problems` is empty for a sound one."""
+    """A folder's content.
+
+    kind      huggingface, quantized or not, or tensorrt_llm
+    problems  what is wrong with it; empty for a sound one
+    notes     what to know of a sound one
+    """
 
     kind: str
     architecture: str
@@ -37,6 +65,7 @@ class Inspection:
     quantization: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -65,23 +94,109 @@ def inspect(folder: Path) -> Inspection:
 def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
     problems: list[str] = []
     tensors: list[TensorInfo] = []
+    method = raw.get("quantization_config")
+    quantized = method is not None or (folder / _DETAILS).is_file()
+    quantization = method if isinstance(method, dict) else {}
     try:
         located = locate_tensors(folder)
         tensors = [_info(tensor.path, tensor.entry) for tensor in located.values()]
-        check_source(folder, read_model_config(folder), located)
     except TrtpipeError as error:
         problems.append(str(error))
-        if not tensors:
-            tensors = _readable(sorted(folder.glob("*.safetensors")), problems)
+        tensors = _readable(sorted(folder.glob("*.safetensors")), problems)
+        located = {}
+    try:
+        if quantized:
+            model = read_model_config(folder, quantized=True)
+            declared = _declared(folder, method, model)
+            quantization = _told(declared)
+            problems += _unified_problems(model, declared, tensors) if located else []
+        elif located:
+            check_source(folder, read_model_config(folder), located)
+    except TrtpipeError as error:
+        problems.append(str(error))
+    names = raw["architectures"]
     return Inspection(
         kind="huggingface",
-        architecture=str(raw["architectures"][0] if raw["architectures"] else None),
+        architecture=str(names[0] if isinstance(names, list) and names else None),
         dtype=raw.get("torch_dtype", raw.get("dtype")),
         mapping={"shards": len({tensor.file for tensor in tensors}), "index": (folder / INDEX_NAME).is_file()},
-        quantization=raw.get("quantization_config") or {},
+        quantization=quantization,
         tensors=tuple(tensors),
         problems=tuple(problems),
+        notes=(FOR_WHOM,) if quantized and quantization.get("quant_method", "modelopt") == "modelopt" else (),
     )
+
+
+def _declared(folder: Path, method: Any, model: ModelConfig) -> Quantization:
+    """What the folder says of its quantization, in one of two places or in both alike. Raises InputDataError."""
+    path, found = folder / _DETAILS, {}
+    if method is not None:
+        if not isinstance(method, dict):
+            raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
+        if method.get("quant_method", "modelopt") != "modelopt":
+            raise InputDataError(
+                f"{folder} is quantized by {method['quant_method']}",
+                why="of quantized folders only ModelOpt's are read",
+            )
+        found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
+    if path.is_file():
+        details = read_json(path, "quantization config").get("quantization")
+        if not isinstance(details, dict):
+            raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+        found[_DETAILS] = details
+    # Read as a checkpoint's, whose names these are; the type is not looked at.
+    parsed = {
+        place: parse_config(
+            {**config_json(model, DataType.BFLOAT16, Ranks()), "quantization": facts}, f"{folder}: {place}"
+        ).quantization
+        for place, facts in found.items()
+    }
+    first, *others = parsed.values()
+    if first.quant_algo is None and first.kv_cache_quant_algo is None:
+        raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")
+    if any(other != first for other in others):
+        told = (f"{place} says {_spelt(said)}" for place, said in parsed.items())
+        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(told))
+    return first
+
+
+def _cache(method: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache of config.json, a scheme there, under the name it has elsewhere."""
+    scheme = method.get("kv_cache_scheme")
+    if scheme is None:
+        return {}
+    float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}
+
+
+def _told(quantization: Quantization) -> dict[str, Any]:
+    algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algo and algo.value,
+        "kv_cache_quant_algo": cache and cache.value,
+        "group_size": quantization.group_size if quantization.packed else None,
+    }
+
+
+def _spelt(quantization: Quantization) -> str:
+    return " ".join(f"{name} {value}" for name, value in _told(quantization).items() if name != "quant_method")
+
+
+def _unified_problems(model: ModelConfig, quantization: Quantization, tensors: list[TensorInfo]) -> list[str]:
+    """Where the tensors of ModelOpt's folder are not those of its config."""
+    if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+        return ["the KV cache is quantized with INT8, whose scales ModelOpt's format has no place for"]
+    layout = {
+        plan.name: ((plan.dtype,) if plan.dtype else _FLOATS, plan.shape) for plan in unified.plan(model, quantization)
+    }
+    # A head that the config calls tied and buffers of older exports are stored, and never read.
+    unread = {
+        tensor.name
+        for tensor in tensors
+        if tensor.name.endswith(DERIVED_SUFFIX) or (model.tie_word_embeddings and tensor.name == "lm_head.weight")
+    }
+    return list(_deviations({tensor.name: tensor for tensor in tensors if tensor.name not in unread}, layout))
 
 
 def _tensorrt_llm(folder: Path, raw: dict[str, Any]) -> Inspection:
@@ -111,24 +226,34 @@ def _rank_problems(folder: Path, tensors: list[TensorInfo], files: set[str]) -> 
     except InputDataError as error:
         return [str(error)]
     out = []
-    found = {(tensor.file, tensor.name): tensor for tensor in tensors}
     world = config.mapping.world_size
-    for rank in range(world):
-        name = rank_file(folder, rank).name
+    expected = {rank_file(folder, rank).name: rank // config.mapping.tp_size for rank in range(world)}
+    for name, pp_rank in expected.items():
         if name not in files:
             out.append(f"{name} is missing: the mapping has {world} ranks")
             continue
-        expected = rank_layout(config, pp_rank=rank // config.mapping.tp_size)
-        for tensor, (dtype, shape) in expected.items():
-            info = found.pop((name, tensor), None)
-            if info is None:
-                out.append(f"{name}: tensor '{tensor}' is missing")
-            elif info.shape != shape:
-                out.append(f"{name}: tensor '{tensor}' has shape {list(info.shape)}, config.json implies {list(shape)}")
-            elif info.dtype != dtype:
-                out.append(f"{name}: tensor '{tensor}' is {info.dtype}, config.json implies {dtype}")
-    out += [f"{file}: tensor '{name}' has no place in this model" for file, name in found if name not in ROTARY_TABLES]
+        layout = {tensor: ((dtype,), shape) for tensor, (dtype, shape) in rank_layout(config, pp_rank=pp_rank).items()}
+        found = {info.name: info for info in tensors if info.file == name and info.name not in ROTARY_TABLES}
+        out += _deviations(found, layout, f"{name}: ")
+    out += [f"{name} is of no rank: the mapping has {world}" for name in sorted(files - expected.keys())]
     return out
+
+
+def _deviations(found: Mapping[str, TensorInfo], layout: _Layout, within: str = "") -> Iterator[str]:
+    """Where the tensors are not those of `layout`; `within` begins a line on one that is in no file."""
+    for name, (dtypes, shape) in layout.items():
+        info = found.get(name)
+        if info is None:
+            yield f"{within}tensor '{name}' is missing"
+        elif info.shape != shape:
+            yield f"{_named(info)} has shape {list(info.shape)}, config.json implies {list(shape)}"
+        elif info.dtype not in dtypes:
+            yield f"{_named(info)} is {info.dtype}, config.json implies {' or '.join(dtypes)}"
+    yield from (f"{_named(info)} has no place in this model" for name, info in found.items() if name not in layout)
+
+
+def _named(info: TensorInfo) -> str:
+    return f"{info.file}: tensor '{info.name}'"
 
 
 def _readable(files: list[Path], problems: list[str]) -> list[TensorInfo]:

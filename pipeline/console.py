@@ -85,7 +85,7 @@ def size(nbytes: float) -> str:
 
 
 def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> None:
-    """A checkpoint's content: its tensors, then what is true of all of them, then what is wrong."""
+    """A checkpoint's content: its tensors, then what is true of all of them, what to know, and what is wrong."""
     if as_json:
         value = dataclasses.asdict(found)
         result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
@@ -96,6 +96,8 @@ def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> 
     for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
         result(f"{name}: {told or 'none'}")
+    for remark in found.notes:
+        result(f"note: {remark}")
     result("\n".join(f"problem: {problem}" for problem in problems) or "no problem found")
 
 

@@ -57,11 +57,18 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
 
 
 def download_data(repo_id: str, commit: str, name: str) -> Path:
-    """One file of a data set, in the Hugging Face cache."""
+    """One file of a data set, in the Hugging Face cache. Raises HostError when the hub does not deliver it."""
     from huggingface_hub import hf_hub_download
 
-    with _explained(repo_id, commit):
-        return Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+    try:
+        with _explained(repo_id, commit):
+            return Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+    except (HostError, UsageError) as error:
+        raise HostError(
+            f"the data set {repo_id} cannot be had",
+            why=error.why or error.what,
+            remedy="name a .txt or .jsonl file, or the shipped text `demo`, as calibration data",
+        ) from None
 
 
 def _require_safetensors(repo_id: str, files: list[str]) -> None:

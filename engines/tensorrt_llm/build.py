@@ -52,8 +52,7 @@ def build(checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, l
         raise HostError(
             "trtllm-build is not on this machine",
             why=f"an engine for {gpu.describe()} is compiled on that GPU by TensorRT-LLM {TENSORRT_LLM}",
-            remedy="on such a host run `pip install trtpipe[engine]` and build again; the checkpoint is kept, "
-            "and `--until convert` stops there",
+            remedy="on such a host run `pip install trtpipe[engine]` and build again; the checkpoint is kept",
         )
     run([program, *arguments(checkpoint.path, out, build)], log, what="trtllm-build")
     version = read_json(out / "config.json", "engine config").get("version")

@@ -55,7 +55,10 @@ class Verify:
         report = accuracy.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
         report.write(job.out)
         if report.failures and not settings.accept:
-            raise report.refusal()
+            # What a failed stage made is thrown away, and this is what one wants to look at.
+            kept = job.log.with_suffix(".accuracy")
+            report.write(kept)
+            raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
         return {"notices": [*notices, report.line()]}
 
