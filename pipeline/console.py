@@ -134,8 +134,9 @@ class BuildReporter:
         with self._console.status(f"{name:<9} running  ({reason})") as status:
 
             def progress(done: int, total: int) -> None:
-                seconds = max(time.monotonic() - start, 1e-9)
-                status.update(f"{name:<9} running  {size(done)} of {size(total)}, {size(done / seconds)}/s  ({reason})")
+                rate = done / max(time.monotonic() - start, 1e-9)
+                left = f", {(total - done) / rate:.0f} s left" if rate else ""
+                status.update(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")
 
             yield progress
 

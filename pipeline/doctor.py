@@ -38,6 +38,7 @@ def _findings(store: Store) -> Iterator[Finding]:
     yield _checked("tritonserver", _server)
     yield _packages("reference runtime", ("torch",), "serve")
     yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
+    yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")
     yield _checked("nvidia driver", _driver)
     program = shutil.which("trtllm-build")
     yield Finding(

@@ -37,8 +37,8 @@ def findings(store: Store) -> dict[str, tuple[str, str]]:
 
 def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     found = findings(store)
-    assert list(found)[:8] == [
-        "python", "store", "tritonserver", "reference runtime", "GGUF reader", "nvidia driver", "trtllm-build",
+    assert list(found)[:9] == [
+        "python", "store", "tritonserver", "reference runtime", "GGUF reader", "quantization", "nvidia driver", "trtllm-build",
         "hugging face",
     ]  # fmt: skip
     assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}

@@ -302,6 +302,25 @@ def test_what_cannot_be_written_is_refused_before_the_work(llama: Path) -> None:
         with_group_size(RECIPES["fp8"], 64)
 
 
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [(MemoryError(), "host"), (torch.OutOfMemoryError("CUDA out of memory. Tried"), "host")],
+)
+def test_a_lack_of_memory_says_where_and_what_helps(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, memory: str
+) -> None:
+    from engines.quantize.calibrate import Calibrator
+
+    def fail(self: Calibrator, index: int, weights: dict[str, torch.Tensor]) -> LayerScales:
+        if index == 1:
+            raise error
+        return input_scales(1.0)
+
+    monkeypatch.setattr(Calibrator, "layer", fail)
+    with pytest.raises(HostError, match=f"^{memory} memory ran out while calibrating layer 1.*lower --batch-tokens"):
+        ours(llama, tmp_path / "out", "fp8", "trtllm")
+
+
 def test_a_recipe_that_calibrates_wants_samples(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fp8 needs calibration samples; pass --calib"):
         job.quantize(llama, tmp_path, RECIPES["fp8"], log=tmp_path / "log")

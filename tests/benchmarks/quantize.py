@@ -29,12 +29,15 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from engines.quant import QuantAlgo
 from engines.quantize import worker
 from engines.quantize.calibrate import Calibrator  # noqa: F401  # imported before the clock starts
+from pipeline.config import load_quant_recipes
 from tests.benchmarks.convert import COMMON, SIZES
 
 SEQ_LEN = 512
 MODELOPT_BATCH = 8
+OTHERS_SAMPLES = 64
 
 
 def make_model(folder: Path, size: str) -> int:
@@ -84,6 +87,24 @@ def theirs(folder: Path, out: Path, samples: np.ndarray) -> list[str]:
         f"| ModelOpt: `mtq.quantize` + `export_hf_checkpoint` | {calibrate:.1f} + {export:.1f} = {total:.1f} | 1.00 | "
         f"{max(peak, more):.1f} | hf |",
     ]
+
+
+def others(folder: Path, out: Path, ids: np.ndarray) -> list[str]:
+    """A row for each of the other recipes, with a few samples: AWQ's search takes the time it takes."""
+    samples = out.parent / "few.npy"
+    np.save(samples, ids[:OTHERS_SAMPLES])
+    rows = []
+    for recipe in load_quant_recipes().values():
+        if recipe.quant_algo in (None, QuantAlgo.FP8) and recipe.kv_cache_quant_algo is None:
+            continue
+        quantization = {
+            "quant_algo": recipe.quant_algo, "kv_cache_quant_algo": recipe.kv_cache_quant_algo,
+            "group_size": recipe.group_size,
+        }  # fmt: skip
+        seconds, peak = ours(folder, out, samples, "trtllm", quantization=quantization, modelopt=recipe.modelopt)
+        rows.append(f"| {recipe.name} | {seconds:.1f} | {peak:.1f} |")
+        print(rows[-1], flush=True)
+    return rows
 
 
 def ours(folder: Path, out: Path, samples: Path, form: str | None, **options: Any) -> tuple[float, float]:
@@ -161,6 +182,7 @@ def main() -> None:
     seconds, peak = ours(folder, out, samples, "hf", batch_tokens=8192)
     row(f"ours, GPU memory capped at {cap / 2**30:.1f} GiB, batches of 8192 tokens", seconds, base, peak, "hf")
     torch.cuda.set_per_process_memory_fraction(1.0)
+    rest = others(folder, out, ids)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
     lines = [
         "# FP8 calibration on a GPU",
@@ -175,6 +197,12 @@ def main() -> None:
         *rows,
         "",
         f"A layer at a time takes {streamed / whole:.2f} times as long as with every weight resident.",
+        "",
+        f"The other recipes, {OTHERS_SAMPLES} samples of {SEQ_LEN} tokens, to a TensorRT-LLM checkpoint:",
+        "",
+        "| recipe | seconds | peak GiB on the GPU |",
+        "|---|---|---|",
+        *rest,
     ]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -1,0 +1,162 @@
+"""A quantized model from the command line to an answer, and what goes wrong on the way, on a real model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.safetensors_file import read_header
+from pipeline.config import CONFIGS
+from tests.e2e.conftest import Cli, Finished, Served
+
+# The first test waits for a download, a calibration and a comparison, each within the limit of a command.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+FP8 = [
+    "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
+    "--set", "calibration.samples=16", "--set", "calibration.seq_len=128",
+]  # fmt: skip
+TARGET = "smollm2-135m.cpu.fp8-kvfp8"
+STAGES = ["download", "calibrate", "quantize", "verify", "build", "package"]
+
+
+def reused(build: Finished) -> dict[str, bool]:
+    """Each stage of a build, and whether it had nothing to do."""
+    return {stage: how == "reused" for stage, how in re.findall(r"^(\w+) +(reused|\d+\.\d s) ", build.err, re.M)}
+
+
+@pytest.fixture(scope="module")
+def run(cli: Cli) -> Path:
+    """The folder of a build with FP8 weights and KV cache."""
+    cli.ok("build", *FP8, "--until", "download")
+    done = cli.ok("build", *FP8)
+    assert list(reused(done)) == STAGES
+    assert done.out.rstrip().endswith(f"next: trtpipe serve {TARGET}")
+    return cli.folder / "runs" / TARGET
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> Path:
+    """The unquantized model, as a folder."""
+    return (run / "model").resolve()
+
+
+def test_an_engine_says_how_it_is_quantized_and_what_that_has_cost(run: Path) -> None:
+    passport = json.loads((run / "engine" / "passport.json").read_text())
+    assert (passport["quant_algo"], passport["kv_cache_quant_algo"]) == ("FP8", "FP8")
+    accuracy = passport["accuracy"]
+    assert (accuracy["passed"], accuracy["failures"]) == (True, [])
+    # Eight bits cost something, and no more than a few percent.
+    assert 1.0 < accuracy["perplexity_ratio"] < 1.1
+    report = json.loads((run / "accuracy" / "accuracy.json").read_text())
+    assert {key: report[key] for key in accuracy} == accuracy
+    assert "<svg" in (run / "accuracy" / "accuracy.html").read_text()
+
+
+def test_a_quantized_model_answers(cli: Cli, run: Path, serve: Callable[[str], Served]) -> None:
+    served = serve(run.name)
+    try:
+        chat = cli.ok("generate", "What is the capital of France?", "--server", served.name, "--max-tokens", "32")
+        assert chat.out.strip(), "how well so small a model says it in 8 bits is not the point"
+        raw = cli.ok("generate", "The capital of France is", "--raw", "--max-tokens", "3", "--server", served.name)
+        assert raw.out.startswith(" Paris")
+    finally:
+        cli.ok("stop", served.name)
+
+
+def test_scales_are_found_once_for_every_mapping(cli: Cli, run: Path) -> None:
+    assert reused(cli.ok("build", *FP8)) == dict.fromkeys(STAGES, True)
+    # 9 heads and 3 of keys and values: three ranks of 3 and 1.
+    states = json.loads(cli.ok("status", *FP8, "--tp", "3", "--json").out)
+    assert [state["stage"] for state in states if state["state"] == "current"] == ["download", "calibrate"]
+    cut = cli.ok("build", *FP8, "--tp", "3", "--until", "quantize")
+    assert reused(cut) == {"download": True, "calibrate": True, "quantize": False}
+    checkpoint = run.with_name(f"{TARGET}.tp3") / "checkpoint"
+    assert len(list(checkpoint.glob("rank*.safetensors"))) == 3
+    assert cli.ok("inspect", str(checkpoint)).out.endswith("no problem found\n")
+
+
+def test_one_wrong_scale_fails_the_gate_and_its_layer_is_named(
+    cli: Cli, run: Path, model: Path, tmp_path: Path
+) -> None:
+    broken, report = tmp_path / "broken", tmp_path / "report"
+    shutil.copytree((run / "checkpoint").resolve(), broken)
+    weights = broken / "rank0.safetensors"
+    weights.chmod(0o644)  # artefacts may be write-protected
+    scale = read_header(weights).tensors["transformer.layers.7.mlp.proj.weights_scaling_factor"]
+    with weights.open("r+b") as file:
+        file.seek(scale.offset)
+        (value,) = struct.unpack("<f", file.read(4))
+        file.seek(scale.offset)
+        file.write(struct.pack("<f", 8 * value))
+    assert cli.ok("inspect", str(broken)).out.endswith("no problem found\n"), "its form tells nothing"
+
+    done = cli.run(
+        "verify", str(model), str(broken), "--rows", "2", "--seq-len", "64", "--report", str(report), "--json"
+    )
+    assert done.status == 5
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: the accuracy gate failed: perplexity ")
+    assert re.search(r" times the original's [\d.]+, fp8-kv allows 1\.10: most goes wrong in layer 7, ", last)
+    assert f"see {report / 'accuracy.html'}" in last
+    told = json.loads(done.out)
+    assert (told["passed"], told["recipe"], told["worst_layers"][0]) == (False, "fp8-kv", 7)
+    assert json.loads((report / "accuracy.json").read_text()) == told
+    assert "layer 7" in (report / "accuracy.html").read_text()
+
+
+def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    shutil.copyfile(CONFIGS / "calibration" / "demo.txt", text)
+    ranks, folder, scales = tmp_path / "ranks", tmp_path / "folder", tmp_path / "scales.safetensors"
+    int8 = ["--quant", "int8-sq"]
+    few = ["--calib", str(text), "--samples", "8", "--seq-len", "64"]
+    cli.ok("quantize", str(model), str(ranks), *int8, *few, "--save-scales", str(scales))
+    assert sorted(path.name for path in ranks.iterdir()) == ["config.json", "rank0.safetensors"]
+    cli.ok("quantize", str(model), str(folder), *int8, "--scales", str(scales), "--format", "hf")
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+    looked = cli.ok("inspect", str(folder)).out
+    assert "quantization: quant_method modelopt, quant_algo W8A8_SQ_PER_CHANNEL\nnote: transformers does not" in looked
+    for command in (["convert"], ["quantize", "--quant", "fp8"]):
+        refused = cli.run(*command, str(folder), str(tmp_path / "no"))
+        assert refused.status == 3
+        assert "config.json describes an already quantized model" in refused.err
+    # On the text it was calibrated with: so few rows would be too few for any other.
+    measured = cli.ok(
+        "verify", str(model), str(folder), "--text", str(text), "--rows", "4", "--seq-len", "128", "--json"
+    )
+    told = json.loads(measured.out)
+    assert (told["passed"], told["quant_algo"], told["kv_cache_quant_algo"]) == (True, "W8A8_SQ_PER_CHANNEL", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "telling"),
+    [
+        (["--quant", "fp9"], 2, "unknown dtype 'fp9'; did you mean 'fp8'?"),
+        (["--quant", "fp8", "--calib", "nowhere"], 2, "no calibration data 'nowhere': it is no file and no data set"),
+        (["--quant", "fp8", "--calib", "SHORT"], 3, "the calibration text gives 0 rows of 512 tokens, not 512; pass"),
+        (["--quant", "fp8", "--format", "onnx"], 2, "unknown format 'onnx'; known: trtllm, hf"),
+        (["--quant", "int4-awq"], 2, "groups of 128 do not divide the 576 and 1536 input features"),
+        # Groups of 64 do: it is the text that is found wanting now.
+        (["--quant", "int4-awq", "--group-size", "64", "--calib", "SHORT"], 3, "the calibration text gives 0 rows"),
+        (["--quant", "fp8", "--group-size", "64"], 2, "fp8 has no groups"),
+        (["--quant", "fp8", "--tp", "2"], 2, "tp_size 2 does not divide the 9 attention heads; tp sizes that fit: "),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_leaves_nothing(
+    cli: Cli, model: Path, tmp_path: Path, options: list[str], status: int, telling: str
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too little to calibrate with.\n")
+    given = [str(short) if option == "SHORT" else option for option in options]
+    done = cli.run("quantize", str(model), str(tmp_path / "out"), *given)
+    assert (done.status, done.out, done.err.count("\n")) == (status, "", 1)
+    assert done.err.startswith(f"error: {telling}")
+    assert list(tmp_path.iterdir()) == [short]
