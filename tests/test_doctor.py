@@ -38,6 +38,9 @@ def findings(store: Store) -> dict[str, tuple[str, str]]:
 def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     found = findings(store)
     assert list(found)[:9] == [
+        "python", "store", "tritonserver", "reference runtime", "GGUF reader", "quantization", "nvidia driver",
+        "trtllm-build", "hugging face",
+    ] == [
         "python", "store", "tritonserver", "reference runtime", "GGUF reader", "quantization", "nvidia driver", "trtllm-build",
         "hugging face",
     ]  # fmt: skip

@@ -46,8 +46,7 @@ def test_without_trtllm_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert error.value.exit_code == 4
     assert str(error.value) == (
         "trtllm-build is not on this machine: an engine for h100 (SM90) is compiled on that GPU by TensorRT-LLM 1.2.1; "
-        "on such a host run `pip install trtpipe[engine]` and build again; the checkpoint is kept, "
-        "and `--until convert` stops there"
+        "on such a host run `pip install trtpipe[engine]` and build again; the checkpoint is kept"
     )
     assert not (tmp_path / "log").exists()
 
