@@ -166,6 +166,10 @@ def resolve_precision(
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason)
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
+    # Where another recipe is what this one has become, its thresholds hold, as `verify` will have it.
+    became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
+    same = next((r for r in recipes.values() if (r.quant_algo, r.kv_cache_quant_algo) == became), recipe)
+    recipe = replace(recipe, thresholds=same.thresholds)
     check_sm(recipe, gpu, recipes)
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:

@@ -211,6 +211,7 @@ def quantize(
 ) -> None:
     """Quantize a plain folder with ModelOpt into another, outside the store."""
     from engines.base import CalibrationConfig, Mapping
+    from engines.errors import StageFailed
     from engines.quant import find_recipe, parse_float, with_group_size, with_kv_cache
     from engines.quantize import job
     from pipeline import calibration, config, console
@@ -227,11 +228,17 @@ def quantize(
         rows = calibration.samples(hf_dir, chosen)
     with new_folder(out_dir) as out, console.BuildReporter().stage("quantize", str(hf_dir)) as progress:
         log = out.with_name(f"{out.name}.log")
-        job.quantize(
-            hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
-            device=device, batch_tokens=batch_tokens, log=log, progress=progress,
-        )  # fmt: skip
-        log.unlink()
+        try:
+            job.quantize(
+                hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
+                device=device, batch_tokens=batch_tokens, log=log, progress=progress,
+            )  # fmt: skip
+        except StageFailed:
+            raise  # its message names the log
+        except BaseException:
+            log.unlink(missing_ok=True)
+            raise
+        log.unlink(missing_ok=True)
     console.result(f"{out_dir}: {recipe.name}, {form}")
 
 

@@ -117,6 +117,7 @@ def test_the_kv_cache_is_the_users_choice() -> None:
     assert found.name == "fp8-kvfp8"
     assert found.recipe is not None
     assert found.recipe.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+    assert found.recipe.thresholds == RECIPES["fp8-kv"].thresholds
     plain = resolve("fp8-kv", H100, "none").recipe
     assert plain is not None
     assert plain.kv_cache_quant_algo is None

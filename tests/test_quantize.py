@@ -235,10 +235,36 @@ def test_rowwise_fp8_is_within_a_sixteenth(values: list[float]) -> None:
 
 
 def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
-    save_scales([input_scales(1.0), input_scales(2.0)], tmp_path / "s")
-    assert load_scales(tmp_path / "s", 2)[1].linear("mlp.up_proj").input_amax == torch.tensor(2.0)
+    fp8 = Quantization(quant_algo=QuantAlgo.FP8)
+    save_scales([input_scales(1.0), input_scales(2.0)], tmp_path / "s", fp8)
+    assert load_scales(tmp_path / "s", 2, fp8)[1].linear("mlp.up_proj").input_amax == torch.tensor(2.0)
     with pytest.raises(InputDataError, match=r"model\.layers\.1\..* which this model has no place for"):
-        load_scales(tmp_path / "s", 1)
+        load_scales(tmp_path / "s", 1, fp8)
+
+
+def test_scales_of_another_recipe_are_refused(tmp_path: Path) -> None:
+    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["int8-sq"].quantization)
+    with pytest.raises(
+        InputDataError, match="holds scales for quant_algo W8A8_SQ_PER_CHANNEL: the recipe has quant_algo FP8"
+    ):
+        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization)
+    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["fp8"].quantization)
+    with pytest.raises(InputDataError, match=r"holds scales for kv_cache_quant_algo None: the recipe has .* FP8"):
+        load_scales(tmp_path / "s", 1, RECIPES["fp8-kv"].quantization)
+    (tmp_path / "s").write_bytes(b"no scales")
+    with pytest.raises(InputDataError, match="cannot be read as scales"):
+        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization)
+
+
+def test_places_are_checked_before_the_work(llama: Path, tmp_path: Path) -> None:
+    def refused(**options: Any) -> str:
+        with pytest.raises(UsageError) as error:
+            job.quantize(llama, None, RECIPES["fp8"], samples=SAMPLES, log=tmp_path / "log", **options)
+        return str(error.value)
+
+    assert refused(scales=tmp_path / "none").endswith("none is no file of scales; make one with --save-scales")
+    assert "is no folder" in refused(save_scales=tmp_path / "nowhere" / "s")
+    assert refused(device="cude") == "unknown device 'cude'; did you mean 'cuda'?"
 
 
 # What bad input gets

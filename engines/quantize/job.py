@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.base import DataType, Mapping
-from engines.errors import HostError, UsageError
+from engines.errors import HostError, UsageError, suggestion
 from engines.hf_folder import read_model_config
 from engines.process import Progress, run_worker
 from engines.quant import KvCacheQuantAlgo, QuantRecipe
@@ -87,6 +87,12 @@ def quantize(
     Raises UsageError, InputDataError naming layer or sample, HostError without ModelOpt or memory.
     """
     check(source, recipe, layout)
+    if device not in DEVICES:
+        raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
+    if scales is not None and not scales.is_file():
+        raise UsageError(f"{scales} is no file of scales", remedy="make one with --save-scales")
+    if save_scales is not None and not save_scales.parent.is_dir():
+        raise UsageError(f"{save_scales} cannot be written", why=f"{save_scales.parent} is no folder")
     quantization = recipe.quantization
     if quantization.calibrated and samples is None and scales is None:
         raise UsageError(f"{recipe.name} needs calibration samples", remedy="pass --calib")

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from engines.errors import InputDataError
+from engines.quant import Quantization
 
 # The linears of a decoder layer, by the names they have in it.
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -50,8 +52,8 @@ class LayerScales:
         return self.linears.get(name, LinearScales())
 
 
-def save_scales(layers: Iterable[LayerScales], path: Path) -> None:
-    """Write the scales of all layers, first to last."""
+def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantization) -> None:
+    """Write the scales of all layers, first to last, and what they are for."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         prefix = f"model.layers.{index}."
@@ -60,12 +62,34 @@ def save_scales(layers: Iterable[LayerScales], path: Path) -> None:
             tensors[f"{prefix}{name}.smooth"] = linear.smooth  # type: ignore[assignment]
         for cache in ("k_amax", "v_amax", "qkv_amax"):
             tensors[f"{prefix}self_attn.{cache}"] = getattr(layer, cache)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+    known = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(known, path, metadata=_purpose(quantization))
 
 
-def load_scales(path: Path, num_layers: int) -> list[LayerScales]:
-    """Read what `save_scales` wrote. Raises InputDataError for a file of another model."""
-    tensors = load_file(path)
+def _purpose(quantization: Quantization) -> dict[str, str]:
+    # A linear's input is measured after smoothing, so one algorithm's scales are wrong for another.
+    return {
+        "quant_algo": str(quantization.quant_algo and quantization.quant_algo.value),
+        "kv_cache_quant_algo": str(quantization.kv_cache_quant_algo and quantization.kv_cache_quant_algo.value),
+        "group_size": str(quantization.group_size if quantization.packed else None),
+    }
+
+
+def load_scales(path: Path, num_layers: int, quantization: Quantization) -> list[LayerScales]:
+    """Read what `save_scales` wrote. Raises InputDataError for a damaged file, and one of another recipe or model."""
+    try:
+        with safe_open(path, "pt") as file:
+            purpose = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError) as error:
+        raise InputDataError(f"{path} cannot be read as scales", why=str(error)) from None
+    for name, wanted in _purpose(quantization).items():
+        if purpose.get(name) != wanted:
+            raise InputDataError(
+                f"{path} holds scales for {name} {purpose.get(name)}",
+                why=f"the recipe has {name} {wanted}",
+                remedy="calibrate with this recipe",
+            )
 
     def layer(index: int) -> LayerScales:
         prefix = f"model.layers.{index}."

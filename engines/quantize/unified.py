@@ -1,4 +1,4 @@
-"""ModelOpt's unified Hugging Face folder, as the LLM API and vLLM read it.
+"""ModelOpt's unified Hugging Face folder, as the LLM API reads it, and vLLM where the algorithm is FP8.
 
 The model's own config.json with `quantization_config`, hf_quant_config.json beside it, codes under the weights' names
 and scales beside them. transformers does not know the method and loads the codes as weights, with a mere warning.

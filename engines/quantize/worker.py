@@ -81,7 +81,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
                 background.put(index, weights, scales)
                 progress((index + 1) * total // model.num_hidden_layers, total)
         if spec["scales_out"]:
-            save_scales(found, Path(spec["scales_out"]))
+            save_scales(found, Path(spec["scales_out"]), quantization)
 
 
 def _layers(
@@ -89,7 +89,7 @@ def _layers(
 ) -> Iterator[tuple[Tensors, LayerScales]]:
     """Each layer's tensors and scales, from a file of them or from calibration."""
     if spec["scales_in"]:
-        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers)
+        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization)
         for index, scales in enumerate(known):
             where[0] = f"writing layer {index}"
             yield source.layer(index), scales

@@ -181,7 +181,7 @@ def check_mapping(
         fitting = [str(tp) for tp in sizes if not _tp_obstacle(model, tp, quantization)]
         if fitting:
             raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
-        raise UsageError(obstacle, remedy=f"use a group size that divides {_inputs(model, 1)}")
+        raise UsageError(obstacle, remedy=f"use --group-size 64, if it divides {_inputs(model, 1)}")
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
         raise UsageError(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",

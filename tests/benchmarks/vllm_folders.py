@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -86,7 +87,7 @@ def run(scratch: Path) -> None:
 
 
 def error(log: str) -> str:
-    """What vLLM refused a folder with, from its log: the first line of the last exception, pydantic's after its head."""
+    """What vLLM refused a folder with, from its log: the last exception, without what pydantic adds to it."""
     found = re.findall(r"^(?:\[rank0\]: )?[\w.]*(?:Error|Exception): .*(?:\n +Value error, .*)?", log, re.MULTILINE)
     said = found[-1].split("Value error, ")[-1] if found else "its process ended without a word"
     return said.partition(" [type=")[0].partition(". Please")[0]
@@ -147,6 +148,26 @@ def reference(folder: Path, ids: list[int], dtype: str = "bfloat16") -> Any:
         return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
 
 
+def merge(folder: Path, out: Path) -> Path:
+    """A copy of an FP8 folder whose fused matrices share the largest of their scales, as vLLM has it in memory."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(folder, out)
+    tensors = load_file(folder / "model.safetensors")
+    for first in [name for name in tensors if name.endswith(("q_proj.weight", "gate_proj.weight"))]:
+        block, _, kind = first.removesuffix("_proj.weight").rpartition(".")
+        stems = [f"{block}.{part}_proj." for part in (("q", "k", "v") if kind == "q" else ("gate", "up"))]
+        scale = torch.stack([tensors[stem + "weight_scale"] for stem in stems]).max()
+        for stem in stems:
+            exact = tensors[stem + "weight"].float() * tensors[stem + "weight_scale"] / scale
+            tensors[stem + "weight"] = exact.to(torch.float8_e4m3fn)
+            tensors[stem + "weight_scale"] = scale.clone()
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
 def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any]]:
     """A line of the table, and what vLLM wrote."""
     import numpy as np
@@ -154,7 +175,7 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
     log = (scratch / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     result = scratch / f"{name}.json"
     if not result.exists():
-        return f"| {name} | refused | | | | | | {error(log)} |", {}
+        return f"| {name} | refused | | | | | | | {error(log)} |", {}
     found = json.loads(result.read_text())
     ids = [*prompt, *found["made"]]
     theirs = np.array([*found["prompt"], *found["new"]])
@@ -164,6 +185,8 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
     notes = {line.rpartition("] ")[2].partition(". ")[0] for line in log.splitlines() if TROUBLE.search(line)}
     numbers = [near[:cut].mean(), near[cut:].mean(), floor, np.abs(theirs - plain).mean(), np.abs(ours - plain).mean()]
     cells = [f"{number:.3f}" for number in numbers]
+    merged = merge(scratch / name, scratch / "merged") if found["method"] and name != "fp8-pc-pt" else None
+    cells.insert(2, f"{np.abs(theirs - reference(merged, ids)).mean():.3f}" if merged else "")
     method = f"{found['method'] or 'none'}, {found['kv_cache']}"
     return f"| {name} | {method} | {' | '.join(cells)} | {'; '.join(sorted(notes))} |", found
 
@@ -180,16 +203,17 @@ def report(scratch: Path) -> str:
             "",
             f"{datetime.now(timezone.utc):%Y-%m-%d}, {facts['gpu']}, {versions}. A Llama of 3 layers of",
             "random weights, quantized by each recipe on a CPU; vLLM loads the folder as written, told nothing about",
-            "its quantization. Written by `python -m tests.benchmarks.vllm_folders`.",
+            "its quantization; FlashInfer was not installed. Written by `python -m tests.benchmarks.vllm_folders`.",
             "",
             "Numbers are mean differences of log-probabilities, nats: of a prompt of",
             f"{PROMPT} random tokens, and of the {NEW} tokens vLLM continued it with. Random weights magnify rounding,",
-            "so what float32 instead of bfloat16 moves in our own runtime is the measure for the first two columns.",
-            "vLLM brings q, k and v, and gate and up, to the largest of their FP8 scales; our runtime keeps each its own.",
+            "so what float32 instead of bfloat16 moves in our own runtime is the measure for the first three columns.",
+            "vLLM brings q, k and v, and gate and up, to the largest of their FP8 scales, where our runtime keeps each",
+            "its own: `merged` is our runtime with scales brought together likewise.",
             "",
             "| recipe | vLLM's method, KV cache | vLLM to ours, prompt | vLLM to ours, new tokens "
-            "| ours to ours in float32 | vLLM to the original | ours to the original | note |",
-            "|---|---|---|---|---|---|---|---|",
+            "| vLLM to ours, merged | ours to ours in float32 | vLLM to the original | ours to the original | note |",
+            "|---|---|---|---|---|---|---|---|---|",
             *(line for line, _ in made),
             "",
         ]
