@@ -50,7 +50,7 @@ def quantized(source: Path, out: Path, quantization: Quantization, form: str = "
 
     model = read_model_config(source)
     scales = out.with_suffix(".scales")
-    save_scales((found() for _ in range(model.num_hidden_layers)), scales)
+    save_scales((found() for _ in range(model.num_hidden_layers)), scales, quantization)
     out.mkdir()
     spec = {
         "source": str(source), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
