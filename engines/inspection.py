@@ -8,19 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engines.base import DataType
-from engines.base import Mapping as Ranks
 from engines.errors import InputDataError, TrtpipeError
 from engines.files import read_json
 from engines.hf_folder import INDEX_NAME, ModelConfig, locate_tensors, read_model_config
-from engines.quant import KvCacheQuantAlgo, Quantization
+from engines.quant import Quantization
 from engines.quantize import unified
 from engines.safetensors_file import TensorEntry, read_header
 from engines.tensorrt_llm.checkpoint import (
     ROTARY_TABLES,
     SAFETENSORS_DTYPE,
-    config_json,
-    parse_config,
     rank_file,
     rank_layout,
     read_config,
@@ -31,7 +27,6 @@ FOR_WHOM = (
     "transformers does not know quant_method modelopt: it loads such a folder with a mere warning, takes codes for "
     "weights and computes nonsense; the folder is for vLLM and TensorRT-LLM's LLM API"
 )
-_DETAILS = "hf_quant_config.json"
 _FLOATS = tuple(SAFETENSORS_DTYPE.values())
 
 # Name -> (the types it may have, its shape), as a config implies them.
@@ -95,7 +90,7 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
     problems: list[str] = []
     tensors: list[TensorInfo] = []
     method = raw.get("quantization_config")
-    quantized = method is not None or (folder / _DETAILS).is_file()
+    quantized = method is not None or (folder / unified.DETAILS).is_file()
     quantization = method if isinstance(method, dict) else {}
     try:
         located = locate_tensors(folder)
@@ -107,8 +102,8 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
     try:
         if quantized:
             model = read_model_config(folder, quantized=True)
-            declared = _declared(folder, method, model)
-            quantization = _told(declared)
+            declared = unified.read_settings(folder, model)
+            quantization = {"quant_method": "modelopt", **unified.summary(declared)}
             problems += _unified_problems(model, declared, tensors) if located else []
         elif located:
             check_source(folder, read_model_config(folder), located)
@@ -127,66 +122,8 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
     )
 
 
-def _declared(folder: Path, method: Any, model: ModelConfig) -> Quantization:
-    """What the folder says of its quantization, in one of two places or in both alike. Raises InputDataError."""
-    path, found = folder / _DETAILS, {}
-    if method is not None:
-        if not isinstance(method, dict):
-            raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
-        if method.get("quant_method", "modelopt") != "modelopt":
-            raise InputDataError(
-                f"{folder} is quantized by {method['quant_method']}",
-                why="of quantized folders only ModelOpt's are read",
-            )
-        found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
-    if path.is_file():
-        details = read_json(path, "quantization config").get("quantization")
-        if not isinstance(details, dict):
-            raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
-        found[_DETAILS] = details
-    # Read as a checkpoint's, whose names these are; the type is not looked at.
-    parsed = {
-        place: parse_config(
-            {**config_json(model, DataType.BFLOAT16, Ranks()), "quantization": facts}, f"{folder}: {place}"
-        ).quantization
-        for place, facts in found.items()
-    }
-    first, *others = parsed.values()
-    if first.quant_algo is None and first.kv_cache_quant_algo is None:
-        raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")
-    if any(other != first for other in others):
-        told = (f"{place} says {_spelt(said)}" for place, said in parsed.items())
-        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(told))
-    return first
-
-
-def _cache(method: dict[str, Any]) -> dict[str, Any]:
-    """The KV cache of config.json, a scheme there, under the name it has elsewhere."""
-    scheme = method.get("kv_cache_scheme")
-    if scheme is None:
-        return {}
-    float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}
-
-
-def _told(quantization: Quantization) -> dict[str, Any]:
-    algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": algo and algo.value,
-        "kv_cache_quant_algo": cache and cache.value,
-        "group_size": quantization.group_size if quantization.packed else None,
-    }
-
-
-def _spelt(quantization: Quantization) -> str:
-    return " ".join(f"{name} {value}" for name, value in _told(quantization).items() if name != "quant_method")
-
-
 def _unified_problems(model: ModelConfig, quantization: Quantization, tensors: list[TensorInfo]) -> list[str]:
     """Where the tensors of ModelOpt's folder are not those of its config."""
-    if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
-        return ["the KV cache is quantized with INT8, whose scales ModelOpt's format has no place for"]
     layout = {
         plan.name: ((plan.dtype,) if plan.dtype else _FLOATS, plan.shape) for plan in unified.plan(model, quantization)
     }

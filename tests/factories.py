@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from engines.base import DataType, Mapping
 from engines.hf_folder import ModelConfig, read_model_config
 from engines.safetensors_file import header_bytes
-from engines.tensorrt_llm.checkpoint import source_shapes
+from engines.tensorrt_llm.checkpoint import CheckpointConfig, source_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,6 +32,24 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# A checkpoint's config of much the same model.
+CHECKPOINT = CheckpointConfig(
+    architecture="LlamaForCausalLM",
+    dtype=DataType.FLOAT32,
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_size=8,
+    norm_epsilon=1e-5,
+    max_position_embeddings=64,
+    rotary_base=10000.0,
+    rotary_scaling=None,
+    attn_bias=False,
+    mapping=Mapping(),
+)
 NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 # The same as raw bit patterns.
 BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}

@@ -223,7 +223,7 @@ def test_an_int8_cache_has_no_place_in_modelopts_folder(fp8_kv: Path, tmp_path: 
     del raw["quantization_config"]
     (folder / CONFIG).write_text(json.dumps(raw))
     (problem,) = inspect(folder).problems
-    assert "INT8, whose scales ModelOpt's format has no place for" in problem
+    assert "quantized with INT8: ModelOpt's format has no place for its scales" in problem
 
 
 def test_tensors_of_another_quantization_are_all_named(fp8_kv: Path, tmp_path: Path) -> None:

@@ -35,25 +35,8 @@ from engines.tensorrt_llm.checkpoint import (
     rank_layout,
     source_shapes,
 )
-from tests.factories import hf_folder
+from tests.factories import CHECKPOINT, hf_folder
 
-CONFIG = CheckpointConfig(
-    architecture="LlamaForCausalLM",
-    dtype=DataType.FLOAT32,
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_size=8,
-    norm_epsilon=1e-5,
-    max_position_embeddings=64,
-    rotary_base=10000.0,
-    rotary_scaling=None,
-    attn_bias=False,
-    mapping=Mapping(),
-)
 BUILD: dict[str, Any] = {
     "max_batch_size": 4,
     "max_input_len": 32,
@@ -90,7 +73,7 @@ def one_thread() -> Iterator[None]:
 def float_tensors() -> dict[str, torch.Tensor]:
     """An HF model's tensors; norms are uneven, so that smoothing has something to do."""
     torch.manual_seed(0)
-    out = {name: torch.randn(shape) * 0.12 for name, shape in source_shapes(CONFIG).items()}
+    out = {name: torch.randn(shape) * 0.12 for name, shape in source_shapes(CHECKPOINT).items()}
     return {name: value + torch.linspace(0.5, 1.5, 32) if value.dim() == 1 else value for name, value in out.items()}
 
 
@@ -128,10 +111,10 @@ def encoded(name: str, weight: torch.Tensor, algo: QuantAlgo) -> dict[str, torch
 
 
 def write_engine(
-    folder: Path, quantization: Quantization, mapping: Mapping = CONFIG.mapping, **limits: Any
+    folder: Path, quantization: Quantization, mapping: Mapping = CHECKPOINT.mapping, **limits: Any
 ) -> CheckpointConfig:
     """An engine folder of the float model, quantized."""
-    config = replace(CONFIG, quantization=quantization, mapping=mapping)
+    config = replace(CHECKPOINT, quantization=quantization, mapping=mapping)
     tensors = float_tensors()
     if quantization.quant_algo is not None:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
@@ -408,6 +391,10 @@ def test_the_config_alone_says_how_a_folder_is_quantized(
 
 
 def break_settings(folder: Path, **changes: Any) -> None:
+    """Change hf_quant_config.json, the only one left to say anything."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
     path = folder / "hf_quant_config.json"
     raw = json.loads(path.read_text())
     raw["quantization"].update(changes)
@@ -440,6 +427,10 @@ LOST = "model.layers.1.mlp.up_proj.input_scale"
         ),
         (lambda folder: break_settings(folder, kv_cache_quant_algo="INT8"), "KV cache quantized with INT8"),
         (lambda folder: break_settings(folder, kv_cache_quant_algo=None), "k_scale' in .* has no place in this model"),
+        (
+            lambda folder: (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W8A16"}}'),
+            "describes two quantizations: quantization_config says quant_algo FP8 .* says quant_algo W8A16",
+        ),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "has no quantization section"),
     ],
 )

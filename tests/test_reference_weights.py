@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.base import DataType, Mapping
+from engines.base import Mapping
 from engines.hf_folder import ModelConfig
 from engines.reference.weights import load_weights
 from engines.safetensors_file import header_bytes
@@ -23,24 +23,9 @@ from engines.tensorrt_llm.checkpoint import (
     rank_file,
     rank_layout,
 )
+from tests.factories import CHECKPOINT
 
-CONFIG = CheckpointConfig(
-    architecture="LlamaForCausalLM",
-    dtype=DataType.FLOAT32,
-    vocab_size=7,
-    hidden_size=8,
-    intermediate_size=12,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_size=2,
-    norm_epsilon=1e-5,
-    max_position_embeddings=64,
-    rotary_base=10000.0,
-    rotary_scaling=None,
-    attn_bias=False,
-    mapping=Mapping(),
-)
+CONFIG = replace(CHECKPOINT, vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3, head_size=2)
 QKV = "transformer.layers.0.attention.qkv.weight"
 
 

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines.base import DataType
+from engines.base import DataType, Mapping
+from engines.errors import InputDataError
 from engines.files import read_json, write_json
 from engines.hf_folder import ModelConfig
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.tensorrt_llm.checkpoint import Piece, TensorPlan, source_shapes
+from engines.tensorrt_llm.checkpoint import Piece, TensorPlan, config_json, parse_config, source_shapes
 
+DETAILS = "hf_quant_config.json"
 SHARD_BYTES = 5_000_000_000
 # What a served model needs besides its weights; ModelOpt copies none of it.
 COMPANIONS = (
@@ -78,9 +80,7 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
     if quantization.packed:
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
     producer = {"name": "modelopt", "version": producer_version}
-    write_json(
-        out / "hf_quant_config.json", {"producer": producer, "quantization": {**facts, "exclude_modules": EXCLUDED}}
-    )
+    write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": EXCLUDED}})
     config = read_json(source / "config.json", "model config")
     for key in ("dtype", "torch_dtype"):
         if key in config:
@@ -98,6 +98,78 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
     for name in COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
+
+
+def read_settings(folder: Path, model: ModelConfig) -> Quantization:
+    """What a folder says of its quantization, in one of two places or in both alike.
+
+    Raises InputDataError for a folder that says nothing, two things, or something ModelOpt does not write.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    method = read_json(folder / "config.json", "model config").get("quantization_config")
+    if method is not None:
+        if not isinstance(method, dict):
+            raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
+        if method.get("quant_method", "modelopt") != "modelopt":
+            raise InputDataError(
+                f"{folder} is quantized by {method['quant_method']}",
+                why="of quantized folders only ModelOpt's are read",
+            )
+        found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
+    path = folder / DETAILS
+    if path.is_file():
+        details = read_json(path, "quantization config").get("quantization")
+        if not isinstance(details, dict):
+            raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+        found[DETAILS] = details
+    if not found:
+        raise InputDataError(
+            f"{folder} is not quantized",
+            why=f"it has no {DETAILS}, and config.json no quantization_config",
+            remedy="give a folder exported by ModelOpt",
+        )
+    # Read as a checkpoint's, whose names these are; the type is not looked at.
+    parsed = {
+        place: parse_config(
+            {**config_json(model, DataType.BFLOAT16, Mapping()), "quantization": facts}, f"{folder}: {place}"
+        ).quantization
+        for place, facts in found.items()
+    }
+    first, *others = parsed.values()
+    if first.quant_algo is None and first.kv_cache_quant_algo is None:
+        raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")
+    if any(other != first for other in others):
+        said = (
+            f"{place} says {' '.join(f'{name} {value}' for name, value in summary(one).items())}"
+            for place, one in parsed.items()
+        )
+        raise InputDataError(f"{folder} describes two quantizations", why=", ".join(said))
+    if first.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+        raise InputDataError(
+            f"{folder} has its KV cache quantized with INT8",
+            why="ModelOpt's format has no place for its scales",
+            remedy="use a TensorRT-LLM checkpoint for that",
+        )
+    return first
+
+
+def summary(quantization: Quantization) -> dict[str, Any]:
+    """The facts of a quantization that tell it from others, under their names in a config."""
+    algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
+    return {
+        "quant_algo": algo and algo.value,
+        "kv_cache_quant_algo": cache and cache.value,
+        "group_size": quantization.group_size if quantization.packed else None,
+    }
+
+
+def _cache(method: dict[str, Any]) -> dict[str, Any]:
+    """The KV cache of config.json, a scheme there, under the name it has elsewhere."""
+    scheme = method.get("kv_cache_scheme")
+    if scheme is None:
+        return {}
+    float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}
 
 
 def shards(plans: list[TensorPlan], sizes: list[int]) -> list[list[TensorPlan]]:

@@ -6,17 +6,16 @@ Both are WeightSources of a single rank, so that one runtime computes what a che
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from engines.base import Mapping as Ranks
 from engines.errors import InputDataError
-from engines.files import read_json
 from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
 from engines.mapped_tensors import MappedTensors
-from engines.quant import KvCacheQuantAlgo
+from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 from engines.quantize import unified
 from engines.reference.kv_codec import KvCodec
 from engines.reference.linear import Linear, Stacked, make_linear
@@ -62,7 +61,7 @@ class HfFolder:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
         model, located = read_model_config(folder), locate_tensors(folder)
         check_source(folder, model, located)
-        self.config = _checkpoint_config(folder, model, dtype, {})
+        self.config = _checkpoint_config(folder, model, dtype, UNQUANTIZED)
         self._dtype = dtype
         self._rank = _Planned(plan_rank(model, Ranks(), tp_rank=0, pp_rank=0), MappedTensors(located, device), dtype)
 
@@ -84,14 +83,8 @@ class UnifiedFolder:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
-        model, facts = _read_quantized_config(folder)
-        self.config = _checkpoint_config(folder, model, dtype, facts)
-        if self.config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
-            raise InputDataError(
-                f"{folder} has its KV cache quantized with INT8",
-                why="ModelOpt's format has no place for its scales",
-                remedy="use a TensorRT-LLM checkpoint for that",
-            )
+        model = read_model_config(folder, quantized=True)
+        self.config = _checkpoint_config(folder, model, dtype, unified.read_settings(folder, model))
         located = locate_tensors(folder)
         self._check(folder, model, located)
         self._dtype = dtype
@@ -186,38 +179,12 @@ class _Planned(Mapping[str, torch.Tensor]):
 
 
 def _checkpoint_config(
-    folder: Path, model: ModelConfig, dtype: torch.dtype, quantization: dict[str, Any]
+    folder: Path, model: ModelConfig, dtype: torch.dtype, quantization: Quantization
 ) -> CheckpointConfig:
     stored = next(kind for kind, same in TORCH_DTYPE.items() if same == dtype)
-    return parse_config({**config_json(model, stored, Ranks()), "quantization": quantization}, str(folder))
+    return replace(parse_config(config_json(model, stored, Ranks()), str(folder)), quantization=quantization)
 
 
 def _described(config: CheckpointConfig) -> str:
     weights, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
     return f"{weights.value if weights else 'unquantized'} weights, {cache.value if cache else 'unquantized'} KV cache"
-
-
-def _read_quantized_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model, and its quantization under the names of a checkpoint's config."""
-    path = folder / "config.json"
-    raw = read_json(path, "model config")
-    method = raw.pop("quantization_config", None)
-    detailed = folder / "hf_quant_config.json"
-    if detailed.is_file():
-        facts = read_json(detailed, "quantization config").get("quantization")
-    elif isinstance(method, dict):
-        # Older readers' form: the KV cache is a scheme and not a name.
-        facts = {**method, "exclude_modules": method.get("ignore")}
-        scheme = method.get("kv_cache_scheme")
-        if isinstance(scheme, dict):
-            float8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
-            facts["kv_cache_quant_algo"] = KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"
-    else:
-        raise InputDataError(
-            f"{folder} is not quantized",
-            why="it has no hf_quant_config.json, and config.json no quantization_config",
-            remedy="give a folder exported by ModelOpt",
-        )
-    if not isinstance(facts, dict):
-        raise InputDataError(f"{detailed} has no quantization section", remedy="export the model again")
-    return read_model_config(folder, quantized=True), facts
