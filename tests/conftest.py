@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A test on a busy machine is slow, not wrong.
+settings.register_profile("trtpipe", deadline=None)
+settings.load_profile("trtpipe")
 
 
 class Guarded(AssertionError):

@@ -40,7 +40,7 @@ def test_every_bfloat16_that_fits_is_cast_to_float16_as_torch_does() -> None:
 
 
 @given(values=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64), target=st.sampled_from(["BF16", "F16"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_float32_is_rounded_as_torch_does(values: list[int], target: str) -> None:
     bits = np.array(values, dtype=np.uint32)
     too_large = (cast_by_torch(bits, "F32", target) & 0x7FFF) == LARGEST[target] + 1

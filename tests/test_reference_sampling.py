@@ -109,7 +109,7 @@ def test_every_step_draws_anew() -> None:
     assert len(set(tokens)) > 40
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.fixed_dictionaries(

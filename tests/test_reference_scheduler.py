@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.reference.cache import BlockPool
@@ -186,7 +186,6 @@ LOADS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(
     load=LOADS,
     blocks=st.integers(10, 14),
