@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from engines.base import EngineBackend
+from engines.backend import EngineBackend
 
 # runtime name -> module that offers what `EngineBackend` asks for, imported on demand
 BACKENDS = {
     "reference": "engines.reference",
     "tensorrt_llm": "engines.tensorrt_llm",
+    "trtllm_pytorch": "engines.trtllm_pytorch",
+    "vllm": "engines.vllm",
 }
 
 

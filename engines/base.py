@@ -9,10 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from engines.errors import UsageError
-from engines.gpu import GpuSpec
 
 
 class DataType(str, enum.Enum):
@@ -64,54 +62,6 @@ class Mapping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildConfig:
-    """Limits fixed when an engine is built. Names and meanings are trtllm-build's.
-
-    max_batch_size    requests that may be in flight in one step
-    max_input_len     tokens of the longest prompt
-    max_seq_len       tokens of prompt and output together
-    max_num_tokens    tokens in one step, over all requests; sets activation memory and the prompt chunk
-    tokens_per_block  tokens in one block of the paged KV cache; a power of two
-    max_beam_width    beams per request
-
-    Every size has a value here: upstream's deduced ones (131072 tokens, 2048 requests) do not fit most cards.
-    """
-
-    max_batch_size: int = 64
-    max_input_len: int = 1024
-    max_seq_len: int = 2048
-    max_num_tokens: int = 2048
-    tokens_per_block: int = 32
-    max_beam_width: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"build.{name} is {getattr(self, name)}", remedy="give a positive number")
-        if self.tokens_per_block < 1 or self.tokens_per_block & (self.tokens_per_block - 1):
-            raise UsageError(
-                f"build.tokens_per_block is {self.tokens_per_block}", remedy="give a power of two, such as 32"
-            )
-        if self.max_input_len >= self.max_seq_len:
-            raise UsageError(
-                f"build.max_input_len {self.max_input_len} leaves no room for output "
-                f"within build.max_seq_len {self.max_seq_len}",
-                remedy="raise build.max_seq_len or lower build.max_input_len",
-            )
-        if self.max_num_tokens < self.tokens_per_block:
-            raise UsageError(
-                f"build.max_num_tokens {self.max_num_tokens} is below build.tokens_per_block {self.tokens_per_block}",
-                remedy="raise build.max_num_tokens",
-            )
-        if self.max_num_tokens < self.max_batch_size * self.max_beam_width:
-            raise UsageError(
-                f"build.max_num_tokens {self.max_num_tokens} is below build.max_batch_size {self.max_batch_size} "
-                f"times build.max_beam_width {self.max_beam_width}: a full batch could not decode in one step",
-                remedy="raise build.max_num_tokens or lower build.max_batch_size",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
     """Which samples calibrate a model.
 
@@ -138,26 +88,15 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A TensorRT-LLM checkpoint folder: config.json and rank{N}.safetensors."""
+    """What an engine is made of: a TensorRT-LLM checkpoint folder (config.json and rank{N}.safetensors), or for the
+    runtimes that want it a Hugging Face folder."""
 
     path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine folder: config.json ({version, pretrained_config, build_config}), rank files, passport.json."""
+    """An engine folder with its passport.json: config.json ({version, pretrained_config, build_config}) and rank files,
+    or a Hugging Face folder and its settings."""
 
     path: Path
-
-
-class EngineBackend(Protocol):
-    """What a runtime must offer the build stage. Implementations are modules named in `engines.BACKENDS`."""
-
-    def tool_versions(self) -> dict[str, str]:
-        """Versions that the engine's bytes depend on; part of the artefact's key."""
-
-    def check(self, gpu: GpuSpec, mapping: Mapping, build: BuildConfig) -> None:
-        """Refuse what cannot work, before anything is downloaded. Raises UsageError."""
-
-    def build(self, checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, log: Path) -> Engine:
-        """Write the engine folder, without its passport, into the existing empty folder `out`."""

@@ -1,17 +1,22 @@
-"""passport.json beside an engine: where it may run. TensorRT-LLM itself checks no version, and an engine for
-another compute capability fails only after its gigabytes are loaded, so we write down and compare.
+"""passport.json beside an engine: what it was made for and by, and whether a machine can run it.
+
+TensorRT-LLM checks no version, and an engine for another compute capability fails only after its gigabytes are
+loaded, so we write down and compare.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.base import Engine
+from engines.backend import Target
+from engines.build_config import BuildConfig
 from engines.errors import ArtefactRefused
 from engines.files import read_json, write_json
-from engines.gpu import GpuSpec
+from engines.nvidia import Gpu
+from engines.toolchain import version_key
 
 NAME = "passport.json"
 
@@ -20,49 +25,74 @@ NAME = "passport.json"
 class Passport:
     """What an engine was made for and by.
 
-    sm        None for the reference runtime, which runs on any machine
-    accuracy  of a quantized checkpoint: what it measured against its original, and whether a failure was accepted
+    runtime     which of our runtimes executes it
+    gpu, sm     the target
+    sms         compute capabilities that run it: the target's own for compiled code; None for any machine
+    toolchain   TensorRT-LLM's release, None where it has no part in it; `image` is the container that goes with it
+    versions    what its bytes depend on
+    dtype       of what is not quantized
+    rank_bytes  weights of the largest rank: the least that a GPU must hold
+    checkpoint  content digest of the checkpoint
+    made        where it was built: image digest, GPU product, driver
+    accuracy    of a quantized checkpoint: what it measured against its original, and whether a failure was accepted
     """
 
     runtime: str
     gpu: str
     sm: int | None
+    sms: tuple[int, ...] | None
+    toolchain: str | None
+    image: str | None
     versions: dict[str, str]
     tp_size: int
     pp_size: int
     dtype: str
     quant_algo: str | None
     kv_cache_quant_algo: str | None
+    rank_bytes: int
+    checkpoint: str
     build_config: dict[str, Any]
+    made: dict[str, str] = field(default_factory=dict)
     accuracy: dict[str, Any] | None = None
 
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
 
+    def target(self) -> str:
+        return self.gpu if self.sm is None else f"{self.gpu} (SM{self.sm})"
 
-def write_passport(
-    engine: Engine, *, runtime: str, gpu: GpuSpec, versions: dict[str, str], accuracy: dict[str, Any] | None = None
-) -> Passport:
-    """Write the passport of an engine just built, from the engine's own config.json."""
-    config = read_json(engine.path / "config.json", "engine config")
-    pretrained = config["pretrained_config"]
-    quantization = pretrained.get("quantization") or {}
-    passport = Passport(
+    def write(self, folder: Path) -> None:
+        write_json(folder / NAME, asdict(self))
+
+
+def make_passport(
+    target: Target, build: BuildConfig, *, runtime: str, sms: tuple[int, ...] | None, versions: dict[str, str],
+    dtype: str, rank_bytes: int, checkpoint: str, settings: Sequence[str], made: dict[str, str],
+    accuracy: dict[str, Any] | None,
+) -> Passport:  # fmt: skip
+    """The passport of an engine for `target`; `settings` are those of `build` that its runtime looks at."""
+    algo, cache = target.quantization.quant_algo, target.quantization.kv_cache_quant_algo
+    released = runtime in target.toolchain.runtimes
+    return Passport(
         runtime=runtime,
-        gpu=gpu.name,
-        sm=gpu.sm,
+        gpu=target.gpu.name,
+        sm=target.gpu.sm,
+        sms=sms,
+        toolchain=target.toolchain.name if released else None,
+        image=target.toolchain.image if released else None,
         versions=versions,
-        tp_size=pretrained["mapping"]["tp_size"],
-        pp_size=pretrained["mapping"]["pp_size"],
-        dtype=pretrained["dtype"],
-        quant_algo=quantization.get("quant_algo"),
-        kv_cache_quant_algo=quantization.get("kv_cache_quant_algo"),
-        build_config=config["build_config"],
+        tp_size=target.mapping.tp_size,
+        pp_size=target.mapping.pp_size,
+        dtype=dtype,
+        quant_algo=algo and algo.value,
+        kv_cache_quant_algo=cache and cache.value,
+        rank_bytes=rank_bytes,
+        checkpoint=checkpoint,
+        build_config={name: value for name, value in asdict(build).items() if name in settings},
+        made=made,
         accuracy=accuracy,
     )
-    write_json(engine.path / NAME, asdict(passport))
-    return passport
 
 
 def read_passport(folder: Path) -> Passport:
@@ -75,8 +105,59 @@ def read_passport(folder: Path) -> Passport:
             remedy="build it with `trtpipe build`",
         )
     try:
-        return Passport(**read_json(path, "passport"))
-    except TypeError as error:
+        raw = read_json(path, "passport")
+        return Passport(**{**raw, "sms": None if raw["sms"] is None else tuple(raw["sms"])})
+    except (TypeError, KeyError) as error:
         raise ArtefactRefused(
             f"{path} is of another version", why=str(error), remedy="build the engine again"
         ) from None
+
+
+def require_target(passport: Passport, target: Target, folder: Path) -> None:
+    """Raises ArtefactRefused when the engine in `folder` is not the one that `target` asks for, naming both sides."""
+    asked = {
+        "gpu": target.gpu.name,
+        "tp_size": target.mapping.tp_size,
+        "pp_size": target.mapping.pp_size,
+    }
+    if passport.toolchain is not None:
+        asked["toolchain"] = target.toolchain.name
+    for name, value in asked.items():
+        if getattr(passport, name) != value:
+            raise ArtefactRefused(
+                f"the engine in {folder} is for {name} {getattr(passport, name)}, and {value} is asked for",
+                remedy="build it again with `trtpipe build`",
+            )
+
+
+def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str = "") -> list[str]:
+    """Why a machine with `gpus` cannot run the engine, one phrase each, both sides named; empty when it can.
+
+    `floor` is the lowest driver of the engine's toolchain.
+    """
+    if passport.sms is None:
+        return []
+    if not gpus:
+        return [f"it is for {passport.target()}, and this machine has no NVIDIA GPU"]
+    out = []
+    same = [gpu for gpu in gpus if gpu.sm in passport.sms]
+    if not same:
+        here = ", ".join(sorted({gpu.describe() for gpu in gpus}))
+        out.append(f"it is for {passport.target()}, and this machine has {here}")
+    elif len(same) < passport.world_size:
+        out.append(f"it has {passport.world_size} ranks, and this machine has {len(same)} GPU(s) that run it")
+    large = [gpu for gpu in same if gpu.total_mib * 2**20 > passport.rank_bytes]
+    if len(same) >= passport.world_size > len(large):
+        held = max(gpu.total_mib for gpu in same) / 1024
+        out.append(f"a rank's weights take {passport.rank_bytes / 2**30:.1f} GiB, and the GPU has {held:.1f}")
+    driver = gpus[0].driver
+    if floor and version_key(driver) < version_key(floor):
+        out.append(f"TensorRT-LLM {passport.toolchain} needs driver {floor}, and this machine has {driver}")
+    return out
+
+
+def remarks(passport: Passport, gpus: Sequence[Gpu]) -> list[str]:
+    """What is no obstacle but worth knowing: the same compute capability on another product."""
+    built = passport.made.get("gpu")
+    others = sorted({gpu.name for gpu in gpus if gpu.sm == passport.sm and built not in (None, gpu.name)})
+    return [f"its kernels were chosen on {built}; on {name} it runs, and others may be faster" for name in others]

@@ -7,9 +7,11 @@ n, "total": n}` for progress and `{"error": class, "what": ..., "why": ..., "rem
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +27,8 @@ from engines.errors import HostError, StageFailed, TrtpipeError
 TAIL_LINES = 5
 # How long a process may take to end when asked, before it is killed.
 GRACE_SECONDS = 10.0
+# How long a line may wait in the log before it is shown.
+FOLLOW_SECONDS = 0.1
 # Environment variable that tells a worker which file descriptor its channel is.
 CHANNEL = "TRTPIPE_CHANNEL"
 
@@ -32,9 +36,16 @@ Progress = Callable[[int, int], None]
 
 
 def run(
-    command: Sequence[str], log: Path, *, what: str, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+    command: Sequence[str],
+    log: Path,
+    *,
+    what: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    show: Callable[[str], None] | None = None,
 ) -> None:
-    """Run `command` to its end with output appended to `log`. No shell is involved.
+    """Run `command` to its end with output appended to `log`, each line of it passed to `show`. No shell is involved.
 
     The child gets its own process group, which is ended with this call, so that neither Ctrl-C nor a child that
     left something running leaves a grandchild. Raises HostError when the program cannot be started, StageFailed with
@@ -51,18 +62,52 @@ def run(
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=None if env is None else {**os.environ, **env},
+                cwd=cwd,
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
         except OSError as error:
             raise HostError(f"{command[0]} cannot be started", why=error.strerror or str(error)) from None
         try:
-            status = child.wait()
+            status = child.wait() if show is None else _follow(child, log, begin, show)
         finally:
             end_group(child)
     if status:
         why = tail(log, begin=begin)
         raise StageFailed(f"{what} failed ({describe_status(status)})", why=why, remedy=f"the log is {log}")
+
+
+class Lines:
+    """Output as it comes, passed on as lines that say something. A carriage return ends one too: progress is shown."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def feed(self, chunk: bytes) -> None:
+        *whole, self._rest = re.split(r"[\r\n]", self._rest + self._decoder.decode(chunk))
+        for line in whole:
+            if line.strip():
+                self._show(line)
+
+    def close(self) -> None:
+        """Pass on a last line that no line end closed."""
+        self.feed(b"\n")
+
+
+def _follow(child: subprocess.Popen[bytes], log: Path, begin: int, show: Callable[[str], None]) -> int:
+    """Wait for a child as `wait` does, and show what it writes to its log after byte `begin`."""
+    lines = Lines(show)
+    with log.open("rb") as file:
+        file.seek(begin)
+        status = None
+        while status is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(timeout=FOLLOW_SECONDS)
+            lines.feed(file.read())
+    lines.close()
+    return status
 
 
 def run_worker(

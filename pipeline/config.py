@@ -17,9 +17,12 @@ import configs
 from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
 from engines.quant import QuantRecipe
+from engines.toolchain import Toolchain
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 
 CONFIGS = Path(configs.__file__).parent
+# The last stable release of TensorRT-LLM that builds engines.
+DEFAULT_TOOLCHAIN = "1.2.1"
 
 # OWNER/NAME; a path that does not exist must not be taken for one.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -113,6 +116,34 @@ def load_quant_recipes() -> dict[str, QuantRecipe]:
     """Every quantization recipe of configs/quant by its name."""
     recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in sorted((CONFIGS / "quant").glob("*.yaml"))]
     return {recipe.name: recipe for recipe in recipes}
+
+
+def load_toolchains() -> dict[str, Toolchain]:
+    """Every toolchain of configs/toolchains by its release, the newest first.
+
+    What a file that `extends` another does not say itself is that one's.
+    """
+    raw = {path.name: read_yaml(path) for path in sorted((CONFIGS / "toolchains").glob("*.yaml"), reverse=True)}
+    by_name = {str(facts.get("name")): facts for facts in raw.values()}
+    out = {}
+    for file, facts in raw.items():
+        own = {key: value for key, value in facts.items() if key != "extends"}
+        base = by_name.get(str(facts.get("extends")), {})
+        if "extends" in facts and not base:
+            raise ConfigError(f"{file}: extends {facts['extends']}, which no file is named")
+        toolchain = build(Toolchain, {**base, **own}, file)
+        out[toolchain.name] = toolchain
+    return out
+
+
+def find_toolchain(name: str | None) -> Toolchain:
+    """The toolchain of that release or its first two numbers; the default for None. Raises UsageError."""
+    toolchains = load_toolchains()
+    names = {alias: one for one in toolchains.values() for alias in (one.name, *one.aliases)}
+    name = name or DEFAULT_TOOLCHAIN
+    if name not in names:
+        raise UsageError(f"unknown toolchain '{name}'", remedy=suggestion(name, toolchains))
+    return names[name]
 
 
 def load_models() -> dict[str, ModelFacts]:

@@ -101,6 +101,17 @@ def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> 
     result("\n".join(f"problem: {problem}" for problem in problems) or "no problem found")
 
 
+def passport(facts: dict[str, Any]) -> None:
+    """An engine's passport, nested facts under dotted names."""
+    rows: list[tuple[str, Any]] = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            rows += [(f"{name}.{inner}", inside) for inner, inside in value.items()]
+        else:
+            rows.append((name, size(value) if name == "rank_bytes" else value))
+    table(("passport", "value"), rows)
+
+
 def accuracy(report: AccuracyReport) -> None:
     """A comparison with the original: the figures and their limits, the worst layers, what is clipped, the verdict."""
     from pipeline.accuracy import WORST, percent
@@ -146,6 +157,9 @@ class BuildReporter:
         self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
         for notice in manifest.notes.get("notices", ()):
             self.note(f"note: {notice}")
+
+    def line(self, text: str) -> None:
+        self._console.print(f"  {text}", style="dim")
 
     def note(self, text: str) -> None:
         note(text)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +59,11 @@ class ModelRef:
 
     name: str
     source: Source
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "source": {"kind": self.source.kind, **asdict(self.source)}}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> ModelRef:
+        facts = dict(raw["source"])
+        return cls(name=raw["name"], source=SOURCE_KINDS[facts.pop("kind")](**facts))

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from engines import BACKENDS, load_backend
-from engines.base import BuildConfig, CalibrationConfig, Mapping
+from engines.backend import Target
+from engines.base import CalibrationConfig, Mapping
+from engines.build_config import BuildConfig
 from engines.errors import TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
-from engines.quant import Precision, resolve_precision
+from engines.quant import UNQUANTIZED, Precision, Quantization, resolve_precision
+from engines.toolchain import Toolchain
 from pipeline import config
 from pipeline.model_ref import ModelRef
-from triton_repo.serving import ServingConfig
+from triton_repo.serving import ServingConfig, resolve_serving
 
 # What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
 SCALARS = (
@@ -31,10 +34,13 @@ SCALARS = (
     "kv_cache",
     "group_size",
     "runtime",
+    "toolchain",
+    "executor",
     "tp",
     "pp",
     "accept_accuracy",
 )
+EXECUTORS = ("auto", "local", "docker")
 GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
 
 Layer = tuple[str, dict[str, Any]]
@@ -42,16 +48,20 @@ Layer = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Value:
-    """One resolved setting: dotted name, value, and the layer or the reason it comes from."""
+    """One resolved setting: dotted name, value, the layer or the reason it comes from, and what it means."""
 
     name: str
     value: Any
     source: str
+    meaning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything a run needs to know."""
+    """Everything a run needs to know.
+
+    settings  what resolves to this plan again, on any machine: scalars as they were given, groups as they turned out
+    """
 
     model: ModelRef
     gpu: GpuSpec
@@ -59,23 +69,48 @@ class Plan:
     calibration: CalibrationConfig
     accept_accuracy: bool
     runtime: str
+    toolchain: Toolchain
+    executor: str
     mapping: Mapping
     build: BuildConfig
     serving: ServingConfig
+    settings: dict[str, Any]
     values: tuple[Value, ...]
 
     @property
+    def quantization(self) -> Quantization:
+        return self.precision.recipe.quantization if self.precision.recipe else UNQUANTIZED
+
+    @property
+    def sms(self) -> tuple[int, ...] | None:
+        """The compute capabilities that run the engine; None when any machine does."""
+        backend = load_backend(self.runtime)
+        if backend.ANYWHERE or self.gpu.sm is None:
+            return None
+        return (self.gpu.sm,) if backend.COMPILED else self.precision.sms
+
+    @property
+    def engine_target(self) -> Target:
+        """What the engine is for, in the engine backend's terms."""
+        return Target(gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain)
+
+    @property
     def target(self) -> str:
-        """The identifier used for folders, logs and reports: model.gpu.dtype, then tp and pp where above 1."""
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then what is not the usual: tp and pp
+        above 1, another runtime or toolchain."""
         parts = [self.model.name, self.gpu.name, self.precision.name]
         parts += [
             f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
         ]
+        parts += [self.runtime] if self.runtime != _usual_runtime(self.gpu)[0] else []
+        parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != config.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "target": self.target,
+            "model": self.model.to_json(),
+            "settings": self.settings,
             "values": [{"name": v.name, "value": v.value, "source": v.source} for v in self.values],
         }
 
@@ -111,15 +146,18 @@ def set_layer(assignments: list[str]) -> Layer:
     return "--set", layer
 
 
-def resolve(layers: list[Layer]) -> Plan:
-    """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError."""
+def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
+    """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError.
+
+    `model` is taken as it is: of an imported target its source need not be on this machine.
+    """
     chosen = _merge(layers)
     model_name = _string(chosen, "model", required="--model smollm2-135m")
     gpu_name = _string(chosen, "gpu", required="--gpu cpu or --gpu h100")
     assert model_name is not None
     assert gpu_name is not None
     source, revision = _string(chosen, "source"), _string(chosen, "revision")
-    model = config.find_model(model_name, source=source, revision=revision)
+    model = model or config.find_model(model_name, source=source, revision=revision)
     gpu = config.find_gpu(gpu_name)
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
@@ -127,21 +165,22 @@ def resolve(layers: list[Layer]) -> Plan:
     calibration_config = _group(chosen, "calibration", CalibrationConfig)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
+    toolchain = config.find_toolchain(_release(chosen))
+    executor = _string(chosen, "executor") or "auto"
+    if executor not in EXECUTORS:
+        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, EXECUTORS))
+    if runtime == "tensorrt_llm":
+        toolchain.require_runtime(runtime)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    build_config = _group(chosen, "build", BuildConfig)
-    serving = _group(chosen, "serving", ServingConfig)
-    if serving.triton_max_batch_size is not None and serving.triton_max_batch_size > build_config.max_batch_size:
+    quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
+    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
+    backend = load_backend(runtime)
+    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
+    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config)
+    if runtime == "reference" and serving.max_attention_window_size is not None:
         raise UsageError(
-            f"serving.triton_max_batch_size {serving.triton_max_batch_size} exceeds "
-            f"build.max_batch_size {build_config.max_batch_size}"
+            "serving.max_attention_window_size is not for the reference runtime", why="its tokens see all before them"
         )
-    if not serving.enable_chunked_context and build_config.max_input_len > build_config.max_num_tokens:
-        raise UsageError(
-            f"build.max_input_len {build_config.max_input_len} exceeds build.max_num_tokens "
-            f"{build_config.max_num_tokens}, and serving.enable_chunked_context is off",
-            remedy="turn it on, or raise build.max_num_tokens",
-        )
-    load_backend(runtime).check(gpu, mapping, build_config)
 
     def origin(name: str, otherwise: str = "default") -> str:
         return chosen[name][1] if name in chosen else otherwise
@@ -154,20 +193,34 @@ def resolve(layers: list[Layer]) -> Plan:
         Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
         *_quantization_values(precision, origin, accept_accuracy),
         Value("runtime", runtime, runtime_reason or origin("runtime")),
+        Value("toolchain", toolchain.name, origin("toolchain")),
+        Value("executor", executor, origin("executor")),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
     if precision.recipe is not None and precision.recipe.quantization.calibrated:
         groups.insert(0, ("calibration", calibration_config))
+    made = {f"build.{name}": reason for name, reason in reasons.items()}
+    made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
     for group, settings in groups:
         for field in dataclasses.fields(settings):
             name = f"{group}.{field.name}"
-            values.append(Value(name, getattr(settings, field.name), origin(name)))
+            if group != "build" or field.name in backend.SETTINGS:
+                source = origin(name, made.get(name, "default"))
+                meaning = field.metadata.get("meaning", "")
+                values.append(Value(name, getattr(settings, field.name), source, meaning))
+    # Where a program runs is a machine's matter.
+    plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
+    grouped: dict[str, Any] = {}
+    for value in values:
+        group, dot, name = value.name.partition(".")
+        if dot and value.value is not None:
+            grouped.setdefault(group, {})[name] = value.value
     return Plan(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
-        runtime=runtime, mapping=mapping, build=build_config,
-        serving=serving, values=tuple(values),
+        runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
+        serving=serving, settings={**plain, **grouped}, values=tuple(values),
     )  # fmt: skip
 
 
@@ -250,12 +303,24 @@ def _quantization_values(precision: Precision, origin: Callable[..., str], accep
     ]
 
 
+def _release(chosen: dict[str, tuple[Any, str]]) -> str | None:
+    """The toolchain's name. YAML reads 1.1 as a number."""
+    value, _ = chosen.get("toolchain", (None, ""))
+    if isinstance(value, float):
+        return str(value)
+    return _string(chosen, "toolchain")
+
+
+def _usual_runtime(gpu: GpuSpec) -> tuple[str, str]:
+    return ("reference", "default for the CPU") if gpu.is_cpu else ("tensorrt_llm", "default for NVIDIA GPUs")
+
+
 def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
     """(runtime, reason or "" when it was requested). Raises UsageError."""
     if requested is None:
-        return ("reference", "default for the CPU") if gpu.is_cpu else ("tensorrt_llm", "default for NVIDIA GPUs")
+        return _usual_runtime(gpu)
     if requested not in BACKENDS:
         raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
-    if requested == "tensorrt_llm" and gpu.is_cpu:
-        raise UsageError("runtime tensorrt_llm needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
+    if requested != "reference" and gpu.is_cpu:
+        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
     return requested, ""

@@ -7,12 +7,14 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
+from pipeline import host
+from pipeline.diagnosis import explain
 from pipeline.folders import write_whole
 from pipeline.manifest import Record, differences
 from pipeline.plan import Plan
@@ -41,25 +43,35 @@ class Reporter(Protocol):
 
     def finished(self, result: StageResult) -> None: ...
 
+    def line(self, text: str) -> None:
+        """A program that a stage runs has printed a line."""
+
     def note(self, text: str) -> None: ...
 
 
 def execute(
     plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
-    keep_failed: bool = False,
+    keep_failed: bool = False, given: Mapping[str, Artefact] | None = None,
 ) -> list[StageResult]:  # fmt: skip
     """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
 
+    `given` are artefacts from elsewhere, under the names of what their stages make: these stages do not run.
     Raises TrtpipeError; what was finished before a failure is kept.
     """
-    stages = stages_until(stages_of(plan), until)
+    made = dict(given or {})
+    stages = _still_needed(stages_until(stages_of(plan), until), made)
     run = RunFolder.of(plan.target)
+    if any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
+        # Better before the download than after it; only an absent GPU leaves something worth doing.
+        with contextlib.suppress(host.GpuAbsent):
+            host.check(plan)
     run.start(plan, store)
     results: dict[str, StageResult] = {}
     for stage in stages:
-        inputs = {name: results[name].artefact for name in stage.inputs}
+        inputs = {name: made[name] for name in stage.inputs}
         result = _satisfy(stage, plan, inputs, store, reporter, run, verify=verify, keep_failed=keep_failed)
         results[stage.makes] = result
+        made[stage.makes] = result.artefact
         run.update(stage, result.artefact)
         reporter.finished(result)
     return list(results.values())
@@ -72,6 +84,19 @@ def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, .
     if until not in names:
         raise UsageError(f"unknown stage '{until}'", remedy=suggestion(until, names))
     return stages[: names.index(until) + 1]
+
+
+def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
+    """The stages without those that made what is there already, and those that only they needed."""
+    if not made:
+        return stages
+    needed = {stages[-1].makes}
+    out: list[Stage] = []
+    for stage in reversed(stages):
+        if stage.makes in needed and stage.makes not in made:
+            out.insert(0, stage)
+            needed.update(stage.inputs)
+    return tuple(out)
 
 
 def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store) -> Record:
@@ -114,17 +139,22 @@ def _satisfy(
                     Job(
                         settings=stage.settings(plan),
                         inputs={name: artefact.path for name, artefact in inputs.items()},
+                        digests=digests,
                         out=out,
                         log=log,
                         progress=progress,
+                        show=reporter.line,
                     )
                 )
 
+            begin = log.stat().st_size if log.exists() else 0
             try:
                 artefact = store.make(record, work, keep_failed=keep_failed)
-            except BaseException:
+            except BaseException as error:
                 for left in store.leftovers(record):
                     reporter.note(f"{stage.name}: what it made so far is kept in {left}")
+                if isinstance(error, StageFailed) and stage.name == "build":
+                    raise explain(error, log, "build", begin) from None
                 raise
         return StageResult(stage=stage.name, makes=stage.makes, reused=False, reason=reason, artefact=artefact)
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from engines.passport import Passport, read_passport
-from pipeline import tritonserver
+from pipeline import guard, tritonserver
 from pipeline.folders import write_whole
 from pipeline.runner import RUNS, RunFolder
 from pipeline.store import Store
@@ -58,13 +58,14 @@ def find_repository(target: str | None) -> tuple[str, Path]:
 
 
 def check_passport(repository: Path) -> Passport:
-    """Refuse an engine that the tritonserver of this machine cannot run. Raises ArtefactRefused."""
+    """Refuse an engine that this machine, or its tritonserver, cannot run. Raises ArtefactRefused."""
     passport = read_passport(repository / ENGINE_FOLDER)
+    guard.examine(passport).require(repository / ENGINE_FOLDER)
     if passport.runtime != "reference":
         raise ArtefactRefused(
-            f"this engine is for the {passport.runtime} runtime on {passport.gpu} (SM{passport.sm})",
+            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
             why="the tritonserver here runs reference engines",
-            remedy="serve it in NVIDIA's Triton container on that GPU, or build with `--gpu cpu`",
+            remedy=f"serve it with {passport.image}, or build with `--gpu cpu`",
         )
     return passport
 

@@ -151,6 +151,8 @@ def test_the_command_starts_in_a_blink() -> None:
         "tokenizers",
         "huggingface_hub",
         "tritonclient",
+        "docker",
+        "requests",
     )
     script = f"import sys, pipeline.cli; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -204,5 +206,5 @@ def test_no_other_distribution_claims_our_names() -> None:
 
 def test_every_stage_and_command_has_a_module() -> None:
     stages = {module.rpartition(".")[2] for module in MODULES if module.startswith("pipeline.stages.")} - {"base"}
-    assert stages == {"download", "convert", "calibrate", "quantize", "verify", "build", "package"}
+    assert stages == {"download", "convert", "calibrate", "quantize", "verify", "build", "tokenizer", "package"}
     assert set(BACKENDS.values()) <= set(MODULES)

@@ -31,7 +31,7 @@ from tests.test_runner import SIZES, snapshot
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "stop",
-    "generate", "bench", "models", "gpus", "gc", "doctor",
+    "generate", "bench", "models", "gpus", "toolchains", "passport", "export", "import", "gc", "doctor",
 ]  # fmt: skip
 
 
@@ -163,21 +163,22 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
     assert rows(done.out) == [
         ["made", "where"],
         ["model", "runs/tiny.cpu.fp32/model"],
+        ["tokenizer", "runs/tiny.cpu.fp32/tokenizer"],
         ["checkpoint", "runs/tiny.cpu.fp32/checkpoint"],
         ["engine", "runs/tiny.cpu.fp32/engine"],
         ["repository", "runs/tiny.cpu.fp32/repository"],
         ["next: trtpipe serve tiny.cpu.fp32"],
     ]
     assert [line.split()[0] for line in done.err.splitlines() if "(first run)" in line] == [
-        name for name in ("download", "convert", "build", "package") for _ in ("running", "done")
+        name for name in ("download", "tokenizer", "convert", "build", "package") for _ in ("running", "done")
     ]
     again = build(model)
     assert [line.split()[:2] for line in again.err.splitlines()] == [
-        [name, "reused"] for name in ("download", "convert", "build", "package")
+        [name, "reused"] for name in ("download", "tokenizer", "convert", "build", "package")
     ]
     assert again.out == done.out
     partly = build(model, "--until", "convert")
-    assert [row[0] for row in rows(partly.out)] == ["made", "model", "checkpoint"]
+    assert [row[0] for row in rows(partly.out)] == ["made", "model", "tokenizer", "checkpoint"]
 
 
 def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
@@ -188,11 +189,12 @@ def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) ->
     assert [row[:3] for row in rows(run("status", *options).out)] == [
         ["stage", "state", "why"],
         ["download", "current", "same inputs and settings"],
+        ["tokenizer", "current", "same inputs and settings"],
         ["convert", "current", "same inputs and settings"],
         ["build", "stale", "settings: build.max_batch_size 4 -> 8"],
         ["package", "stale", "input: build must run first"],
     ]
-    state = json.loads(run("status", *options, "--json").out)[2]
+    state = json.loads(run("status", *options, "--json").out)[3]
     assert state == {
         "stage": "build", "state": "stale", "why": "settings: build.max_batch_size 4 -> 8", "artefact": None,
     }  # fmt: skip
@@ -203,8 +205,8 @@ def test_gc_says_what_would_go_and_then_drops_it(build: Run, run: Run, model: Pa
     shutil.rmtree("runs")
     before = snapshot(store.home)
     done = run("gc", "--dry-run")
-    assert re.search(r"^would drop 4, [\d.]+ kB$", done.out, re.MULTILINE)
-    assert [row[1] for row in rows(done.out)[1:-1]] == ["no run refers to it"] * 4
+    assert re.search(r"^would drop 5, [\d.]+ kB$", done.out, re.MULTILINE)
+    assert [row[1] for row in rows(done.out)[1:-1]] == ["no run refers to it"] * 5
     assert snapshot(store.home) == before
     assert run("gc").out.splitlines()[-1] == done.out.splitlines()[-1].replace("would drop", "dropped")
     assert run("gc", "--dry-run").out.splitlines()[-1] == "would drop 0, 0 B"
@@ -407,7 +409,9 @@ def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.Monkey
     assert (done.status, done.error()) == (5, "it broke: line one line two; the log is x")
 
 
-def test_six_is_for_an_engine_that_belongs_elsewhere(run: Run, in_folder: Path) -> None:
+def test_six_is_for_an_engine_that_belongs_elsewhere(
+    run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository = in_folder / "repository-of-mine"
     (repository / "ensemble").mkdir(parents=True)
     engine = repository / "tensorrt_llm" / "1"
@@ -416,16 +420,20 @@ def test_six_is_for_an_engine_that_belongs_elsewhere(run: Run, in_folder: Path) 
     assert done.status == 6
     assert done.error().startswith(f"{engine} has no passport.json: ")
     passport = Passport(
-        runtime="tensorrt_llm", gpu="h100", sm=90, versions={}, tp_size=1, pp_size=1, dtype="bfloat16",
-        quant_algo=None, kv_cache_quant_algo=None, build_config={},
+        runtime="tensorrt_llm", gpu="h100", sm=90, sms=(90,), toolchain="1.2.1", image="image:tag", versions={},
+        tp_size=1, pp_size=1, dtype="bfloat16", quant_algo=None, kv_cache_quant_algo=None, rank_bytes=1 << 30,
+        checkpoint="0", build_config={},
     )  # fmt: skip
     write_json(engine / "passport.json", dataclasses.asdict(passport))
-    done = run("serve", repository)
-    assert done.status == 6
-    assert done.error() == (
-        "this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver here runs reference engines; "
-        "serve it in NVIDIA's Triton container on that GPU, or build with `--gpu cpu`"
-    )
+    monkeypatch.setenv("PATH", "")
+    for command in ("serve", "passport"):
+        done = run(command, repository)
+        assert done.status == 6
+        folder = engine if command == "serve" else repository
+        assert done.error() == (
+            f"the engine in {folder} does not run on this machine: it is for h100 (SM90), and this machine has no "
+            "NVIDIA GPU; serve it on h100 (SM90), or build for the GPU here with `trtpipe build --gpu`"
+        )
 
 
 def test_ctrl_c_is_130_and_says_nothing(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

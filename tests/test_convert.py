@@ -155,7 +155,7 @@ def test_config_json_of_the_tiny_model(tmp_path: Path) -> None:
         "pp_size": 2,
         "cp_size": 1,
         "gpus_per_node": 8,
-        "moe_tp_size": 1,
+        "moe_tp_size": 2,
         "moe_ep_size": 1,
         "attn_tp_size": -1,
         "attn_cp_size": -1

@@ -56,14 +56,14 @@ def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
 def test_artefacts_that_two_runs_share_stay_as_long_as_one_does(store: Store, model: Path) -> None:
     build(plan(model), store)
     build(plan(model, dtype="fp16"), store)
-    assert artefacts(store) == {"download": 1, "convert": 2, "build": 2, "package": 2}
+    assert artefacts(store) == {"download": 1, "tokenizer": 1, "convert": 2, "build": 2, "package": 2}
     shutil.rmtree(RunFolder.of("tiny.cpu.fp32").path)
     gone = "no run refers to it"
     assert found(store) == [("build", gone), ("convert", gone), ("package", gone)]
     gc.remove(gc.find_garbage(store))
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     shutil.rmtree("runs")
-    assert len(gc.find_garbage(store)) == 4
+    assert len(gc.find_garbage(store)) == 5
     gc.remove(gc.find_garbage(store))
     assert artefacts(store) == dict.fromkeys(NAMES, 0)
 
@@ -72,7 +72,7 @@ def test_looking_changes_nothing(store: Store, model: Path) -> None:
     build(plan(model), store)
     shutil.rmtree("runs")
     before = sorted(store.home.rglob("*"))
-    assert len(gc.find_garbage(store)) == 4
+    assert len(gc.find_garbage(store)) == 5
     assert sorted(store.home.rglob("*")) == before
 
 
@@ -129,7 +129,7 @@ def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypat
     server = Server(name="x", pid=os.getpid(), repository=repository, log=Path("x.log"), endpoints=endpoints)
     monkeypatch.setattr(gc, "running", lambda store: [server])
     shutil.rmtree("runs")
-    assert [stage for stage, _ in found(store)] == ["build", "convert", "download"]
+    assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
 
 
 def test_roots_of_other_folders_count(

@@ -169,7 +169,7 @@ def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
             "build.max_num_tokens 63 is below build.max_batch_size 64 times build.max_beam_width 1: "
             "a full batch could not decode in one step; raise build.max_num_tokens or lower build.max_batch_size",
         ),
-        (["build.max_batch_size=0"], "build.max_batch_size is 0; give a positive number"),
+        (["build.max_batch_size=0"], "build.max_batch_size is 0; give at least 1"),
         (["build.tokens_per_block=24"], "build.tokens_per_block is 24; give a power of two, such as 32"),
         (
             ["serving.triton_max_batch_size=65"],
@@ -182,7 +182,8 @@ def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (
             ["build.max_beam_width=2"],
-            "build.max_beam_width 2 is not for the reference runtime: it samples and has no beam search; leave it at 1",
+            "build.max_beam_width is not for the reference runtime: it is a choice of trtllm-build, and nothing is "
+            "compiled here; leave it out",
         ),
         (
             ["serving.batch_scheduler_policy=max_utilisation"],

@@ -14,7 +14,7 @@ import pytest
 
 from engines import process
 from engines.errors import HostError, StageFailed
-from engines.process import describe_status, end_group, run, run_worker, tail
+from engines.process import Lines, describe_status, end_group, run, run_worker, tail
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +70,48 @@ def test_env_adds_to_our_own(log: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("OURS", "1")
     run(sh("echo $OURS $MORE"), log, what="echo", env={"MORE": "2"})
     assert log.read_text().splitlines()[-1] == "1 2"
+
+
+def test_cwd_is_where_it_runs(log: Path, tmp_path: Path) -> None:
+    run(sh("pwd"), log, what="pwd", cwd=tmp_path)
+    assert log.read_text().splitlines()[-1] == str(tmp_path)
+
+
+def test_lines_are_shown_as_they_come(log: Path) -> None:
+    came: list[tuple[str, float]] = []
+    script = "echo begin; sleep 0.5; printf '10%%\\r20%%\\r\\n\\nend'"
+    run(sh(script), log, what="it", show=lambda line: came.append((line, time.monotonic())))
+    assert [line for line, _ in came] == ["begin", "10%", "20%", "end"]
+    assert came[1][1] - came[0][1] > 0.3
+    assert log.read_bytes().endswith(b"\nbegin\n10%\r20%\r\n\nend"), "the log keeps every byte"
+
+
+def test_what_is_shown_is_of_this_command_alone(log: Path) -> None:
+    log.write_text("before\n")
+    lines: list[str] = []
+    with pytest.raises(StageFailed):
+        run(sh("echo this; exit 1"), log, what="it", show=lines.append)
+    assert lines == ["this"]
+
+
+def test_an_error_in_showing_ends_the_child(log: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(sh("sleep 60 & echo $!; wait"), log, what="it", show=interrupt)
+    assert gone(last_number(log))
+
+
+def test_lines_of_chunks_cut_anywhere() -> None:
+    text = "one\r\ntwo \N{SNOWMAN}\n \nthree\r".encode() + b"\xff four"
+    for size in range(1, len(text)):
+        out: list[str] = []
+        lines = Lines(out.append)
+        for begin in range(0, len(text), size):
+            lines.feed(text[begin : begin + size])
+        lines.close()
+        assert out == ["one", "two \N{SNOWMAN}", "three", "\N{REPLACEMENT CHARACTER} four"]
 
 
 def test_a_failure_shows_the_last_lines_and_names_the_log(log: Path) -> None:

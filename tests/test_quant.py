@@ -45,7 +45,9 @@ def refusal(requested: str, device: GpuSpec, kv_cache: str | None = None) -> str
 )
 @pytest.mark.parametrize("device", [CPU, A100, H100])
 def test_what_is_asked_for_is_given(requested: str, name: str, dtype: DataType, device: GpuSpec) -> None:
-    assert resolve(requested, device) == Precision(name=name, dtype=dtype, reason="requested")
+    assert resolve(requested, device) == Precision(
+        name=name, dtype=dtype, reason="requested", sms=(80, 86, 89, 90, 100, 103, 120)
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,7 @@ def test_parse_float_takes_no_quantized_name() -> None:
 
 def test_every_recipe_excludes_the_head_and_says_what_it_may_lose() -> None:
     for recipe in RECIPES.values():
-        assert recipe.exclude_modules == (("lm_head",) if recipe.quant_algo else ())
+        embedding = ("transformer.vocab_embedding",) if recipe.quant_algo is QuantAlgo.W8A16 else ()
+        assert recipe.exclude_modules == (("lm_head", *embedding) if recipe.quant_algo else ())
         assert 1 < recipe.thresholds.perplexity_ratio < 2
         assert find_recipe(recipe.name, RECIPES) is recipe

@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from engines import hf_export
 from engines.base import DataType, Mapping
 from engines.errors import HostError, InputDataError, UsageError
 from engines.hf_folder import read_model_config
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization, QuantRecipe, with_group_size, with_kv_cache
-from engines.quantize import job, unified
+from engines.quantize import job
 from engines.quantize.encode import for_tensorrt_llm
 from engines.quantize.scales import LayerScales, LinearScales, load_scales, save_scales
 from engines.tensorrt_llm.checkpoint import plan_rank, read_config
@@ -94,7 +95,7 @@ def test_weight_only_recipes_run_no_sample(llama: Path, tmp_path: Path) -> None:
     tensors = ours(llama, tmp_path / "wo", "int8-wo", "trtllm", samples="/nowhere")
     assert tensors["transformer.layers.0.mlp.fc.weight"].dtype == torch.bfloat16
     config = json.loads((tmp_path / "wo" / "config.json").read_text())["quantization"]
-    assert (config["quant_algo"], config["exclude_modules"]) == ("W8A16", ["lm_head"])
+    assert (config["quant_algo"], config["exclude_modules"]) == ("W8A16", ["lm_head", "transformer.vocab_embedding"])
 
 
 def test_more_ranks_than_key_value_heads_repeat_smoothquants_scales(llama: Path, tmp_path: Path) -> None:
@@ -390,7 +391,7 @@ def test_a_unified_folder_says_what_it_is_and_keeps_the_tokenizer(llama: Path, t
 
 
 def test_a_large_folder_is_cut_into_shards(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unified, "SHARD_BYTES", 200_000)
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", 200_000)
     one = tmp_path / "one"
     with pytest.raises(FileNotFoundError):
         ours(llama, one, "fp8-pc-pt", "hf")

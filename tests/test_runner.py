@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import engines.reference
-from engines.errors import HostError, InputDataError, StageFailed, UsageError
+from engines.errors import InputDataError, StageFailed, UsageError
 from pipeline import runner
+from pipeline.host import GpuAbsent
 from pipeline.plan import Plan, resolve, set_layer
 from pipeline.runner import RunFolder, StageResult, execute, status
 from pipeline.stages import stages_of
@@ -26,7 +27,7 @@ from tests.factories import hf_folder
 
 # The tiny model ends at 256 positions.
 SIZES = ["build.max_batch_size=4", "build.max_input_len=64", "build.max_seq_len=128", "build.max_num_tokens=64"]
-NAMES = ["download", "convert", "build", "package"]
+NAMES = ["download", "tokenizer", "convert", "build", "package"]
 REUSED = ("reused", "same inputs and settings")
 
 
@@ -45,6 +46,9 @@ class Recorder:
 
     def finished(self, result: StageResult) -> None:
         self.finished_stages.append(result)
+
+    def line(self, text: str) -> None:
+        self.notes.append(text)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -90,8 +94,8 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     ("dtype", "names"),
     [
         ("fp32", NAMES),
-        ("fp8", ["download", "calibrate", "quantize", "verify", "build", "package"]),
-        ("int8-wo", ["download", "quantize", "verify", "build", "package"]),
+        ("fp8", ["download", "tokenizer", "calibrate", "quantize", "verify", "build", "package"]),
+        ("int8-wo", ["download", "tokenizer", "quantize", "verify", "build", "package"]),
     ],
 )
 def test_the_order_of_the_stages(model: Path, dtype: str, names: list[str]) -> None:
@@ -123,6 +127,7 @@ def test_a_build_limit_changes_engine_and_repository(model: Path, store: Store) 
     build(plan(model), store)
     assert build(plan(model, "build.max_batch_size=8", "build.max_seq_len=100"), store) == {
         "download": REUSED,
+        "tokenizer": REUSED,
         "convert": REUSED,
         "build": ("made", "settings: build.max_batch_size 4 -> 8, settings: build.max_seq_len 128 -> 100"),
         "package": ("made", "input: engine changed"),
@@ -137,9 +142,10 @@ def test_one_byte_of_the_source_changes_everything(model: Path, store: Store) ->
     weights.write_bytes(content)
     assert build(plan(model), store) == {
         "download": ("made", "input: folder changed"),
+        "tokenizer": ("made", "input: model changed"),
         "convert": ("made", "input: model changed"),
         "build": ("made", "input: checkpoint changed"),
-        "package": ("made", "input: engine changed, input: model changed"),
+        "package": ("made", "input: engine changed"),
     }
     content[-1] ^= 1
     weights.write_bytes(content)
@@ -151,9 +157,10 @@ def test_a_source_that_changes_only_what_serving_reads_leaves_the_weights(model:
     (model / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert build(plan(model), store) == {
         "download": ("made", "input: folder changed"),
+        "tokenizer": ("made", "input: model changed"),
         "convert": ("made", "input: model changed"),
         "build": REUSED,  # the same checkpoint came out
-        "package": ("made", "input: model changed"),
+        "package": ("made", "input: tokenizer changed"),
     }
 
 
@@ -168,6 +175,7 @@ def test_a_precision_has_a_checkpoint_of_its_own(model: Path, store: Store) -> N
     build(plan(model), store)
     assert build(plan(model, dtype="fp16"), store) == {
         "download": REUSED,
+        "tokenizer": REUSED,
         "convert": ("made", "first run"),  # of this target
         "build": ("made", "first run"),
         "package": ("made", "first run"),
@@ -187,10 +195,14 @@ def test_a_stage_that_changed_its_ways_runs_again(
 
 def test_until_stops_after_that_stage(model: Path, store: Store) -> None:
     made = ("made", "first run")
-    assert build(plan(model), store, until="convert") == {"download": made, "convert": made}
+    assert build(plan(model), store, until="convert") == {"download": made, "tokenizer": made, "convert": made}
     run = RunFolder.of("tiny.cpu.fp32")
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoint", "model", "plan.json", "run.json"]
-    assert build(plan(model), store) == {"download": REUSED, "convert": REUSED, "build": made, "package": made}
+    assert sorted(path.name for path in run.path.iterdir()) == [
+        "checkpoint", "model", "plan.json", "run.json", "tokenizer",
+    ]  # fmt: skip
+    assert build(plan(model), store) == {
+        "download": REUSED, "tokenizer": REUSED, "convert": REUSED, "build": made, "package": made,
+    }  # fmt: skip
 
 
 def test_an_unknown_stage_is_refused_before_anything_happens(model: Path, store: Store) -> None:
@@ -204,7 +216,7 @@ def test_an_unknown_stage_is_refused_before_anything_happens(model: Path, store:
 def test_the_run_folder_links_to_what_is_current(model: Path, store: Store, in_folder: Path) -> None:
     build(plan(model), store)
     run = in_folder / "runs" / "tiny.cpu.fp32"
-    links = {name: (run / name).readlink() for name in ("model", "checkpoint", "engine", "repository")}
+    links = {name: (run / name).readlink() for name in ("model", "tokenizer", "checkpoint", "engine", "repository")}
     artefacts = store.home / "artefacts"
     assert {link.parent.parent for link in links.values()} == {artefacts / name for name in NAMES}
     assert (run / "model" / "tokenizer.json").is_file()
@@ -233,9 +245,10 @@ def states(made: Plan, store: Store) -> dict[str, tuple[str, str]]:
 
 def test_status_says_what_a_build_would_do_and_does_nothing(model: Path, store: Store, tmp_path: Path) -> None:
     behind = {
+        "tokenizer": ("stale", "input: download must run first"),
         "convert": ("stale", "input: download must run first"),
         "build": ("stale", "input: convert must run first"),
-        "package": ("stale", "input: download must run first"),
+        "package": ("stale", "input: tokenizer must run first"),
     }
     assert states(plan(model), store) == {"download": ("missing", "first run"), **behind}
     assert not store.home.exists()
@@ -306,7 +319,9 @@ def test_what_was_finished_before_a_failure_is_kept(
             build(plan(model), store)
     assert list((store.home / "artefacts" / "build").iterdir()) == []
     made = ("made", "first run")
-    assert build(plan(model), store) == {"download": REUSED, "convert": REUSED, "build": made, "package": made}
+    assert build(plan(model), store) == {
+        "download": REUSED, "tokenizer": REUSED, "convert": REUSED, "build": made, "package": made,
+    }  # fmt: skip
 
 
 def test_what_a_failed_stage_left_is_kept_on_demand_and_named(
@@ -325,15 +340,16 @@ def test_what_a_failed_stage_left_is_kept_on_demand_and_named(
     assert (left / "files" / "half").read_text() == "h"
 
 
-def test_a_gpu_engine_without_its_compiler_keeps_the_checkpoint(
+def test_a_gpu_engine_without_its_gpu_keeps_the_checkpoint(
     model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(HostError, match="trtllm-build is not on this machine"):
+    with pytest.raises(GpuAbsent, match="is built on that GPU: this machine has no NVIDIA driver"):
         build(plan(model, gpu="h100", dtype="bf16"), store)
     assert (RunFolder.of("tiny.h100.bf16").linked("checkpoint") / "rank0.safetensors").is_file()
     assert states(plan(model, gpu="h100", dtype="bf16"), store) == {
         "download": ("current", "same inputs and settings"),
+        "tokenizer": ("current", "same inputs and settings"),
         "convert": ("current", "same inputs and settings"),
         "build": ("missing", "first run"),
         "package": ("stale", "input: build must run first"),
@@ -344,7 +360,8 @@ def test_a_gpu_engine_without_its_compiler_keeps_the_checkpoint(
 def test_a_damaged_run_record_costs_the_reason_only(model: Path, store: Store, content: str) -> None:
     build(plan(model), store, until="download")
     (RunFolder.of("tiny.cpu.fp32").path / "run.json").write_text(content)
-    assert build(plan(model), store, until="convert") == {"download": REUSED, "convert": ("made", "first run")}
+    made = ("made", "first run")
+    assert build(plan(model), store, until="convert") == {"download": REUSED, "tokenizer": made, "convert": made}
 
 
 def test_two_folders_of_the_store_never_share_a_root(store: Store, in_folder: Path, model: Path) -> None:

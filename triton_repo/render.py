@@ -21,7 +21,7 @@ from engines.files import place, read_json
 from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
 from triton_repo import tensors
 from triton_repo.check import check_configs
-from triton_repo.serving import ServingConfig
+from triton_repo.serving import STRATEGIES, ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What the text models share; the name is ours alone, since a stub finds it through sys.path.
@@ -162,13 +162,14 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
     out = {
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
         "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
-        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_type": serving.batching_strategy or STRATEGIES[0],
         "gpt_model_path": prefix + ENGINE_FOLDER,
         "max_beam_width": "1",
         "batch_scheduler_policy": serving.batch_scheduler_policy,
         "kv_cache_free_gpu_mem_fraction": str(serving.kv_cache_free_gpu_mem_fraction),
-        "enable_kv_cache_reuse": _boolean(serving.enable_kv_cache_reuse),
-        "enable_chunked_context": _boolean(serving.enable_chunked_context),
+        "enable_kv_cache_reuse": _boolean(serving.enable_kv_cache_reuse is not False),
+        "enable_chunked_context": _boolean(serving.enable_chunked_context is not False),
+        "multi_block_mode": _boolean(serving.multi_block_mode),
         "exclude_input_in_output": _boolean(serving.exclude_input_in_output),
         "normalize_log_probs": _boolean(serving.normalize_log_probs),
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
@@ -178,8 +179,10 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "guided_decoding_backend": "",
         "xgrammar_tokenizer_info_path": "",
     }
-    if serving.max_tokens_in_paged_kv_cache is not None:
-        out["max_tokens_in_paged_kv_cache"] = str(serving.max_tokens_in_paged_kv_cache)
+    for name in ("max_tokens_in_paged_kv_cache", "max_attention_window_size", "sink_token_length"):
+        value = getattr(serving, name)
+        if value is not None:
+            out[name] = str(value)
     return out
 
 

@@ -1,11 +1,13 @@
-"""What a model repository can be told, with every default."""
+"""What a model repository can be told, with every default, and what of it an engine allows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engines.build_config import BuildConfig
 from engines.errors import UsageError, suggestion
 
+STRATEGIES = ("inflight_fused_batching", "V1")
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
@@ -15,11 +17,17 @@ class ServingConfig:
 
     triton_max_batch_size          requests Triton may put into one call; None takes the engine's max_batch_size
     decoupled                      allow several responses to a request, which streaming needs
+    batching_strategy              inflight_fused_batching, or V1 for an engine that was built without it
     batch_scheduler_policy         guaranteed_no_evict, or max_utilization (admit more, pause and recompute)
     kv_cache_free_gpu_mem_fraction share of the GPU memory left after loading that becomes KV cache
     max_tokens_in_paged_kv_cache   upper bound of the KV cache in tokens; None for no bound
-    enable_kv_cache_reuse          share the KV blocks of equal prompt beginnings
-    enable_chunked_context         cut long prompts into chunks that share steps with decoding requests
+    enable_kv_cache_reuse          share the KV blocks of equal prompt beginnings; None takes what the engine can do
+    enable_chunked_context         cut long prompts into chunks that share steps with decoding requests; None likewise
+    multi_block_mode               spread the attention of one decoding request over several blocks of threads: faster
+                                   for long contexts at small batches
+    max_attention_window_size      tokens that a new one may look back to; None for all: bounds the KV cache of a
+                                   sequence, and changes what the model sees
+    sink_token_length              first tokens that stay in sight of a window; None for none
     exclude_input_in_output        answer with the new tokens only
     normalize_log_probs            divide the cumulative log probability of a beam by its length
     max_queue_delay_microseconds   how long Triton waits to form a batch
@@ -36,11 +44,15 @@ class ServingConfig:
 
     triton_max_batch_size: int | None = None
     decoupled: bool = True
+    batching_strategy: str | None = None
     batch_scheduler_policy: str = "guaranteed_no_evict"
     kv_cache_free_gpu_mem_fraction: float = 0.9
     max_tokens_in_paged_kv_cache: int | None = None
-    enable_kv_cache_reuse: bool = True
-    enable_chunked_context: bool = True
+    enable_kv_cache_reuse: bool | None = None
+    enable_chunked_context: bool | None = None
+    multi_block_mode: bool = True
+    max_attention_window_size: int | None = None
+    sink_token_length: int | None = None
     exclude_input_in_output: bool = True
     normalize_log_probs: bool = True
     max_queue_delay_microseconds: int = 0
@@ -54,10 +66,15 @@ class ServingConfig:
     repository_root: str = ""
 
     def __post_init__(self) -> None:
-        if self.batch_scheduler_policy not in POLICIES:
+        for name, words in (("batching_strategy", STRATEGIES), ("batch_scheduler_policy", POLICIES)):
+            word = getattr(self, name)
+            if word is not None and word not in words:
+                raise UsageError(f"unknown serving.{name} '{word}'", remedy=suggestion(word, words))
+        if self.sink_token_length is not None and self.max_attention_window_size is None:
             raise UsageError(
-                f"unknown serving.batch_scheduler_policy '{self.batch_scheduler_policy}'",
-                remedy=suggestion(self.batch_scheduler_policy, POLICIES),
+                "serving.sink_token_length needs serving.max_attention_window_size",
+                why="without a window every token stays in sight",
+                remedy="give both",
             )
         if not 0 < self.kv_cache_free_gpu_mem_fraction < 1:
             raise UsageError(
@@ -67,6 +84,8 @@ class ServingConfig:
         at_least = {
             "triton_max_batch_size": 1,
             "max_tokens_in_paged_kv_cache": 1,
+            "max_attention_window_size": 1,
+            "sink_token_length": 1,
             "max_queue_delay_microseconds": 0,
             "max_queue_size": 0,
             "cancellation_check_period_ms": 1,
@@ -77,3 +96,55 @@ class ServingConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"serving.{name} is {value}", remedy=f"give at least {least}")
+
+
+def resolve_serving(serving: ServingConfig, build: BuildConfig) -> tuple[ServingConfig, dict[str, str]]:
+    """`serving` with every open choice made for an engine of `build` (a resolved one), and a reason for each.
+
+    Raises UsageError for what the server would fail on, or silently do without.
+    """
+    paged = bool(build.use_paged_context_fmha)
+    why = "" if paged else "the engine's prompt attention does not read a paged KV cache"
+    chosen: dict[str, tuple[object, str]] = {}
+    reuse, no_reuse = paged, why
+    if serving.sink_token_length is not None:
+        reuse, no_reuse = False, "attention sinks rule it out"
+    for name, possible, reason in (
+        ("enable_kv_cache_reuse", reuse, no_reuse),
+        ("enable_chunked_context", paged, why),
+    ):
+        asked = getattr(serving, name)
+        if asked and not possible:
+            raise UsageError(f"serving.{name} is not possible here", why=reason, remedy="leave it out")
+        if asked is None:
+            chosen[name] = possible, reason or "the engine can do it"
+    strategy = STRATEGIES[0] if build.in_flight_batching else STRATEGIES[1]
+    if serving.batching_strategy is None:
+        chosen["batching_strategy"] = strategy, "as the engine is built"
+    elif serving.batching_strategy == STRATEGIES[0] and not build.in_flight_batching:
+        raise UsageError(
+            "serving.batching_strategy=inflight_fused_batching is not possible here",
+            why="the engine is built without a paged KV cache, packed prompts or the attention plugin",
+            remedy="leave it out, or leave these settings of build at their defaults",
+        )
+    if build.streamingllm and serving.sink_token_length is None:
+        raise UsageError(
+            "build.streamingllm needs serving.sink_token_length and serving.max_attention_window_size",
+            why="they say how many first and last tokens stay in sight",
+            remedy="give both, such as 4 and 2048",
+        )
+    if serving.sink_token_length is not None and not build.streamingllm:
+        raise UsageError("serving.sink_token_length needs build.streamingllm", remedy="set it, or leave the sinks out")
+    if serving.triton_max_batch_size is not None and serving.triton_max_batch_size > build.max_batch_size:
+        raise UsageError(
+            f"serving.triton_max_batch_size {serving.triton_max_batch_size} exceeds "
+            f"build.max_batch_size {build.max_batch_size}"
+        )
+    made = replace(serving, **{name: value for name, (value, _) in chosen.items()})  # type: ignore[arg-type]
+    if not made.enable_chunked_context and build.max_input_len > build.max_num_tokens:
+        raise UsageError(
+            f"build.max_input_len {build.max_input_len} exceeds build.max_num_tokens "
+            f"{build.max_num_tokens}, and serving.enable_chunked_context is off",
+            remedy="turn it on, or raise build.max_num_tokens",
+        )
+    return made, {name: reason for name, (_, reason) in chosen.items()}

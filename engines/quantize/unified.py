@@ -6,7 +6,6 @@ and scales beside them. transformers does not know the method and loads the code
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,12 @@ from typing import Any
 from engines.base import DataType, Mapping
 from engines.errors import InputDataError
 from engines.files import read_json, write_json
+from engines.hf_export import config_in, copy_companions, whole
 from engines.hf_folder import ModelConfig
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.tensorrt_llm.checkpoint import Piece, TensorPlan, config_json, parse_config, source_shapes
+from engines.tensorrt_llm.checkpoint import TensorPlan, config_json, parse_config, source_shapes
 
 DETAILS = "hf_quant_config.json"
-SHARD_BYTES = 5_000_000_000
-# What a served model needs besides its weights; ModelOpt copies none of it.
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
-)  # fmt: skip
 EXCLUDED = ["lm_head", "model.embed_tokens"]
 _CODES = {
     QuantAlgo.FP8: "F8_E4M3",
@@ -42,35 +36,31 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     for name, shape in source_shapes(model).items():
         if not name.startswith("model.layers.") or not name.endswith("_proj.weight"):
-            yield _whole(name, shape, None)
+            yield whole(name, shape, None)
             continue
         yield from _linear(name, shape, quantization)
         stem = name.removesuffix("weight")
         if cache and stem.endswith(("k_proj.", "v_proj.")):
-            yield _whole(f"{stem}{stem[-7]}_scale", (), "F32")
+            yield whole(f"{stem}{stem[-7]}_scale", (), "F32")
 
 
 def _linear(name: str, shape: tuple[int, ...], quantization: Quantization) -> Iterator[TensorPlan]:
     algo, stem, (out, width) = quantization.quant_algo, name.removesuffix("weight"), shape
     if algo is None:
-        yield _whole(name, shape, None)
+        yield whole(name, shape, None)
         return
-    yield _whole(name, (out // 2, width) if quantization.packed else shape, _CODES[algo])
+    yield whole(name, (out // 2, width) if quantization.packed else shape, _CODES[algo])
     if quantization.packed:
-        yield _whole(stem + "weight_scale", (out, width // quantization.group_size), "F32")
+        yield whole(stem + "weight_scale", (out, width // quantization.group_size), "F32")
     else:
-        yield _whole(stem + "weight_scale", () if algo is QuantAlgo.FP8 else (out,), "F32")
+        yield whole(stem + "weight_scale", () if algo is QuantAlgo.FP8 else (out,), "F32")
     if algo is QuantAlgo.W4A8_AWQ:
-        yield _whole(stem + "weight_scale_2", (), "F32")
+        yield whole(stem + "weight_scale_2", (), "F32")
     if algo in (QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A8_AWQ):
-        yield _whole(stem + "input_scale", (), "F32")
+        yield whole(stem + "input_scale", (), "F32")
     # AWQ's vector of a fused input is in the norm before it.
     if quantization.pre_quant_scale and not (quantization.packed and name.endswith(_FUSED_INPUTS)):
-        yield _whole(stem + "pre_quant_scale", (width,), None)
-
-
-def _whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:
-    return TensorPlan(name, shape, (Piece(name, (0, shape[0] if shape else 1)),), dtype=dtype)
+        yield whole(stem + "pre_quant_scale", (width,), None)
 
 
 def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quantization, producer_version: str) -> None:
@@ -81,10 +71,6 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
     producer = {"name": "modelopt", "version": producer_version}
     write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": EXCLUDED}})
-    config = read_json(source / "config.json", "model config")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype.value
     del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
@@ -94,10 +80,8 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
     method |= {"ignore": EXCLUDED, **facts, "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
         method["kv_cache_scheme"] = eight_bits
-    write_json(out / "config.json", {**config, "quantization_config": method})
-    for name in COMPANIONS:
-        if (source / name).exists():
-            shutil.copyfile(source / name, out / name)
+    write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
+    copy_companions(source, out)
 
 
 def read_settings(folder: Path, model: ModelConfig) -> Quantization:
@@ -170,16 +154,3 @@ def _cache(method: dict[str, Any]) -> dict[str, Any]:
         return {}
     float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}
-
-
-def shards(plans: list[TensorPlan], sizes: list[int]) -> list[list[TensorPlan]]:
-    """Cut the tensors into files of at most SHARD_BYTES, in their order."""
-    out: list[list[TensorPlan]] = [[]]
-    filled = 0
-    for one, size in zip(plans, sizes, strict=True):
-        if out[-1] and filled + size > SHARD_BYTES:
-            out.append([])
-            filled = 0
-        out[-1].append(one)
-        filled += size
-    return out

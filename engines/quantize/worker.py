@@ -18,7 +18,8 @@ from engines.base import DataType, Mapping
 from engines.devices import find_device, named_memory_errors
 from engines.errors import InputDataError
 from engines.files import write_json
-from engines.hf_folder import INDEX_NAME, SINGLE_NAME, ModelConfig, read_model_config
+from engines.hf_export import lay_out
+from engines.hf_folder import ModelConfig, read_model_config
 from engines.process import Progress, serve_worker
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
 from engines.quantize import unified
@@ -26,11 +27,9 @@ from engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
 from engines.quantize.scales import LayerScales, load_scales, save_scales
 from engines.quantize.source import Source
 from engines.quantize.writer import Writer
-from engines.safetensors_file import ITEMSIZE
 from engines.tensorrt_llm.checkpoint import (
     SAFETENSORS_DTYPE,
     EmbeddingSharding,
-    TensorPlan,
     config_json,
     plan_rank,
     rank_file,
@@ -201,22 +200,8 @@ def _lay_out_checkpoint(
 def _lay_out_unified(
     model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
 ) -> None:
-    plans = list(unified.plan(model, quantization))
-
-    def size(plan: TensorPlan) -> int:
-        return int(np.prod(plan.shape)) * ITEMSIZE[plan.dtype or SAFETENSORS_DTYPE[dtype]]
-
-    files = unified.shards(plans, [size(plan) for plan in plans])
-    if len(files) == 1:
-        writer.add_file(out / SINGLE_NAME, files[0])
-        return
-    weight_map = {}
-    for number, part in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        writer.add_file(out / name, part)
-        weight_map.update({plan.name: name for plan in part})
-    total = sum(size(plan) for plan in plans)
-    write_json(out / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    for path, plans in lay_out(out, list(unified.plan(model, quantization)), SAFETENSORS_DTYPE[dtype]):
+        writer.add_file(path, plans)
 
 
 def _room(device: torch.device) -> int:

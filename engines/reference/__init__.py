@@ -6,32 +6,38 @@ It is not TensorRT-LLM and its speed says nothing about TensorRT-LLM's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from engines.base import BuildConfig, Checkpoint, Engine, Mapping
-from engines.errors import UsageError
+from engines.backend import Target, Workshop, refuse_others
+from engines.base import Checkpoint, Engine
+from engines.build_config import BuildConfig
 from engines.files import place, read_json, write_json
-from engines.gpu import GpuSpec
 from engines.tensorrt_llm.checkpoint import rank_file, read_config
+from engines.toolchain import Toolchain
 
+FORM = "trtllm"
+COMPILED = False
+ANYWHERE = True
+SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # Raised by hand when the runtime reads engines differently; `version` in the engine's config.json.
 VERSION = "reference-1"
 
 
-def tool_versions() -> dict[str, str]:
+def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"reference": VERSION}
 
 
-def check(gpu: GpuSpec, mapping: Mapping, build: BuildConfig) -> None:
-    if build.max_beam_width != 1:
-        raise UsageError(
-            f"build.max_beam_width {build.max_beam_width} is not for the reference runtime",
-            why="it samples and has no beam search",
-            remedy="leave it at 1",
-        )
+def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
+    """See EngineBackend.resolve. Raises UsageError."""
+    refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
+    # What its cache can do, in the words of an engine.
+    return replace(build, use_paged_context_fmha=True), {}
 
 
-def build(checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, log: Path) -> Engine:
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
     """Lay out the checkpoint as an engine folder; rank files are linked, nothing is compiled."""
     config = read_config(checkpoint.path)
     for rank in range(config.mapping.world_size):
@@ -57,4 +63,4 @@ def build(checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, l
             },
         },
     )
-    return Engine(path=out)
+    return Engine(path=out), {}

@@ -6,7 +6,6 @@ that has PyTorch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.base import BuildConfig, DataType
+from engines.base import DataType
+from engines.build_config import BuildConfig
 from engines.errors import InputDataError, UsageError, suggestion
 from engines.files import read_json
 from engines.reference.cache import BlockPool
@@ -297,11 +297,14 @@ def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     return value
 
 
+# What this runtime keeps to, of an engine's build_config.
+LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
+
+
 def _build_config(raw: dict[str, Any], path: Path) -> BuildConfig:
     plugins = raw.get("plugin_config")
-    values: dict[str, int] = {}
-    for field in dataclasses.fields(BuildConfig):
-        name = field.name
+    values: dict[str, Any] = {}
+    for name in LIMITS:
         section = raw if name != "tokens_per_block" else plugins if isinstance(plugins, dict) else {}
         value = section.get(name)
         if not isinstance(value, int) or isinstance(value, bool):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from engines.tensorrt_llm.build import build, check, tool_versions
+from engines.tensorrt_llm.build import build, tool_versions
+from engines.tensorrt_llm.options import SETTINGS, resolve
 
-__all__ = ["build", "check", "tool_versions"]
+FORM = "trtllm"
+COMPILED = True
+ANYWHERE = False
+
+__all__ = ["ANYWHERE", "COMPILED", "FORM", "SETTINGS", "build", "resolve", "tool_versions"]

@@ -1,65 +1,95 @@
-"""BuildConfig -> trtllm-build's argument list, and the run itself in this environment."""
+"""Checkpoint -> engine, by trtllm-build of one toolchain, wherever the executor runs it."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
-from engines.base import BuildConfig, Checkpoint, Engine, Mapping
-from engines.errors import HostError
+from engines.backend import Target, Workshop
+from engines.base import Checkpoint, Engine
+from engines.build_config import BuildConfig
+from engines.errors import ArtefactRefused, HostError, StageFailed
+from engines.executor import Task
 from engines.files import read_json
-from engines.gpu import GpuSpec
-from engines.process import run
+from engines.tensorrt_llm.checkpoint import LOADERS, rank_file, read_config
+from engines.tensorrt_llm.options import arguments
+from engines.toolchain import Toolchain
 
-# The tuple this release builds with: the last stable line of TensorRT-LLM that has the engine path.
-TENSORRT_LLM = "1.2.1"
-
-
-def tool_versions() -> dict[str, str]:
-    return {"tensorrt_llm": TENSORRT_LLM}
-
-
-def check(gpu: GpuSpec, mapping: Mapping, build: BuildConfig) -> None:
-    """Nothing beyond what BuildConfig and the precision rules refuse already."""
+PROGRAM = "trtllm-build"
+# An engine is its weights once more, and what TensorRT adds to them.
+DISK_FACTOR = 1.1
+_MAPPING = ("world_size", "tp_size", "pp_size")
 
 
-def arguments(checkpoint: Path, out: Path, build: BuildConfig) -> list[str]:
-    """trtllm-build's arguments. Sizes are always explicit: its deduced ones do not fit most cards."""
-    return [
-        "--checkpoint_dir", str(checkpoint),
-        "--output_dir", str(out),
-        "--max_batch_size", str(build.max_batch_size),
-        "--max_input_len", str(build.max_input_len),
-        "--max_seq_len", str(build.max_seq_len),
-        "--max_num_tokens", str(build.max_num_tokens),
-        "--max_beam_width", str(build.max_beam_width),
-        "--kv_cache_type", "paged",
-        "--tokens_per_block", str(build.tokens_per_block),
-        "--remove_input_padding", "enable",
-        "--context_fmha", "enable",
-        "--use_paged_context_fmha", "enable",
-        "--gpt_attention_plugin", "auto",
-        "--gemm_plugin", "auto",
-        # The default writes it to the current directory.
-        "--output_timing_cache", str(out / "model.cache"),
-    ]  # fmt: skip
+def tool_versions(toolchain: Toolchain) -> dict[str, str]:
+    return {"tensorrt_llm": toolchain.name, "tensorrt": toolchain.tensorrt}
 
 
-def build(checkpoint: Checkpoint, out: Path, build: BuildConfig, gpu: GpuSpec, log: Path) -> Engine:
-    """Compile the checkpoint on this machine's GPU. Raises HostError without trtllm-build, StageFailed if it fails."""
-    program = shutil.which("trtllm-build")
-    if program is None:
-        raise HostError(
-            "trtllm-build is not on this machine",
-            why=f"an engine for {gpu.describe()} is compiled on that GPU by TensorRT-LLM {TENSORRT_LLM}",
-            remedy="on such a host run `pip install trtpipe[engine]` and build again; the checkpoint is kept",
-        )
-    run([program, *arguments(checkpoint.path, out, build)], log, what="trtllm-build")
-    version = read_json(out / "config.json", "engine config").get("version")
-    if version != TENSORRT_LLM:
-        raise HostError(
-            f"trtllm-build is TensorRT-LLM {version}, this project builds with {TENSORRT_LLM}",
-            remedy=f"install tensorrt-llm=={TENSORRT_LLM}",
-        )
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Compile the checkpoint on a GPU. Raises ArtefactRefused for a checkpoint of another release or mapping,
+    HostError when it cannot run here, StageFailed when it fails."""
+    check_checkpoint(checkpoint.path, target)
+    _require_disk(checkpoint.path, out, target)
+    task = Task(
+        command=(PROGRAM, *arguments(checkpoint.path, out, build, target.toolchain.flags)),
+        reads=(checkpoint.path, *(Path(folder).resolve() for folder in build.lora_dir)),
+        out=out,
+        what=PROGRAM,
+        gpus=None,
+        log=workshop.log,
+    )
+    facts = workshop.executor.run(task, workshop.show)
     (out / "model.cache").unlink(missing_ok=True)
-    return Engine(path=out)
+    _check_engine(out, target)
+    return Engine(path=out), facts
+
+
+def check_checkpoint(folder: Path, target: Target) -> None:
+    """Whether this release loads the checkpoint, for this mapping. Raises ArtefactRefused or CheckpointError."""
+    config = read_config(folder)
+    raw, release = read_json(folder / "config.json", "checkpoint config"), target.toolchain.name
+    loader = LOADERS[release]
+    for place, known in (("mapping", {*_MAPPING, *loader.mapping}), ("quantization", set(loader.quantization))):
+        unknown = sorted(set(raw.get(place) or {}) - known - {"quant_algo", "kv_cache_quant_algo"})
+        if unknown:
+            raise ArtefactRefused(
+                f"the checkpoint in {folder} was not written for TensorRT-LLM {release}",
+                why=f"its loader ends with a TypeError on the key {place}.{unknown[0]}",
+                remedy=f"convert the model again with --toolchain {release}",
+            )
+    if config.mapping != target.mapping:
+        have, want = config.mapping, target.mapping
+        raise ArtefactRefused(
+            f"the checkpoint in {folder} is cut for tp {have.tp_size} and pp {have.pp_size}",
+            why=f"the engine is for tp {want.tp_size} and pp {want.pp_size}",
+            remedy="convert the model again with these",
+        )
+
+
+def _require_disk(checkpoint: Path, out: Path, target: Target) -> None:
+    """Raises HostError when the engine would not fit on the disk."""
+    size = sum(rank_file(checkpoint, rank).stat().st_size for rank in range(target.mapping.world_size))
+    free = shutil.disk_usage(out).free
+    if free < DISK_FACTOR * size:
+        raise HostError(
+            f"the engine needs about {DISK_FACTOR * size / 1e9:.1f} GB of disk and {out} has {free / 1e9:.1f} GB free",
+            remedy="free some, for example with `trtpipe gc`, or set TRTPIPE_HOME to a larger disk",
+        )
+
+
+def _check_engine(out: Path, target: Target) -> None:
+    """Whether trtllm-build was of the release it should have been, and has written every rank."""
+    config: dict[str, Any] = read_json(out / "config.json", "engine config")
+    version = config.get("version")
+    if version != target.toolchain.name:
+        raise HostError(
+            f"{PROGRAM} is TensorRT-LLM {version}, the toolchain is {target.toolchain.name}",
+            remedy=f"install tensorrt-llm=={target.toolchain.name}, use --executor docker, "
+            f"or choose with --toolchain what is installed",
+        )
+    for rank in range(target.mapping.world_size):
+        if not (out / f"rank{rank}.engine").is_file():
+            raise StageFailed(f"{PROGRAM} has written no rank{rank}.engine", why="it ended without an error")

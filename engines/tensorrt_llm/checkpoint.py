@@ -38,7 +38,10 @@ _Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Loader:
-    """What a release's loader knows inside `mapping` and `quantization` beyond what all do, with its defaults."""
+    """What a release's loader knows inside `mapping` and `quantization` beyond what all do, with its defaults.
+
+    In `mapping` None stands for tp_size.
+    """
 
     mapping: dict[str, Any]
     quantization: dict[str, Any]
@@ -58,15 +61,15 @@ LOADERS = {
         mapping={
             "cp_size": 1,
             "gpus_per_node": 8,
-            "moe_tp_size": 1,
+            "moe_tp_size": None,  # tp_size: the loader checks the product even of a model without experts
             "moe_ep_size": 1,
             "attn_tp_size": -1,
             "attn_cp_size": -1,
         },
         quantization={**_QUANTIZATION, "mamba_ssm_cache_dtype": None},
     ),
-    # Which of the newer mapping keys 0.21 knows is not established, and none is needed.
-    "0.21.0": Loader(mapping={}, quantization=_QUANTIZATION),
+    # Which of the newer mapping keys these know is not established, and none is needed.
+    **{release: Loader(mapping={}, quantization=_QUANTIZATION) for release in ("1.1.0", "1.0.0", "0.21.0")},
 }
 DEFAULT_LOADER = "1.2.1"
 _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
@@ -462,7 +465,7 @@ def config_json(
             "world_size": mapping.world_size,
             "tp_size": mapping.tp_size,
             "pp_size": mapping.pp_size,
-            **LOADERS[release].mapping,
+            **{key: mapping.tp_size if value is None else value for key, value in LOADERS[release].mapping.items()},
         },
         "quantization": {
             "quant_algo": None,
@@ -481,9 +484,16 @@ def _quantization_json(quantization: Quantization) -> dict[str, Any]:
         "group_size": quantization.group_size,
         # True is what AWQ loaders look at; SmoothQuant's scale is part of its algorithm.
         "pre_quant_scale": quantization.packed,
-        # A list replaces the loader's own, so it must name the head.
-        "exclude_modules": ["lm_head"] if algo else None,
+        "exclude_modules": _excluded(algo),
     }
+
+
+def _excluded(algo: QuantAlgo | None) -> list[str] | None:
+    """Modules that stay as they are. A list replaces the loader's own, so it must name all that matter."""
+    if algo is None:
+        return None
+    # Of all algorithms this one alone has a quantized embedding, with scales that nobody writes.
+    return ["lm_head", "transformer.vocab_embedding"] if algo is QuantAlgo.W8A16 else ["lm_head"]
 
 
 def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from engines.tensorrt_llm.checkpoint import (
     SAFETENSORS_DTYPE,
     EmbeddingSharding,
     Piece,
+    TensorPlan,
     check_mapping,
     config_json,
     plan_rank,
@@ -82,15 +83,30 @@ def convert(
     target = dtype or _automatic(model)
     config = config_json(model, target, mapping, embedding=embedding, toolchain=toolchain)
     write_json(out / "config.json", config)
+    files = []
+    for rank in range(mapping.world_size):
+        pp_rank, tp_rank = divmod(rank, mapping.tp_size)
+        plans = list(plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding))
+        files.append((rank_file(out, rank), plans))
+    rewrite(located, files, target, progress)
+    return Checkpoint(path=out)
+
+
+def rewrite(
+    located: dict[str, LocatedTensor],
+    files: Iterable[tuple[Path, list[TensorPlan]]],
+    dtype: DataType,
+    progress: Progress,
+) -> None:
+    """Write new safetensors files of the tensors planned for each, from the source tensors they are made of.
+
+    Raises InputDataError for a value that is not finite, or beyond what `dtype` holds.
+    """
     with ExitStack() as stack:
         shares: dict[str, list[_Share]] = {}
-        total = sum(
-            _create(rank_file(out, rank), model, mapping, rank, target, embedding, shares, stack)
-            for rank in range(mapping.world_size)
-        )
+        total = sum(_create(path, plans, dtype, shares, stack) for path, plans in files)
         sources = _open_sources(located, stack)
-        _run(_blocks(located, sources, shares), target, _Counter(total, progress))
-    return Checkpoint(path=out)
+        _run(_blocks(located, sources, shares), dtype, _Counter(total, progress))
 
 
 def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
@@ -137,21 +153,12 @@ def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[P
 
 
 def _create(
-    path: Path,
-    model: ModelConfig,
-    mapping: Mapping,
-    rank: int,
-    dtype: DataType,
-    embedding: EmbeddingSharding,
-    shares: dict[str, list[_Share]],
-    stack: ExitStack,
+    path: Path, plans: list[TensorPlan], dtype: DataType, shares: dict[str, list[_Share]], stack: ExitStack
 ) -> int:
-    """Create a rank file with its header and enter its shares; return the bytes of its tensors.
+    """Create a file with its header and enter its shares; return the bytes of its tensors.
 
     Padding needs no writing: a new file reads as zeros where nothing was written.
     """
-    pp_rank, tp_rank = divmod(rank, mapping.tp_size)
-    plans = list(plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding))
     header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     stack.callback(os.close, file)

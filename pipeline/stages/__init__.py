@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engines import load_backend
 from pipeline.plan import Plan
 from pipeline.stages.base import Job, Stage
 from pipeline.stages.build import BUILD, BUILD_VERIFIED
@@ -10,15 +11,20 @@ from pipeline.stages.convert import CONVERT
 from pipeline.stages.download import DOWNLOAD
 from pipeline.stages.package import PACKAGE
 from pipeline.stages.quantize import QUANTIZE, QUANTIZE_CALIBRATED
+from pipeline.stages.tokenizer import TOKENIZER
 from pipeline.stages.verify import VERIFY
 
 __all__ = ["Job", "Stage", "stages_of"]
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
-    """The pipeline for a plan: its precision decides how the checkpoint is made."""
+    """The pipeline for a plan: its precision decides how the checkpoint is made, its runtime what becomes of it."""
     recipe = plan.precision.recipe
+    # Model repositories are made for the runtimes that Triton serves through the tensorrtllm backend. The tokenizer
+    # comes before the engine, which may have to wait for another machine.
+    packaged = load_backend(plan.runtime).FORM == "trtllm"
+    before, after = ((TOKENIZER,), (PACKAGE,)) if packaged else ((), ())
     if recipe is None:
-        return (DOWNLOAD, CONVERT, BUILD, PACKAGE)
+        return (DOWNLOAD, *before, CONVERT, BUILD, *after)
     quantize = (CALIBRATE, QUANTIZE_CALIBRATED) if recipe.quantization.calibrated else (QUANTIZE,)
-    return (DOWNLOAD, *quantize, VERIFY, BUILD_VERIFIED, PACKAGE)
+    return (DOWNLOAD, *before, *quantize, VERIFY, BUILD_VERIFIED, *after)

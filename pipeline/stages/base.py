@@ -16,13 +16,20 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One stage's work: its slice of the plan, the folders of the stages it reads, and an empty folder to fill."""
+    """One stage's work: its slice of the plan, the folders of the stages it reads, and an empty folder to fill.
+
+    digests   content digests of what it reads, under the names of `inputs`
+    progress  called with (bytes done, bytes in all)
+    show      called with each line that a program prints
+    """
 
     settings: Any
     inputs: dict[str, Path]
+    digests: dict[str, str]
     out: Path
     log: Path
     progress: Progress
+    show: Callable[[str], None]
 
 
 class Stage(Protocol):

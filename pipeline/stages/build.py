@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engines import load_backend
-from engines.base import BuildConfig, Checkpoint
+from engines.backend import Target, Workshop
+from engines.base import Checkpoint, DataType
+from engines.build_config import NOT_IN_ENGINE, BuildConfig
+from engines.executor import Executor
 from engines.files import read_json
-from engines.gpu import GpuSpec
-from engines.passport import write_passport
+from engines.passport import Passport, make_passport
+from pipeline import host
 from pipeline.accuracy import JSON_NAME
+from pipeline.diagnosis import disabled_features
 from pipeline.digests import Digests
+from pipeline.executors import LocalExecutor
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
+from pipeline.store import Artefact
 
 # Of the accuracy gate's result. A gate that did not pass has been accepted, or there would be no engine.
 IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreement")
@@ -22,50 +29,104 @@ IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreem
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """`sms` are the compute capabilities that run the engine; None for any machine."""
+
     runtime: str
-    gpu: GpuSpec
+    target: Target
+    sms: tuple[int, ...] | None
+    dtype: DataType
     build: BuildConfig
+    executor: str
 
 
 class Build:
     name = "build"
     makes = "engine"
-    version = 2
+    version = 3
 
     def __init__(self, inputs: tuple[str, ...]) -> None:
         self.inputs = inputs
 
     def settings(self, plan: Plan) -> Settings:
-        return Settings(runtime=plan.runtime, gpu=plan.gpu, build=plan.build)
+        return Settings(
+            runtime=plan.runtime,
+            target=plan.engine_target,
+            sms=plan.sms,
+            dtype=plan.precision.dtype,
+            build=plan.build,
+            executor=plan.executor,
+        )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         # By name and not by SM alone: engines of two cards of one SM load on each other, but are tuned for one.
+        gpu, mapping = settings.target.gpu, settings.target.mapping
+        choices = dataclasses.asdict(settings.build)
+        known = load_backend(settings.runtime).SETTINGS
         return {
             "runtime": settings.runtime,
-            "gpu": settings.gpu.name,
-            "sm": settings.gpu.sm,
-            "build": dataclasses.asdict(settings.build),
+            "gpu": gpu.name,
+            "sm": gpu.sm,
+            "tp_size": mapping.tp_size,
+            "pp_size": mapping.pp_size,
+            "build": {name: choices[name] for name in known if name not in NOT_IN_ENGINE},
         }
 
     def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
         return {}
 
     def tools(self, settings: Settings) -> dict[str, str]:
-        return load_backend(settings.runtime).tool_versions()
+        return load_backend(settings.runtime).tool_versions(settings.target.toolchain)
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
         checkpoint = Checkpoint(path=job.inputs["checkpoint"])
         backend = load_backend(settings.runtime)
-        engine = backend.build(checkpoint, job.out, settings.build, settings.gpu, job.log)
+        target, rank_bytes = settings.target, _rank_bytes(checkpoint.path, backend.FORM)
+        made: dict[str, str] = {}
+        executor: Executor = LocalExecutor()
+        if backend.COMPILED:
+            made = host.facts(host.require_gpu(target, rank_bytes))
+            executor = host.choose_executor(settings.executor, target.toolchain)
+        workshop = Workshop(executor=executor, log=job.log, show=job.show)
+        engine, where = backend.build(checkpoint, job.out, settings.build, target, workshop)
         accuracy = None
         if "accuracy" in job.inputs:
             measured = read_json(job.inputs["accuracy"] / JSON_NAME, "accuracy")
             accuracy = {name: measured[name] for name in IN_PASSPORT}
-        write_passport(
-            engine, runtime=settings.runtime, gpu=settings.gpu, versions=backend.tool_versions(), accuracy=accuracy
-        )
-        return {}
+        passport = _passport(settings, checkpoint.path, job.digests["checkpoint"], {**made, **where}, accuracy)
+        passport.write(engine.path)
+        off = disabled_features(job.log.read_text(encoding="utf-8", errors="replace")) if backend.COMPILED else ()
+        return {"notices": [f"trtllm-build turned a feature off: {line}" for line in off]}
+
+
+def draft_passport(plan: Plan, checkpoint: Artefact) -> Passport:
+    """The passport that the plan's engine will have, but for where it is built and what was measured."""
+    return _passport(BUILD.settings(plan), checkpoint.path, checkpoint.manifest.content, {}, None)
+
+
+def _passport(
+    settings: Settings, checkpoint: Path, digest: str, made: dict[str, str], accuracy: dict[str, Any] | None
+) -> Passport:
+    backend = load_backend(settings.runtime)
+    return make_passport(
+        settings.target,
+        settings.build,
+        runtime=settings.runtime,
+        sms=settings.sms,
+        versions=backend.tool_versions(settings.target.toolchain),
+        dtype=settings.dtype.value,
+        rank_bytes=_rank_bytes(checkpoint, backend.FORM),
+        checkpoint=digest,
+        settings=backend.SETTINGS,
+        made=made,
+        accuracy=accuracy,
+    )
+
+
+def _rank_bytes(checkpoint: Path, form: str) -> int:
+    """Bytes of the largest rank file, or of all weights where ranks are cut when they are loaded."""
+    sizes = [path.stat().st_size for path in checkpoint.glob("*.safetensors")]
+    return max(sizes) if form == "trtllm" else sum(sizes)
 
 
 BUILD = Build(("checkpoint",))

@@ -1,11 +1,13 @@
-"""HFSnapshot -> Checkpoint, unquantized."""
+"""HFSnapshot -> Checkpoint, unquantized, in the form that the runtime eats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from engines import load_backend
 from engines.base import DataType, Mapping
+from engines.hf_export import export
 from engines.hf_folder import read_model_config
 from engines.tensorrt_llm.checkpoint import notices
 from engines.tensorrt_llm.convert import convert
@@ -16,22 +18,30 @@ from pipeline.stages.base import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """`form` is the runtime's: a TensorRT-LLM checkpoint, for whose loader `toolchain` is, or a Hugging Face folder."""
+
+    form: str
     dtype: DataType
     mapping: Mapping
+    toolchain: str
 
 
 class Convert:
     name = "convert"
     makes = "checkpoint"
-    version = 2
+    version = 3
     inputs: tuple[str, ...] = ("model",)
 
     def settings(self, plan: Plan) -> Settings:
-        return Settings(dtype=plan.precision.dtype, mapping=plan.mapping)
+        return Settings(
+            form=load_backend(plan.runtime).FORM,
+            dtype=plan.precision.dtype,
+            mapping=plan.mapping,
+            toolchain=plan.toolchain.name,
+        )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
-        mapping = settings.mapping
-        return {"dtype": settings.dtype.value, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size}
+        return {"dtype": settings.dtype.value, **hashed_form(settings.form, settings.mapping, settings.toolchain)}
 
     def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
         return {}
@@ -41,8 +51,22 @@ class Convert:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        convert(job.inputs["model"], job.out, dtype=settings.dtype, mapping=settings.mapping, progress=job.progress)
-        return {"notices": notices(read_model_config(job.inputs["model"]))}
+        source = job.inputs["model"]
+        if settings.form == "hf":
+            export(source, job.out, dtype=settings.dtype, progress=job.progress)
+            return {}
+        convert(
+            source, job.out, dtype=settings.dtype, mapping=settings.mapping, toolchain=settings.toolchain,
+            progress=job.progress,
+        )  # fmt: skip
+        return {"notices": notices(read_model_config(source))}
+
+
+def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
+    """What of these a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
+    if form == "hf":
+        return {"form": form}
+    return {"form": form, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size, "toolchain": toolchain}
 
 
 CONVERT = Convert()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
+from engines.backend import Target
 from engines.base import Engine
+from engines.passport import read_passport, require_target
 from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
@@ -13,26 +16,35 @@ from triton_repo.render import render
 from triton_repo.serving import ServingConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    serving: ServingConfig
+    target: Target
+
+
 class Package:
     name = "package"
     makes = "repository"
-    version = 2
-    inputs: tuple[str, ...] = ("model", "engine")
+    version = 3
+    inputs: tuple[str, ...] = ("tokenizer", "engine")
 
-    def settings(self, plan: Plan) -> ServingConfig:
-        return plan.serving
+    def settings(self, plan: Plan) -> Settings:
+        return Settings(serving=plan.serving, target=plan.engine_target)
 
-    def hashed(self, settings: ServingConfig) -> dict[str, Any]:
-        return dataclasses.asdict(settings)
+    def hashed(self, settings: Settings) -> dict[str, Any]:
+        return dataclasses.asdict(settings.serving)
 
-    def sources(self, settings: ServingConfig, digests: Digests) -> dict[str, str]:
+    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
         return {}
 
-    def tools(self, settings: ServingConfig) -> dict[str, str]:
+    def tools(self, settings: Settings) -> dict[str, str]:
         return {}
 
     def run(self, job: Job) -> dict[str, Any]:
-        repository = render(Engine(path=job.inputs["engine"]), job.inputs["model"], job.settings, job.out)
+        settings: Settings = job.settings
+        engine = Engine(path=job.inputs["engine"])
+        require_target(read_passport(engine.path), settings.target, engine.path)
+        repository = render(engine, job.inputs["tokenizer"], settings.serving, job.out)
         return {"models": list(repository.models)}
 
 

@@ -1,10 +1,11 @@
-"""HFSnapshot and scales -> Checkpoint, quantized, for one mapping."""
+"""HFSnapshot and scales -> Checkpoint, quantized, for one mapping, or a quantized folder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from engines import load_backend
 from engines.base import DataType, Mapping
 from engines.hf_folder import read_model_config
 from engines.quant import QuantRecipe
@@ -14,32 +15,40 @@ from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
 from pipeline.stages.calibrate import SCALES, hashed_quantization
+from pipeline.stages.convert import hashed_form
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     recipe: QuantRecipe
+    form: str
     dtype: DataType
     mapping: Mapping
+    toolchain: str
 
 
 class Quantize:
     name = "quantize"
     makes = "checkpoint"
-    version = 1
+    version = 2
 
     def __init__(self, inputs: tuple[str, ...]) -> None:
         self.inputs = inputs
 
     def settings(self, plan: Plan) -> Settings:
         assert plan.precision.recipe is not None
-        return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, mapping=plan.mapping)
+        return Settings(
+            recipe=plan.precision.recipe,
+            form=load_backend(plan.runtime).FORM,
+            dtype=plan.precision.dtype,
+            mapping=plan.mapping,
+            toolchain=plan.toolchain.name,
+        )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return {
             "dtype": settings.dtype.value,
-            "tp_size": settings.mapping.tp_size,
-            "pp_size": settings.mapping.pp_size,
+            **hashed_form(settings.form, settings.mapping, settings.toolchain),
             **hashed_quantization(settings.recipe),
         }
 
@@ -51,11 +60,13 @@ class Quantize:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
+        # Ranks are cut from the other form when it is loaded.
+        mapping = settings.mapping if settings.form == "trtllm" else Mapping()
         quantizing.quantize(
             job.inputs["model"],
             job.out,
             settings.recipe,
-            layout=quantizing.Layout(mapping=settings.mapping),
+            layout=quantizing.Layout(form=settings.form, mapping=mapping, toolchain=settings.toolchain),
             dtype=settings.dtype,
             scales=job.inputs["scales"] / SCALES if "scales" in job.inputs else None,
             log=job.log,

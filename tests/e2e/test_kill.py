@@ -41,7 +41,7 @@ def test_a_build_killed_fifty_times_is_the_same_build(tmp_path: Path) -> None:
     whole.ok(*arguments)
     seconds = time.monotonic() - start
     wanted = contents(whole)
-    assert wanted.keys() == {"download", "convert", "build", "package"}
+    assert wanted.keys() == {"download", "tokenizer", "convert", "build", "package"}
     rng = random.Random(0)
     cli = Cli(tmp_path / "work", tmp_path / "home")
     killed = 0

@@ -23,7 +23,7 @@ FP8 = [
     "--set", "calibration.samples=16", "--set", "calibration.seq_len=128",
 ]  # fmt: skip
 TARGET = "smollm2-135m.cpu.fp8-kvfp8"
-STAGES = ["download", "calibrate", "quantize", "verify", "build", "package"]
+STAGES = ["download", "tokenizer", "calibrate", "quantize", "verify", "build", "package"]
 
 
 def reused(build: Finished) -> dict[str, bool]:
@@ -74,9 +74,9 @@ def test_scales_are_found_once_for_every_mapping(cli: Cli, run: Path) -> None:
     assert reused(cli.ok("build", *FP8)) == dict.fromkeys(STAGES, True)
     # 9 heads and 3 of keys and values: three ranks of 3 and 1.
     states = json.loads(cli.ok("status", *FP8, "--tp", "3", "--json").out)
-    assert [state["stage"] for state in states if state["state"] == "current"] == ["download", "calibrate"]
+    assert [state["stage"] for state in states if state["state"] == "current"] == ["download", "tokenizer", "calibrate"]
     cut = cli.ok("build", *FP8, "--tp", "3", "--until", "quantize")
-    assert reused(cut) == {"download": True, "calibrate": True, "quantize": False}
+    assert reused(cut) == {"download": True, "tokenizer": True, "calibrate": True, "quantize": False}
     checkpoint = run.with_name(f"{TARGET}.tp3") / "checkpoint"
     assert len(list(checkpoint.glob("rank*.safetensors"))) == 3
     assert cli.ok("inspect", str(checkpoint)).out.endswith("no problem found\n")

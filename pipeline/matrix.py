@@ -1,0 +1,94 @@
+"""Several targets from one command: every combination of the lists given, sharing what they have in common.
+
+Nothing is shared here by hand: stages of equal inputs and settings have equal keys, so the store makes each once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engines.errors import TrtpipeError, UsageError
+from pipeline.host import GpuAbsent
+from pipeline.plan import Plan
+from pipeline.runner import StageResult
+
+# Options that take a list.
+LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a target ended: what it has made, and the failure that ended it, if any."""
+
+    plan: Plan
+    results: tuple[StageResult, ...]
+    error: TrtpipeError | None
+
+    @property
+    def state(self) -> str:
+        if self.error is None:
+            return "ready"
+        return "waits for its GPU" if isinstance(self.error, GpuAbsent) else "failed"
+
+    @property
+    def next_step(self) -> str:
+        if self.error is None:
+            packaged = bool(self.results) and self.results[-1].stage == "package"
+            return f"trtpipe serve {self.plan.target}" if packaged else ""
+        if isinstance(self.error, GpuAbsent):
+            return f"trtpipe export {self.plan.target}; where the GPU is: trtpipe build --from {self.plan.target}.tar"
+        return str(self.error)
+
+
+def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the comma-separated lists in `options`, in the order given. Raises UsageError."""
+    lists = {name: _words(name, options[name]) for name in LISTS if options.get(name) is not None}
+    rows = itertools.product(*lists.values())
+    return [{**options, **dict(zip(lists, row, strict=True))} for row in rows]
+
+
+def build_all(plans: list[Plan], build: Callable[[Plan], list[StageResult]]) -> list[Outcome]:
+    """Build one target after the other; one that fails does not keep the others from it."""
+    out = []
+    for plan in plans:
+        try:
+            out.append(Outcome(plan=plan, results=tuple(build(plan)), error=None))
+        except TrtpipeError as error:
+            out.append(Outcome(plan=plan, results=(), error=error))
+    return out
+
+
+def raise_failures(outcomes: list[Outcome]) -> None:
+    """Raise what a command should end with: the failure of a single target, or a count of several."""
+    errors = [(outcome, outcome.error) for outcome in outcomes if outcome.error is not None]
+    if not errors:
+        return
+    absent = [pair for pair in errors if isinstance(pair[1], GpuAbsent)]
+    if len(outcomes) == 1:
+        outcome, error = errors[0]
+        if absent:
+            error.remedy = f"the checkpoint is made; next: {outcome.next_step}"
+        raise error
+    others = [error for _, error in errors if not isinstance(error, GpuAbsent)]
+    parts = [f"{len(absent)} wait for their GPU"] if absent else []
+    parts += [f"{len(others)} failed"] if others else []
+    kind = type(others[0] if others else errors[0][1])
+    raise kind(f"of {len(outcomes)} targets {' and '.join(parts)}", remedy="the table says what to do next")
+
+
+def _words(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, str):
+        return [value]
+    words = [word.strip() for word in value.split(",")]
+    if "" in words:
+        raise UsageError(f"--{name} {value} has an empty place", remedy="write for example a100,h100")
+    if len(set(words)) < len(words):
+        raise UsageError(f"--{name} {value} names something twice", remedy="name each once")
+    if name not in ("tp", "pp"):
+        return list(words)
+    if not all(word.isdigit() for word in words):
+        raise UsageError(f"--{name} {value} is no list of numbers", remedy="write for example 1,2")
+    return [int(word) for word in words]

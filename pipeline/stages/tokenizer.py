@@ -1,0 +1,41 @@
+"""HFSnapshot -> its tokenizer alone: what packaging needs of a model, without the weights beside it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
+from pipeline.digests import Digests
+from pipeline.plan import Plan
+from pipeline.stages.base import Job
+
+
+class Tokenizer:
+    name = "tokenizer"
+    makes = "tokenizer"
+    version = 1
+    inputs: tuple[str, ...] = ("model",)
+
+    def settings(self, plan: Plan) -> None:
+        return None
+
+    def hashed(self, settings: None) -> dict[str, Any]:
+        return {}
+
+    def sources(self, settings: None, digests: Digests) -> dict[str, str]:
+        return {}
+
+    def tools(self, settings: None) -> dict[str, str]:
+        return {}
+
+    def run(self, job: Job) -> dict[str, Any]:
+        source = job.inputs["model"]
+        require_tokenizer(source)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, job.out / name)
+        return {}
+
+
+TOKENIZER = Tokenizer()
