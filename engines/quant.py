@@ -215,6 +215,8 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
         raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
     if group_size not in GROUP_SIZES:
         raise UsageError(f"a group size of {group_size} does not run", why="TensorRT-LLM's kernels know 64 and 128")
+    if recipe.quant_algo is QuantAlgo.W4A8_AWQ and group_size != 128:
+        raise UsageError(f"{recipe.name} does not run with groups of {group_size}", why="its kernel knows 128 alone")
     return replace(recipe, group_size=group_size)
 
 

@@ -59,8 +59,8 @@ def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
     path = bundle.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)
     assert list(content) == [
-        "trtpipe.json", "checkpoint/config.json", "checkpoint/rank0.safetensors", "tokenizer/generation_config.json",
-        "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json",
+        "trtpipe.json", "tokenizer/generation_config.json", "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json", "checkpoint/config.json", "checkpoint/rank0.safetensors",
     ]  # fmt: skip
     index = json.loads(content["trtpipe.json"])
     assert (index["format"], index["target"]) == (1, "tiny.h100.bf16")

@@ -46,7 +46,17 @@ def folder(tmp_path: Path) -> Path:
 
 def run(source: Source, out: Path) -> dict[str, Any]:
     log = out.parent / "log"
-    return DOWNLOAD.run(Job(settings=source, inputs={}, out=out, log=log, progress=lambda done, total: None))
+    return DOWNLOAD.run(
+        Job(
+            settings=source,
+            inputs={},
+            digests={},
+            out=out,
+            log=log,
+            progress=lambda done, total: None,
+            show=lambda line: None,
+        )
+    )
 
 
 def refusal(source: Source, out: Path, kind: type[TrtpipeError], exit_code: int) -> str:

@@ -72,6 +72,8 @@ LOADERS = {
     **{release: Loader(mapping={}, quantization=_QUANTIZATION) for release in ("1.1.0", "1.0.0", "0.21.0")},
 }
 DEFAULT_LOADER = "1.2.1"
+# Weight-only kernels work on tiles of this many rows and columns.
+KERNEL_MULTIPLE = 64
 _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
@@ -204,6 +206,26 @@ def _inputs(model: Geometry, tp: int) -> str:
     return " and ".join(str(size) for size in sorted(sizes))
 
 
+def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
+    """Which size the weight-only kernels would round up, or nothing: the loader then wants padding nobody writes."""
+    algo = quantization.quant_algo
+    if algo is not QuantAlgo.W8A16 and not quantization.packed:
+        return ""
+    unit = max(KERNEL_MULTIPLE, quantization.group_size if quantization.packed else 0)
+    heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+    sizes = {
+        "hidden_size": (model.hidden_size, unit * tp),
+        "attention heads": (heads * model.head_size, unit),
+        "queries, keys and values": ((heads + 2 * kv) * model.head_size, unit),
+        "intermediate_size": (model.intermediate_size // tp, unit),
+    }
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            assert algo is not None
+            return f"{algo.value} needs a multiple of {multiple}, and {name} of a rank is {size} at tp_size {tp}"
+    return ""
+
+
 def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
     """Why the model cannot be cut into `tp` ranks, or nothing."""
     kv = model.num_key_value_heads
@@ -219,7 +241,7 @@ def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
             return f"groups of {group} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
         if ffn % 2 or model.head_size % 2 or model.hidden_size % 2:
             return f"an odd number of output features at tp_size {tp} cannot be packed two to a byte"
-    return ""
+    return _rounding(model, tp, quantization)
 
 
 def notices(model: ModelConfig) -> list[str]:

@@ -131,6 +131,8 @@ def _paged_fmha(build: BuildConfig, target: Target) -> tuple[bool, str]:
     cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
     if not build.context_fmha or build.kv_cache_type != "paged":
         return False, "it needs build.context_fmha and a paged KV cache"
+    if build.streamingllm:
+        return False, "attention sinks rule it out"
     if cache is KvCacheQuantAlgo.INT8:
         return False, "prompt attention cannot read an INT8 KV cache"
     if cache is KvCacheQuantAlgo.FP8 and (algo not in _FP8_INPUTS or (target.gpu.sm or 0) < 89):

@@ -971,9 +971,7 @@ NOT_ALLOCATED = (
     "Requested amount of GPU memory (33555480576 bytes) could not be allocated. "
     "There may not be enough free memory for allocation to succeed."
 )
-OUT_OF_MEMORY = (
-    "[virtualMemoryBuffer.cpp::resizePhysical::154] Error Code 2: OutOfMemory (Requested size was 33555480576 bytes.)"
-)
+OUT_OF_MEMORY = "[globWriter.cpp::makeResizableGpuMemory::433] Error Code 2: OutOfMemory (no further information)"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,191 @@
+"""Engines from the command line: by the double of trtllm-build, in this environment and in a container, with a GPU
+that is made up. What is real is everything else: checkpoints, Docker, passports, exports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeline.config import find_toolchain
+from tests.doubles import trtllm_build as double
+from tests.e2e.conftest import Cli
+from tests.e2e.dockerd import Daemon, build_image, running_dockerd
+from tests.factories import hf_folder
+from tests.nvidia_smi import A100, H100, install
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
+pytest_plugins = ["tests.e2e.dockerd"]
+
+DOUBLE = Path(double.__file__)
+TARGET = "tiny.h100.bf16"
+BUILD = [
+    "build", "--model", "tiny", "--gpu", "h100", "--dtype", "bf16", "--set", "build.max_input_len=64", "--set",
+    "build.max_seq_len=128",
+]  # fmt: skip
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """A machine with one H100, trtllm-build, and a model in the working folder."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    hf_folder(folder / "tiny")
+    program = tmp_path / "bin" / "trtllm-build"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\n{DOUBLE.read_text()}")
+    program.chmod(0o755)
+    install(monkeypatch, program.parent, H100)
+    return Cli(folder, tmp_path / "home")
+
+
+def test_an_engine_is_built_and_knows_where_it_runs(host: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = host.ok(*BUILD)
+    assert done.out.rstrip().endswith(f"next: trtpipe serve {TARGET}")
+    assert "  [TRT-LLM]" in done.err or "[TRT-LLM] [I]" in done.err, "its log is on the screen"
+    engine = host.folder / "runs" / TARGET / "engine"
+    assert sorted(path.name for path in engine.iterdir()) == ["config.json", "passport.json", "rank0.engine"]
+    passport = json.loads(host.ok("passport", TARGET, "--json").out)
+    assert (passport["gpu"], passport["sms"], passport["toolchain"]) == ("h100", [90], "1.2.1")
+    assert passport["made"] == {"gpu": "NVIDIA H100 80GB HBM3", "driver": "595.10.01"}
+    assert host.ok("passport", TARGET).out.endswith("this machine can run it\n")
+    assert (host.folder / "runs" / TARGET / "repository" / "tensorrt_llm" / "1" / "rank0.engine").is_file()
+    assert " reused " in host.ok(*BUILD).err
+
+    served = host.run("serve", TARGET)
+    assert served.status == 6
+    assert f"serve it with {find_toolchain(None).image}" in served.err
+    install(monkeypatch, tmp_path / "bin", A100)
+    for command in ("serve", "passport"):
+        refused = host.run(command, TARGET)
+        assert refused.status == 6
+        assert "it is for h100 (SM90), and this machine has NVIDIA A100-SXM4-80GB (SM80)" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("failure", "telling"),
+    [
+        ("oom", "the weights of a rank do not fit the GPU memory that is free"),
+        ("killed", "the machine's own memory ran out"),
+        ("disk-full", "the disk is full"),
+    ],
+)
+def test_a_failed_build_says_why_and_what_to_do(
+    host: Cli, monkeypatch: pytest.MonkeyPatch, failure: str, telling: str
+) -> None:
+    monkeypatch.setenv("TRTLLM_DOUBLE_FAIL", failure)
+    done = host.run(*BUILD)
+    assert done.status == 5
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: trtllm-build failed (")
+    assert telling in last
+    (log,) = (host.home / "logs").glob("build-*.log")
+    assert last.endswith(f"; the log is {log}")
+    assert not list((host.home / "artefacts" / "build").iterdir())
+    monkeypatch.delenv("TRTLLM_DOUBLE_FAIL")
+    host.ok(*BUILD)
+
+
+def test_ctrl_c_ends_a_build_that_hangs(host: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_DOUBLE_FAIL", "hang")
+    # A test run in the background ignores the signal, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    build = host.start(*BUILD)
+    deadline = time.monotonic() + 60
+    while not list((host.home / "logs").glob("build-*.log")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    build.send_signal(signal.SIGINT)
+    _, told = build.communicate(timeout=30)
+    assert build.returncode == 130, told
+    assert not list((host.home / "artefacts" / "build").iterdir())
+    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.is_file()]
+    assert not [name for name in names if b"trtllm-build" in name and str(host.folder.parent).encode() in name]
+
+
+def test_what_a_machine_cannot_finish_travels(host: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, tmp_path / "bin", A100)
+    done = host.run(*BUILD)
+    assert done.status == 4
+    assert done.err.splitlines()[-1] == (
+        "error: an engine for h100 (SM90) is built on that GPU: this machine has NVIDIA A100-SXM4-80GB (SM80); the "
+        f"checkpoint is made; next: trtpipe export {TARGET}; where the GPU is: trtpipe build --from {TARGET}.tar"
+    )
+    host.ok("export", TARGET)
+
+    there = Cli(tmp_path / "there", tmp_path / "other-home")
+    there.folder.mkdir()
+    (host.folder / f"{TARGET}.tar").rename(there.folder / f"{TARGET}.tar")
+    install(monkeypatch, tmp_path / "bin", H100)
+    assert there.ok("import", f"{TARGET}.tar").out == f"next: trtpipe build --from {TARGET}\n"
+    refused = there.run("build", "--from", f"{TARGET}.tar", "--tp", "2")
+    assert refused.status == 2
+    assert refused.err.startswith("error: --from brings its own --tp: ")
+    built = there.ok("build", "--from", TARGET)
+    assert [line.split()[0] for line in built.err.splitlines() if "(first run)" in line] == ["build"] * 2 + [
+        "package"
+    ] * 2
+    assert there.ok("passport", TARGET).out.endswith("this machine can run it\n")
+    assert " reused " in there.ok("build", "--from", f"{TARGET}.tar").err
+
+
+def test_a_machine_that_could_not_finish_is_told_before_it_begins(
+    host: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path / "bin", H100, driver="575.57.08")
+    done = host.run(*BUILD)
+    assert done.status == 4
+    assert done.err.startswith("error: TensorRT-LLM 1.2.1 needs driver 590.44.01, and this machine has 575.57.08; ")
+    assert not (host.home / "artefacts").exists()
+    listed = host.ok("toolchains").out
+    assert [line.split()[-1] for line in listed.splitlines() if line.startswith("1.0.0 ")] == ["yes"]
+    monkeypatch.setenv("TRTLLM_DOUBLE_VERSION", "1.0.0")
+    host.ok(*BUILD, "--toolchain", "1.0")
+    assert json.loads(host.ok("passport", f"{TARGET}.trtllm-1.0.0", "--json").out)["toolchain"] == "1.0.0"
+
+
+@pytest.fixture(scope="module")
+def gpu_dockerd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that takes GPU requests: Docker asks for no more than that NVIDIA's hook is there, and ends well."""
+    hook = tmp_path_factory.mktemp("hook") / "nvidia-container-runtime-hook"
+    hook.write_text("#!/bin/sh\ncat > /dev/null\n")
+    hook.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(hook.parent), prepend=os.pathsep)
+        with running_dockerd() as daemon:
+            with daemon.client() as client:
+                build_image(client, find_toolchain(None).image, DOUBLE)
+            yield daemon
+
+
+def test_an_engine_from_the_toolchains_image(host: Cli, gpu_dockerd: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", gpu_dockerd.url)
+    done = host.ok(*BUILD, "--executor", "docker")
+    assert "[TRT-LLM] [I]" in done.err
+    engine = host.folder / "runs" / TARGET / "engine"
+    assert (engine / "rank0.engine").read_bytes().startswith(b"CONTRACT DOUBLE, NO ENGINE\n")
+    assert (engine / "rank0.engine").stat().st_uid == os.geteuid()
+    made = json.loads((engine / "passport.json").read_text())["made"]
+    assert made["image"] == find_toolchain(None).image
+    assert made["image_digest"].startswith("sha256:")
+    assert " reused " in host.ok(*BUILD).err, "where it was built does not matter"
+
+
+def test_a_docker_without_nvidias_runtime(
+    host: Cli, dockerd: str, docker_client: DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_image(docker_client, find_toolchain(None).image, DOUBLE)
+    monkeypatch.setenv("DOCKER_HOST", dockerd)
+    done = host.run(*BUILD, "--executor", "docker")
+    assert done.status == 4
+    assert done.err.splitlines()[-1].startswith("error: Docker has no NVIDIA runtime here")
