@@ -49,8 +49,9 @@ UNUSED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idl
 class Daemon:
     """A dockerd that lives in `folder`; one that was killed can be started again."""
 
-    def __init__(self, program: str, folder: Path) -> None:
+    def __init__(self, program: str, folder: Path, hooks: Path | None = None) -> None:
         self.folder = folder
+        self._path = f"{hooks}:{search_path()}" if hooks else search_path()
         self.url = f"unix://{folder}/s"
         self._log = folder / "log"
         config = folder / "daemon.json"
@@ -73,7 +74,7 @@ class Daemon:
         """Return when it answers. Raises RuntimeError with its last words when it does not."""
         # A killed containerd may stay as a zombie, where nobody reaps: dockerd would wait for it.
         (self.folder / "exec" / "containerd" / "containerd.pid").unlink(missing_ok=True)
-        environment = {"PATH": search_path(), "HOME": str(self.folder)}  # no proxy between it and the loopback
+        environment = {"PATH": self._path, "HOME": str(self.folder)}  # no proxy between it and the loopback
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -112,8 +113,11 @@ def search_path() -> str:
 
 
 @contextlib.contextmanager
-def running_dockerd() -> Iterator[Daemon]:
-    """A daemon that answers; what it made is gone afterwards. Skips the test where there can be none."""
+def running_dockerd(hooks: Path | None = None) -> Iterator[Daemon]:
+    """A daemon that answers; what it made is gone afterwards. Skips the test where there can be none.
+
+    hooks  a folder that comes first on its PATH, where it looks for NVIDIA's hook
+    """
     program = shutil.which("dockerd", path=search_path())
     if program is None:
         pytest.skip("no dockerd here: install Debian's docker.io, or Docker's own docker-ce")
@@ -122,7 +126,7 @@ def running_dockerd() -> Iterator[Daemon]:
     absent = [path for path in ELSEWHERE if not path.exists()]
     # The path of a Unix socket is at most 107 bytes long: not pytest's own folder.
     folder = Path(tempfile.mkdtemp(prefix="trtpipe-"))
-    daemon = Daemon(program, folder)
+    daemon = Daemon(program, folder, hooks)
     try:
         try:
             daemon.start()

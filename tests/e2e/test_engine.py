@@ -160,12 +160,10 @@ def gpu_dockerd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     hook = tmp_path_factory.mktemp("hook") / "nvidia-container-runtime-hook"
     hook.write_text("#!/bin/sh\ncat > /dev/null\n")
     hook.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(hook.parent), prepend=os.pathsep)
-        with running_dockerd() as daemon:
-            with daemon.client() as client:
-                build_image(client, find_toolchain(None).image, DOUBLE)
-            yield daemon
+    with running_dockerd(hook.parent) as daemon:
+        with daemon.client() as client:
+            build_image(client, find_toolchain(None).image, DOUBLE)
+        yield daemon
 
 
 def test_an_engine_from_the_toolchains_image(host: Cli, gpu_dockerd: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
