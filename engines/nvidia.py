@@ -36,7 +36,10 @@ def read_gpus() -> tuple[Gpu, ...]:
     """Every GPU that CUDA_VISIBLE_DEVICES leaves. Raises NoDriver, or HostError when the driver does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        raise NoDriver("this machine has no NVIDIA driver", remedy="see `trtpipe doctor`")
+        raise NoDriver(
+            "this machine has no NVIDIA driver",
+            remedy="GPU targets can be planned, converted and quantized here, not built or served",
+        )
     query = [program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -471,11 +471,14 @@ def bench(
     report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("reports/report.json"),
 ) -> None:
     """Measure a running server: TTFT, ITL, TPOT, latency and throughput at each concurrency."""
+    import dataclasses
+
     from pipeline import console, serve
     from pipeline.bench import BenchOptions, run_bench
     from pipeline.bench.report import write_report
 
     found = serve.find_running(_store(), server)
+    engine = serve.check_passport(found.repository)
     options = BenchOptions(
         tokenizer=found.tokenizer / "tokenizer.json",
         grpc_url=found.endpoints.grpc_url,
@@ -492,6 +495,7 @@ def bench(
     )
     with console.bench_progress() as progress:
         measured = run_bench(options, progress=progress)
+    measured.engine = dataclasses.asdict(engine)
     write_report(measured, report)
     console.bench_table(measured)
     console.result(f"report: {report}")

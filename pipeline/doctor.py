@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engines.errors import HostError, TrtpipeError
+from engines.nvidia import read_gpus
+from engines.tensorrt_llm.build import PROGRAM
+from engines.toolchain import version_key
 from pipeline import config, tritonserver
+from pipeline.executors import DockerExecutor, find_program
+from pipeline.host import visible_gpus
 from pipeline.serve import running
 from pipeline.store import Store, host
 
@@ -40,12 +44,14 @@ def _findings(store: Store) -> Iterator[Finding]:
     yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
     yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")
     yield _checked("nvidia driver", _driver)
-    program = shutil.which("trtllm-build")
+    yield _checked("toolchains", _toolchains)
+    program = find_program(PROGRAM)
     yield Finding(
-        subject="trtllm-build",
+        subject=PROGRAM,
         state="ok" if program else "missing",
-        detail=program or "TensorRT engines cannot be built here; on an NVIDIA host `pip install trtpipe[engine]`",
+        detail=program or "not in this environment: engines are built in the toolchain's image, with --executor docker",
     )
+    yield _checked("docker", _docker)
     yield _hub()
     for model in config.load_models().values():
         first, *others = (source.describe() for source in model.sources)
@@ -92,17 +98,27 @@ def _packages(subject: str, names: tuple[str, ...], extra: str) -> Finding:
 
 
 def _driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        raise HostError("no NVIDIA driver", remedy="GPU targets can be planned and converted here, not built or served")
-    query = [program, "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise HostError("nvidia-smi fails", why=str(error)) from None
-    if answer.returncode:
-        raise HostError("nvidia-smi fails", why=(answer.stderr or answer.stdout).strip())
-    return answer.stdout.strip().replace("\n", "; ")
+    gpus = read_gpus()
+    if not gpus:
+        raise HostError("no GPU is visible", why="CUDA_VISIBLE_DEVICES hides all of them")
+    return f"{gpus[0].driver}; " + "; ".join(f"GPU {gpu.index} {gpu.describe()}" for gpu in gpus)
+
+
+def _toolchains() -> str:
+    """Which releases this machine's driver can run."""
+    driver = read_gpus()[0].driver if visible_gpus() else ""
+    known = config.load_toolchains()
+    if not driver:
+        raise HostError("none runs without an NVIDIA GPU", why=f"known: {', '.join(known)}")
+    able = [name for name, one in known.items() if one.supports_driver(driver)]
+    if not able:
+        lowest = min((one.driver for one in known.values()), key=version_key)
+        raise HostError(f"driver {driver} is too old for all of them", remedy=f"update it to {lowest} or newer")
+    return "this driver runs " + ", ".join(able)
+
+
+def _docker() -> str:
+    return DockerExecutor(config.find_toolchain(None).image).require()
 
 
 def _hub() -> Finding:

@@ -84,10 +84,13 @@ class DockerExecutor:
         self.base_url = base_url
         self.user = user
 
-    def require(self) -> None:
-        """Raises HostError when the daemon cannot be reached."""
-        with self._connected():
-            pass
+    def require(self) -> str:
+        """The daemon's version and address. Raises HostError when it cannot be reached."""
+        scheme, _, place = self._url.partition("://")
+        if scheme == "unix" and not Path(place).exists():  # where none is installed, the SDK need not be loaded
+            raise self._unreachable("No such file or directory")
+        with self._connected() as client:
+            return f"{client.version()['Version']} at {self._url}"
 
     def pull(self, progress: Progress = lambda done, total: None) -> None:
         """Fetch the image unless Docker has it. Raises HostError saying what is in the way."""
@@ -121,6 +124,7 @@ class DockerExecutor:
     def _connected(self) -> Iterator[DockerClient]:
         """A client of the daemon, and a HostError in place of any way in which the daemon stops answering."""
         # Imported only where it is used: it brings a web client along.
+        # Importing it is the heavy part: nothing but this class does, and only when it is used.
         import docker
         from docker.errors import DockerException
 
@@ -131,11 +135,7 @@ class DockerExecutor:
                 else docker.from_env(version="auto", timeout=ANSWER_SECONDS)
             )
         except DockerException as error:
-            raise HostError(
-                f"Docker cannot be reached at {self._url}",
-                why=_reason(error),
-                remedy="start dockerd, or add your user to the docker group, or use --executor local",
-            ) from None
+            raise self._unreachable(_reason(error)) from None
         with contextlib.closing(client):
             try:
                 yield client
@@ -145,6 +145,13 @@ class DockerExecutor:
                     why=_reason(error),
                     remedy="see that dockerd runs, then run again: what this run left in it is removed then",
                 ) from None
+
+    def _unreachable(self, why: str) -> HostError:
+        return HostError(
+            f"Docker cannot be reached at {self._url}",
+            why=why,
+            remedy="start dockerd, or add your user to the docker group, or use --executor local",
+        )
 
     @property
     def _url(self) -> str:

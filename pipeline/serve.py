@@ -14,6 +14,7 @@ from types import FrameType
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from engines.passport import Passport, read_passport
 from pipeline import guard, tritonserver
+from pipeline.diagnosis import explain
 from pipeline.folders import write_whole
 from pipeline.runner import RUNS, RunFolder
 from pipeline.store import Store
@@ -95,8 +96,10 @@ def launch(
         tritonserver.wait_ready(process, endpoints, log)
         smoke(server)
         _remember(store, server)
-    except BaseException:
+    except BaseException as error:
         tritonserver.end(process.pid)
+        if isinstance(error, StageFailed):
+            raise explain(error, log, "serve") from None
         raise
     return server, process
 
@@ -146,11 +149,12 @@ def attend(
         signal.signal(signal.SIGTERM, previous)
         _forget(store, server)
     if status != 0:
-        raise StageFailed(
+        error = StageFailed(
             f"tritonserver ended by itself (status {status})",
             why=tritonserver.failure(server.log),
             remedy=f"its log is {server.log}",
         )
+        raise explain(error, server.log, "serve")
 
 
 def stop(store: Store, name: str | None) -> list[Server]:

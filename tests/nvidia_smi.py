@@ -20,7 +20,7 @@ def install(
 ) -> Path:
     """Put it first on PATH; each GPU is a product and its compute capability. Returns the script."""
     lines = "\n".join(f"{index}, {gpu}, {driver}, {total}, {used}" for index, gpu in enumerate(gpus))
-    return install_script(monkeypatch, folder, f"cat <<END\n{lines}\nEND")
+    return install_script(monkeypatch, folder, f'while read -r line; do echo "$line"; done <<END\n{lines}\nEND')
 
 
 def install_script(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Path:

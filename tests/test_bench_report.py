@@ -128,6 +128,7 @@ def test_the_file_has_all_it_takes_to_judge_a_run(
         "finished",
         "options",
         "tokenizer_sha256",
+        "engine",
         "endpoints",
         "client",
         "host",

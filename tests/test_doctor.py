@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from pipeline.config import load_models
 from pipeline.serve import Server
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
+from tests import nvidia_smi
 
 
 @pytest.fixture
@@ -26,9 +25,10 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with no program of NVIDIA's."""
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with no program of NVIDIA's, and no Docker."""
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
 
 
 def findings(store: Store) -> dict[str, tuple[str, str]]:
@@ -37,9 +37,9 @@ def findings(store: Store) -> dict[str, tuple[str, str]]:
 
 def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     found = findings(store)
-    assert list(found)[:9] == [
+    assert list(found)[:11] == [
         "python", "store", "tritonserver", "reference runtime", "GGUF reader", "quantization", "nvidia driver",
-        "trtllm-build", "hugging face",
+        "toolchains", "trtllm-build", "docker", "hugging face",
     ]  # fmt: skip
     assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}
     assert found["model smollm2-135m"] == (
@@ -54,12 +54,15 @@ def test_what_a_bare_machine_lacks_has_a_remedy(store: Store) -> None:
     found = findings(store)
     assert found["nvidia driver"] == (
         "missing",
-        "no NVIDIA driver; GPU targets can be planned and converted here, not built or served",
+        "this machine has no NVIDIA driver; GPU targets can be planned, converted and quantized here, not built or "
+        "served",
     )
     assert found["trtllm-build"] == (
         "missing",
-        "TensorRT engines cannot be built here; on an NVIDIA host `pip install trtpipe[engine]`",
+        "not in this environment: engines are built in the toolchain's image, with --executor docker",
     )
+    assert found["docker"][0] == "missing"
+    assert found["docker"][1].startswith("Docker cannot be reached at unix://")
 
 
 def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,43 +111,23 @@ def test_the_store_s_disk(store: Store, tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-class Driver:
-    """An nvidia-smi of ours: what it would print, and how it would end."""
-
-    def __init__(self, out: str = "", err: str = "", status: int = 0, error: Exception | None = None) -> None:
-        self.answer = subprocess.CompletedProcess[str]([], status, out, err)
-        self.error = error
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        assert command[1:] == ["--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"]
-        if self.error is not None:
-            raise self.error
-        return self.answer
-
-
-@pytest.mark.parametrize(
-    ("driver", "finding"),
-    [
-        (
-            Driver("NVIDIA H100, 580.1, 9.0\nNVIDIA H100, 580.1, 9.0\n"),
-            ("ok", "NVIDIA H100, 580.1, 9.0; NVIDIA H100, 580.1, 9.0"),
-        ),
-        (Driver("", "Failed to\ninitialize NVML", 9), ("missing", "nvidia-smi fails: Failed to initialize NVML")),
-        (
-            Driver(error=subprocess.TimeoutExpired(["nvidia-smi"], 30)),
-            ("missing", "nvidia-smi fails: Command '['nvidia-smi']' timed out after 30 seconds"),
-        ),
-        (Driver(error=OSError(8, "Exec format error")), ("missing", "nvidia-smi fails: [Errno 8] Exec format error")),
-    ],
-)
-def test_the_driver_is_asked_and_may_fail(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: Driver, finding: tuple[str, str]
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", driver)
-    assert findings(store)["nvidia driver"] == finding
+@pytest.mark.process
+def test_the_driver_and_what_it_can_run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi.install(monkeypatch, tmp_path / "bin", nvidia_smi.H100, nvidia_smi.A100, driver="575.57.08")
+    found = findings(store)
+    assert found["nvidia driver"] == (
+        "ok",
+        "575.57.08; GPU 0 NVIDIA H100 80GB HBM3 (SM90); GPU 1 NVIDIA A100-SXM4-80GB (SM80)",
+    )
+    assert found["toolchains"] == ("ok", "this driver runs 1.0.0, 0.21.0")
+    nvidia_smi.install(monkeypatch, tmp_path / "bin", nvidia_smi.H100, driver="535.104")
+    assert findings(store)["toolchains"] == (
+        "missing",
+        "driver 535.104 is too old for all of them; update it to 575.51.03 or newer",
+    )
+    nvidia_smi.install_script(monkeypatch, tmp_path / "bin", "echo 'Failed to initialize NVML' >&2; exit 9")
+    failed = ("missing", "nvidia-smi fails: Failed to initialize NVML; see the kernel's log")
+    assert findings(store)["nvidia driver"] == failed
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,15 @@ class LevelResult:
 
 @dataclass(kw_only=True)
 class BenchReport:
-    """A whole run. `partial` when it was interrupted or a level ended early."""
+    """A whole run. `partial` when it was interrupted or a level ended early.
+
+    engine  the passport of what is served
+    """
 
     options: dict[str, Any]
     tokenizer_sha256: str
     started: str
+    engine: dict[str, Any] | None = None
     finished: str = ""
     interrupted: bool = False
     endpoints: list[dict[str, Any]] = field(default_factory=list)
@@ -73,6 +77,7 @@ class BenchReport:
             "finished": self.finished,
             "options": self.options,
             "tokenizer_sha256": self.tokenizer_sha256,
+            "engine": self.engine,
             "endpoints": self.endpoints,
             "client": client_versions(),
             "host": host(),
