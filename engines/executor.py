@@ -34,6 +34,10 @@ class Executor(Protocol):
 
     name: str
 
+    def prepare(self, progress: Callable[[int, int], None] = ...) -> None:
+        """Fetch what the program needs and is not here, telling (bytes done, bytes in all). Raises HostError."""
+        ...
+
     def run(self, task: Task, show: Callable[[str], None] = ...) -> dict[str, str]:
         """Return facts about where it ran, for the manifest. Raises HostError when it cannot start, else StageFailed.
 

@@ -55,6 +55,9 @@ class LocalExecutor:
 
     name = "local"
 
+    def prepare(self, progress: Progress = lambda done, total: None) -> None:
+        """There is nothing to fetch."""
+
     def run(self, task: Task, show: Show = _unseen) -> dict[str, str]:
         program, *arguments = task.command
         found = find_program(program)
@@ -92,7 +95,7 @@ class DockerExecutor:
         with self._connected() as client:
             return f"{client.version()['Version']} at {self._url}"
 
-    def pull(self, progress: Progress = lambda done, total: None) -> None:
+    def prepare(self, progress: Progress = lambda done, total: None) -> None:
         """Fetch the image unless Docker has it. Raises HostError saying what is in the way."""
         with self._connected() as client:
             self._find_image(client, progress)

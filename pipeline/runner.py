@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from engines import load_backend
 from engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
+from engines.hf_folder import read_model_config
+from engines.tensorrt_llm.memory import check_fit
 from pipeline import host
 from pipeline.diagnosis import explain
 from pipeline.folders import write_whole
@@ -74,6 +77,9 @@ def execute(
         made[stage.makes] = result.artefact
         run.update(stage, result.artefact)
         reporter.finished(result)
+        if stage.makes == "model" and load_backend(plan.runtime).COMPILED:
+            model = read_model_config(result.artefact.path)
+            check_fit(model, plan.precision.dtype, plan.mapping, plan.quantization, plan.gpu)
     return list(results.values())
 
 

@@ -400,7 +400,7 @@ def test_containers_that_do_not_start(daemon: FakeDocker, make_task: MakeTask, r
 class TestPull:
     def test_an_image_that_is_here_is_not_pulled(self, daemon: FakeDocker) -> None:
         daemon.pulled = [AssertionError("pulled")]
-        DockerExecutor(IMAGE).pull()
+        DockerExecutor(IMAGE).prepare()
 
     def test_progress_is_of_all_layers(self, daemon: FakeDocker) -> None:
         def event(layer: str, status: str, current: int = 0, total: int = 0) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class TestPull:
             {"status": "Digest: sha256:1"},
         ]
         seen: list[tuple[int, int]] = []
-        DockerExecutor(IMAGE).pull(lambda done, total: seen.append((done, total)))
+        DockerExecutor(IMAGE).prepare(lambda done, total: seen.append((done, total)))
         assert list(dict.fromkeys(seen)) == [
             (0, 0), (5, 100), (105, 1100), (150, 1100), (170, 1100), (200, 1100), (1100, 1100),
         ]  # fmt: skip
@@ -491,14 +491,14 @@ class TestPull:
         daemon.here = False
         daemon.pulled = [refused(reason) if early else {"errorDetail": {"message": reason}, "error": reason}]
         with pytest.raises(HostError) as error:
-            DockerExecutor(IMAGE).pull()
+            DockerExecutor(IMAGE).prepare()
         assert (error.value.what, error.value.why, error.value.remedy) == (what, reason, remedy)
 
     def test_a_daemon_that_goes_away(self, daemon: FakeDocker) -> None:
         daemon.here = False
         daemon.pulled = [{"status": "Pulling from trtllm"}, gone_away()]
         with pytest.raises(HostError, match=r"Docker at .* failed: Connection reset by peer; "):
-            DockerExecutor(IMAGE).pull()
+            DockerExecutor(IMAGE).prepare()
 
     @pytest.mark.parametrize(
         ("image", "login"),
@@ -508,7 +508,7 @@ class TestPull:
         daemon.here = False
         daemon.pulled = [refused("unauthorized")]
         with pytest.raises(HostError) as error:
-            DockerExecutor(image).pull()
+            DockerExecutor(image).prepare()
         assert error.value.remedy.endswith(login)
 
     def test_a_name_that_is_none(self, daemon: FakeDocker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +517,7 @@ class TestPull:
 
         monkeypatch.setattr(daemon, "get", get)
         with pytest.raises(UsageError, match="'A B' is no name of an image: invalid reference format"):
-            DockerExecutor("A B").pull()
+            DockerExecutor("A B").prepare()
 
 
 class TestConnection:
@@ -537,7 +537,7 @@ class TestConnection:
         cause = connection_error(PermissionError(13, "Permission denied"))
         monkeypatch.setattr(docker, "from_env", self.failing(cause))
         with pytest.raises(HostError) as error:
-            DockerExecutor(IMAGE).pull()
+            DockerExecutor(IMAGE).prepare()
         assert str(error.value) == (
             "Docker cannot be reached at unix:///run/mine.sock: Permission denied; "
             "start dockerd, or add your user to the docker group, or use --executor local"
@@ -546,7 +546,7 @@ class TestConnection:
     def test_what_docker_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(docker, "DockerClient", self.failing(None))
         with pytest.raises(HostError, match="reached at nowhere: Invalid bind address protocol: nowhere; "):
-            DockerExecutor(IMAGE, base_url="nowhere").pull()
+            DockerExecutor(IMAGE, base_url="nowhere").prepare()
 
     def test_a_broken_frame_is_a_failure_of_docker(self, daemon: FakeDocker, make_task: MakeTask) -> None:
         daemon.output = [b"one\n", struct.error("unpack requires a buffer of 8 bytes")]

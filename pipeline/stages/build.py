@@ -87,6 +87,7 @@ class Build:
         if backend.COMPILED:
             made = host.facts(host.require_gpu(target, rank_bytes))
             executor = host.choose_executor(settings.executor, target.toolchain)
+            executor.prepare(job.progress)
         workshop = Workshop(executor=executor, log=job.log, show=job.show)
         engine, where = backend.build(checkpoint, job.out, settings.build, target, workshop)
         accuracy = None

@@ -351,7 +351,7 @@ def test_docker_host_names_the_daemon(
 def test_an_image_is_pulled_once(dockerd: str, docker_client: DockerClient, registry: Registry) -> None:
     executor = DockerExecutor(f"{registry.address}/good:1", base_url=dockerd)
     seen: list[tuple[int, int]] = []
-    executor.pull(lambda done, total: seen.append((done, total)))
+    executor.prepare(lambda done, total: seen.append((done, total)))
     size = len(registry.images["good"].layer)
     assert seen[-1] == (size, size)
     assert any(0 < done < size for done, _ in seen)
@@ -359,7 +359,7 @@ def test_an_image_is_pulled_once(dockerd: str, docker_client: DockerClient, regi
     image = docker_client.images.get(executor.image)
     assert image.attrs["RepoDigests"] == [f"{registry.address}/good@{registry.images['good'].digest}"]
     seen.clear()
-    executor.pull(lambda done, total: seen.append((done, total)))
+    executor.prepare(lambda done, total: seen.append((done, total)))
     assert seen == [], "it is here already"
 
 
@@ -394,4 +394,4 @@ def test_a_registry_that_is_not_there(dockerd: str, make_task: MakeTask) -> None
 @pytest.mark.parametrize("image", ["UPPER", "a b", "x:"])
 def test_a_name_that_is_none(dockerd: str, image: str) -> None:
     with pytest.raises(UsageError, match=f"'{image}' is no name of an image: "):
-        DockerExecutor(image, base_url=dockerd).pull()
+        DockerExecutor(image, base_url=dockerd).prepare()
