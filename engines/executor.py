@@ -27,6 +27,10 @@ class Task:
     gpus: tuple[int, ...] | None
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    # Whether it needs the machine's network: a server does, a build does not.
+    network: bool = False
+    # Seconds that it has to end when it is asked to.
+    grace: float = 10.0
 
 
 class Executor(Protocol):

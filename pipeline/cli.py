@@ -159,29 +159,17 @@ def status(
     accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Say per stage whether it is current, and why not. Without a model: the running servers."""
+    """Say per stage whether it is current, and why not."""
     from pipeline import console
     from pipeline.runner import status as stage_status
-    from pipeline.serve import running
 
-    store = _store()
-    if model is None and recipe is None:
-        servers = running(store)
-        rows = [
-            (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, str(s.log))
-            for s in servers
-        ]
-        columns = ("server", "pid", "http", "grpc", "metrics", "log")
-    else:
-        states = stage_status(_plan(locals()), store)
-        rows = [(s.stage, s.state, s.reason, str(s.path) if s.path else None) for s in states]  # type: ignore[misc]
-        columns = ("stage", "state", "why", "artefact")  # type: ignore[assignment]
+    states = stage_status(_plan(locals()), _store())
+    rows = [(s.stage, s.state, s.reason, str(s.path) if s.path else None) for s in states]
+    columns = ("stage", "state", "why", "artefact")
     if as_json:
         console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
-    elif rows:
-        console.table(columns, rows)
     else:
-        console.result("no server is running")
+        console.table(columns, rows)
 
 
 @app.command()
@@ -380,31 +368,50 @@ def restore(
 @app.command()
 def serve(
     target: Target = None,
+    server: Annotated[
+        str, typer.Option(help="auto, local (this environment's tritonserver) or docker (the toolchain's image).")
+    ] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
+    gpus: Annotated[
+        str | None, typer.Option(help="With docker: the GPUs it gets, such as 0,1; all if left out.")
+    ] = None,
+    shm_size: Annotated[str, typer.Option(help="With docker: shared memory.")] = "2g",
+    restart: Annotated[
+        int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
+    ] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
 ) -> None:
     """Serve a model repository with a real tritonserver, after one request has been answered."""
+    from engines.errors import UsageError
     from pipeline import console, serve
 
+    if detach and restart:
+        raise UsageError(
+            "--restart does not go with --detach",
+            why="nobody would be left to start it again",
+            remedy="leave --detach out, under a service manager for example",
+        )
     store = _store()
     name, repository = serve.find_repository(target)
+    options = serve.LaunchOptions(
+        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+    )  # fmt: skip
     console.note(f"starting tritonserver with {name}")
-    server, process = serve.launch(
-        name, repository, store, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port
-    )
+    running, process = serve.launch(name, repository, store, options)
 
     def announce(hint: str) -> None:
-        points = server.endpoints
+        points = running.endpoints
         console.table(
             ("endpoint", "where"),
             [
                 ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
                 ("gRPC", points.grpc_url),
                 ("metrics", points.metrics_url),
-                ("log", server.log),
+                ("log", running.log),
             ],
         )
         console.result(hint)
@@ -413,8 +420,55 @@ def serve(
         announce('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
         return
     serve.attend(
-        server, process, store, ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping")
-    )
+        running, process, store, options, restarts=restart,
+        ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping"), note=console.note,
+    )  # fmt: skip
+
+
+@app.command()
+def ps(as_json: Json = False) -> None:
+    """List the running servers."""
+    from pipeline import console, serve
+
+    servers = serve.running(_store())
+    rows = [
+        (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, str(s.log))
+        for s in servers
+    ]
+    columns = ("server", "pid", "http", "grpc", "metrics", "log")
+    if as_json:
+        console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
+    elif rows:
+        console.table(columns, rows)
+    else:
+        console.result("no server is running")
+
+
+@app.command()
+def logs(
+    server: ServerName = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
+    ] = False,
+) -> None:
+    """Print the log of a server, running or not."""
+    from pipeline import console, serve
+
+    for piece in serve.read_log(_store(), server, lines=lines, follow=follow):
+        console.text(piece)
+
+
+@app.command()
+def reload(
+    target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
+    server: ServerName = None,
+) -> None:
+    """Load a target's repository as it is now into a running server, model by model, without ending it."""
+    from pipeline import console, serve
+
+    renewed = serve.reload(_store(), server, target)
+    console.result(f"{renewed.name} serves {renewed.repository}")
 
 
 @app.command()

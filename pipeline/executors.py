@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from engines.executor import Task
-from engines.process import GRACE_SECONDS, Lines, Progress, describe_status, run, tail
+from engines.process import Lines, Progress, describe_status, run, tail
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -113,7 +113,7 @@ class DockerExecutor:
                     output.copy(log, show)
                     state = _wait(container)
                 except BaseException:
-                    _interrupt(container)
+                    _interrupt(container, task.grace)
                     raise
                 finally:
                     output.close()
@@ -266,7 +266,7 @@ class DockerExecutor:
             "init": True,
             "security_opt": ["no-new-privileges"],
             "cap_drop": ["ALL"],
-            "network_mode": "none",
+            "network_mode": "host" if task.network else "none",
             # We keep the log; Docker need not keep another.
             "log_config": {"type": "none"},
             "labels": {LABEL: task.what, OUT_LABEL: str(task.out)},
@@ -381,11 +381,11 @@ def _wait(container: Container) -> dict[str, Any]:
     return state
 
 
-def _interrupt(container: Container) -> None:
+def _interrupt(container: Container, grace: float) -> None:
     """Do as Ctrl-C does, and give the program time to end. Removal kills what is left."""
     with _unanswered():
         container.kill("SIGINT")
-        container.wait(timeout=GRACE_SECONDS)
+        container.wait(timeout=grace)
 
 
 def _remove_containers(client: DockerClient, out: Path) -> None:

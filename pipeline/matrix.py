@@ -14,6 +14,7 @@ from engines.errors import TrtpipeError, UsageError
 from pipeline.host import GpuAbsent
 from pipeline.plan import Plan
 from pipeline.runner import StageResult
+from pipeline.stages import stages_of
 
 # Options that take a list.
 LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")
@@ -30,7 +31,9 @@ class Outcome:
     @property
     def state(self) -> str:
         if self.error is None:
-            return "ready"
+            last = stages_of(self.plan)[-1].name
+            made = self.results[-1].stage if self.results else last
+            return "ready" if made == last else f"made up to {made}"
         return "waits for its GPU" if isinstance(self.error, GpuAbsent) else "failed"
 
     @property

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
+import os
 import signal
 import subprocess
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
+from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from engines.passport import Passport, read_passport
 from pipeline import guard, tritonserver
 from pipeline.diagnosis import explain
+from pipeline.executors import DockerExecutor
 from pipeline.folders import write_whole
 from pipeline.runner import RUNS, RunFolder
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from triton_repo.render import ENGINE_FOLDER, TOKENIZER_FOLDER
+
+SERVERS = ("auto", "local", "docker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How a server is started.
+
+    server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
+    host                 address to listen on
+    http, grpc, metrics  ports; 0 takes a free one
+    gpus                 indices of the GPUs a container gets; None for all
+    shm_size             shared memory of a container; each Python model and rank takes some
+    """
+
+    server: str = "auto"
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    gpus: tuple[int, ...] | None = None
+    shm_size: str = "2g"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,38 +85,67 @@ def find_repository(target: str | None) -> tuple[str, Path]:
 
 
 def check_passport(repository: Path) -> Passport:
-    """Refuse an engine that this machine, or its tritonserver, cannot run. Raises ArtefactRefused."""
+    """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
     passport = read_passport(repository / ENGINE_FOLDER)
     guard.examine(passport).require(repository / ENGINE_FOLDER)
-    if passport.runtime != "reference":
-        raise ArtefactRefused(
-            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
-            why="the tritonserver here runs reference engines",
-            remedy=f"serve it with {passport.image}, or build with `--gpu cpu`",
-        )
     return passport
 
 
-def launch(
-    name: str, repository: Path, store: Store, *, host: str, http: int, grpc: int, metrics: int
-) -> tuple[Server, subprocess.Popen[bytes]]:
+def choose_server(asked: str, passport: Passport) -> str:
+    """local or docker: which server runs the engine. Raises UsageError for an unknown one, ArtefactRefused for one
+    that cannot."""
+    usual = "local" if passport.runtime == "reference" else "docker"
+    if asked not in SERVERS:
+        raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
+    if asked == "docker" and passport.runtime == "reference":
+        raise ArtefactRefused(
+            "this engine is for the reference runtime",
+            why="NVIDIA's image does not hold it",
+            remedy="serve it with --server local",
+        )
+    if asked == "local" and usual == "docker":
+        raise ArtefactRefused(
+            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
+            why="the tritonserver of this environment runs reference engines",
+            remedy=f"serve it with --server docker, from {passport.image}",
+        )
+    return usual
+
+
+def launch(name: str, repository: Path, store: Store, options: LaunchOptions) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start a server for `repository` and wait until it has answered one request.
 
-    Raises HostError (port taken, no tritonserver), ArtefactRefused, or StageFailed with the server's own reason.
+    Raises HostError (port taken, no tritonserver, no Docker), ArtefactRefused, or StageFailed with the server's own
+    reason.
     """
-    check_passport(repository)
+    passport = check_passport(repository)
+    kind = choose_server(options.server, passport)
     for server in running(store):
         if server.name == name:
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
-    installation = tritonserver.find_installation()
-    endpoints = tritonserver.choose_endpoints(host, http, grpc, metrics)
-    backends = store.home / "servers" / name
-    tritonserver.prepare_backends(installation, backends)
+    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics)
+    folder = store.home / "servers" / name
+    models = link_models(repository, folder / "models")
+    names = sorted(path.name for path in models.iterdir())
     log = store.home / "logs" / f"serve-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = tritonserver.start(installation, repository, backends, endpoints, log)
+    if kind == "local":
+        installation = tritonserver.find_installation()
+        backends = folder / "backends"
+        tritonserver.prepare_backends(installation, backends)
+        process = tritonserver.start_local(installation, models, names, backends, endpoints, log)
+    else:
+        assert passport.image is not None
+        DockerExecutor(passport.image).require()
+        # The folder of all repositories, where this one is in it: what is loaded later must be seen as well.
+        packages = (store.home / "artefacts" / "package").resolve()
+        reads = [packages if packages in repository.resolve().parents else repository]
+        process = tritonserver.start_docker(
+            passport.image, models, names, reads, endpoints, log,
+            world_size=passport.world_size, gpus=options.gpus, shm_size=options.shm_size,
+        )  # fmt: skip
     server = Server(name=name, pid=process.pid, repository=repository, log=log, endpoints=endpoints)
     try:
         tritonserver.wait_ready(process, endpoints, log)
@@ -102,6 +157,45 @@ def launch(
             raise explain(error, log, "serve") from None
         raise
     return server, process
+
+
+def link_models(repository: Path, folder: Path) -> Path:
+    """A folder of links to the repository's models: what is served stays at one place when its content changes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {path.name: path for path in repository.iterdir() if (path / "config.pbtxt").is_file()}
+    for link in folder.iterdir():
+        if link.name not in wanted:
+            link.unlink()
+    for name, path in wanted.items():
+        partial = folder.with_name(f".{name}.{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(path)
+        partial.replace(folder / name)
+    return folder
+
+
+def reload(store: Store, name: str | None, target: str | None) -> Server:
+    """Give a running server the repository its target has now, model by model, without ending it.
+
+    Raises ArtefactRefused for an engine of another kind, StageFailed with the server's words when a model does not
+    load: the server then goes on with what it has.
+    """
+    server = find_running(store, name)
+    _, repository = find_repository(target or server.name)
+    passport = check_passport(repository)
+    before = read_passport(server.repository / ENGINE_FOLDER)
+    if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
+        raise ArtefactRefused(
+            f"{server.name} runs {before.runtime} with {before.world_size} rank(s)",
+            why=f"the new engine is for {passport.runtime} with {passport.world_size}",
+            remedy="stop the server and serve the new one",
+        )
+    models = link_models(repository, store.home / "servers" / server.name / "models")
+    tritonserver.load_models(server.endpoints, sorted(path.name for path in models.iterdir()), server.log)
+    renewed = replace(server, repository=repository)
+    smoke(renewed)
+    _remember(store, renewed)
+    return renewed
 
 
 def smoke(server: Server) -> None:
@@ -122,16 +216,13 @@ def smoke(server: Server) -> None:
 
 
 def attend(
-    server: Server,
-    process: subprocess.Popen[bytes],
-    store: Store,
-    *,
-    ready: Callable[[], None],
-    stopping: Callable[[], None],
-) -> None:
-    """Stay with a server until Ctrl-C, a TERM signal or its own end. Raises StageFailed for the last.
+    server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
+    ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Stay with a server until Ctrl-C, a TERM signal or its own end; start one that ended by itself `restarts` times.
 
     `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
+    Raises StageFailed when the server ends by itself once more.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -140,21 +231,56 @@ def attend(
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         ready()
-        status = process.wait()
+        while (status := process.wait()) != 0:
+            error = explain(_ended(status, server.log), server.log, "serve")
+            if restarts == 0:
+                raise error
+            restarts -= 1
+            note(f"{error}; starting it again")
+            tritonserver.end(server.pid)  # what it left running
+            _forget(store, server)
+            points = server.endpoints
+            again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics)
+            server, process = launch(server.name, server.repository, store, again)
+            note(f"{server.name} serves again")
     except KeyboardInterrupt:
         stopping()
         tritonserver.end(server.pid)
-        return
     finally:
         signal.signal(signal.SIGTERM, previous)
         _forget(store, server)
-    if status != 0:
-        error = StageFailed(
-            f"tritonserver ended by itself (status {status})",
-            why=tritonserver.failure(server.log),
-            remedy=f"its log is {server.log}",
-        )
-        raise explain(error, server.log, "serve")
+
+
+def _ended(status: int, log: Path) -> StageFailed:
+    return StageFailed(
+        f"tritonserver ended by itself (status {status})",
+        why=tritonserver.failure(log),
+        remedy=f"its log is {log}",
+    )
+
+
+def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
+    """The last `lines` of a server's log, and with `follow` what comes after them while the server runs.
+
+    A server that has ended has a log too. Raises UsageError for a name without one.
+    """
+    if name is None:
+        server: Server | None = find_running(store, None)
+        assert server is not None
+        name = server.name
+    path = store.home / "logs" / f"serve-{name}.log"
+    if not path.is_file():
+        raise UsageError(f"there is no log of a server named '{name}'", remedy="see `trtpipe ps`")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield "".join(collections.deque(file, maxlen=lines))
+        while follow:
+            piece = file.read()
+            if piece:
+                yield piece
+            elif not any(server.name == name for server in running(store)):
+                return
+            else:
+                time.sleep(0.2)
 
 
 def stop(store: Store, name: str | None) -> list[Server]:
@@ -163,7 +289,7 @@ def stop(store: Store, name: str | None) -> list[Server]:
     if name is not None:
         servers = [server for server in servers if server.name == name]
         if not servers:
-            raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe status`")
+            raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
     for server in servers:
         tritonserver.end(server.pid)
         _forget(store, server)

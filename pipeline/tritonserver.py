@@ -22,13 +22,14 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import triton_repo
 from engines.errors import HostError, StageFailed, UsageError
 from engines.process import tail
+from triton_repo.launch import ServerOptions, server_command
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
@@ -177,35 +178,63 @@ def prepare_backends(installation: Installation, folder: Path) -> None:
     (ours / "engine.json").write_text(json.dumps(launch), encoding="utf-8")
 
 
-def start(
-    installation: Installation, repository: Path, backends: Path, endpoints: Endpoints, log: Path
+def start_local(
+    installation: Installation, models: Path, names: Sequence[str], backends: Path, endpoints: Endpoints, log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start the server in a session of its own, its output in `log`, the repository as its working folder."""
+    """Start the server of this environment on the repository `models`, which is also its working folder."""
+    options = ServerOptions(
+        program=str(installation.server),
+        repository=str(models),
+        models=names,
+        host=endpoints.host,
+        http=endpoints.http,
+        grpc=endpoints.grpc,
+        metrics=endpoints.metrics,
+        backends=str(backends),
+        caches=str(installation.caches),
+        exit_timeout=int(STOP_SECONDS) // 2,
+    )
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
-        **os.environ,
         "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
     }
-    command = [
-        str(installation.server),
-        f"--model-repository={repository}",
-        f"--backend-directory={backends}",
-        f"--cache-directory={installation.caches}",
-        f"--http-address={endpoints.host}",
-        f"--http-port={endpoints.http}",
-        f"--grpc-address={endpoints.host}",
-        f"--grpc-port={endpoints.grpc}",
-        f"--metrics-address={endpoints.host}",
-        f"--metrics-port={endpoints.metrics}",
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={int(STOP_SECONDS) // 2}",
-    ]
+    return _spawn(server_command(options), environment, models, log)
+
+
+def start_docker(
+    image: str, models: Path, names: Sequence[str], reads: Sequence[Path], endpoints: Endpoints, log: Path, *,
+    world_size: int, gpus: tuple[int, ...] | None, shm_size: str,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start the server of a toolchain's image on the repository `models`; `reads` are the folders it links to."""
+    options = ServerOptions(
+        repository=str(models),
+        models=names,
+        host=endpoints.host,
+        http=endpoints.http,
+        grpc=endpoints.grpc,
+        metrics=endpoints.metrics,
+        exit_timeout=int(STOP_SECONDS) // 2,
+    )
+    spec = {
+        "image": image,
+        "command": server_command(options, world_size=world_size),
+        "reads": [str(folder) for folder in reads],
+        "out": str(models),
+        "gpus": gpus,
+        "shm_size": shm_size,
+        "grace": STOP_SECONDS - 5,
+    }
+    return _spawn([sys.executable, "-m", "pipeline.docker_server", json.dumps(spec)], {}, models, log)
+
+
+def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that a Ctrl-C is ours to pass on."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
-            cwd=repository,
-            env=environment,
+            cwd=folder,
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -235,6 +264,21 @@ def wait_ready(
     )
 
 
+def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
+    """Load models anew, each keeping its old self until the new one is ready. Raises StageFailed with the reason."""
+    import httpx
+
+    for name in names:
+        url = f"{endpoints.http_url}/v2/repository/models/{name}/load"
+        try:
+            reply = httpx.post(url, json={}, timeout=READY_SECONDS)
+            error = "" if reply.status_code == 200 else str(reply.json().get("error", reply.text))
+        except (httpx.HTTPError, ValueError) as failed:
+            error = str(failed) or type(failed).__name__
+        if error:
+            raise StageFailed(f"{name} does not load", why=error, remedy=f"the server's log is {log}")
+
+
 def failure(log: Path) -> str:
     """Why the server ended: the first model's own reason, else the log's last error, else its last lines."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -260,11 +304,12 @@ def end(pid: int) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a running tritonserver (and not another program that got its number)."""
+    """Whether `pid` is a running tritonserver, or stands in for one, and not another program that got its number."""
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return command.split(b"\0")[0].rpartition(b"/")[2] == b"tritonserver"
+    words = command.split(b"\0")
+    return words[0].rpartition(b"/")[2] == b"tritonserver" or b"pipeline.docker_server" in words

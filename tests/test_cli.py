@@ -30,7 +30,8 @@ from tests.test_runner import SIZES, snapshot
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "stop",
+    "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "ps",
+    "logs", "reload", "stop",
     "generate", "bench", "models", "gpus", "toolchains", "passport", "export", "import", "gc", "doctor",
 ]  # fmt: skip
 
@@ -182,8 +183,8 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
 
 
 def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
-    assert run("status") == Outcome(0, "no server is running\n", "")
-    assert json.loads(run("status", "--json").out) == []
+    assert run("ps") == Outcome(0, "no server is running\n", "")
+    assert json.loads(run("ps", "--json").out) == []
     build(model)
     options = ["--model", model, "--gpu", "cpu", "--dtype", "fp32", *SETTINGS, "--set", "build.max_batch_size=8"]
     assert [row[:3] for row in rows(run("status", *options).out)] == [
@@ -252,7 +253,7 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
     assert refused("bench") == "no server is running; run `trtpipe serve`"
-    assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe status`"
+    assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe ps`"
     assert build(model, "--until", "covnert").error() == "unknown stage 'covnert'; did you mean 'convert'?"
     assert not Path("runs").exists()
 
@@ -615,7 +616,7 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     with pytest.raises(UsageError) as caught:
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one: a, b"
-    table = rows(run("status").out)
+    table = rows(run("ps").out)
     assert table[0] == ["server", "pid", "http", "grpc", "metrics", "log"]
     assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "/l"]
 

@@ -150,7 +150,7 @@ def serve(cli: Cli) -> Callable[[str], Served]:
 
     def start(target: str) -> Served:
         cli.ok("serve", target, "--detach", *free)
-        servers = json.loads(cli.ok("status", "--json").out)
+        servers = json.loads(cli.ok("ps", "--json").out)
         server = next(entry for entry in servers if Path(target).name == entry["server"])
         return Served(cli, server["server"], server["pid"], server["http"], server["grpc"], server["metrics"])
 

@@ -165,12 +165,13 @@ def remove_mounted(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def build_image(client: DockerClient, tag: str, program: Path) -> None:
-    """Make an image of this Python's interpreter and library, with `program` in it as trtllm-build."""
+def build_image(client: DockerClient, tag: str, program: Path, **others: Path) -> None:
+    """Make an image of this Python's interpreter and library, with `program` in it as trtllm-build, and `others` under
+    their names."""
     interpreter = Path(sys.executable).resolve()
     library = Path(sysconfig.get_path("stdlib"))
     binaries = [interpreter, *library.glob("lib-dynload/*.so")]
-    text = program.read_bytes()
+    programs = {"trtllm-build": program, **others}
     with tempfile.NamedTemporaryFile() as file:
         # Everything keeps its place, so that the interpreter finds its library and both find their libraries.
         with tarfile.open(fileobj=file, mode="w") as tar:
@@ -179,7 +180,8 @@ def build_image(client: DockerClient, tag: str, program: Path) -> None:
             tar.add(library, filter=used)
             add(tar, "tmp", tarfile.DIRTYPE, mode=0o1777)
             add(tar, "usr/bin/python3", tarfile.SYMTYPE, target=str(interpreter))
-            add(tar, "usr/local/bin/trtllm-build", tarfile.REGTYPE, body=b"#!/usr/bin/python3\n" + text)
+            for name, path in programs.items():
+                add(tar, f"usr/local/bin/{name}", tarfile.REGTYPE, body=b"#!/usr/bin/python3\n" + path.read_bytes())
         file.flush()
         repository, _, version = tag.rpartition(":")
         changes = ["ENV PATH=/usr/local/bin:/usr/bin"]

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 pytest_plugins = ["tests.e2e.dockerd"]
 
 DOUBLE = Path(double.__file__)
+SERVER = DOUBLE.with_name("tritonserver.py")
 TARGET = "tiny.h100.bf16"
 BUILD = [
     "build", "--model", "tiny", "--gpu", "h100", "--dtype", "bf16", "--set", "build.max_input_len=64", "--set",
@@ -62,9 +63,9 @@ def test_an_engine_is_built_and_knows_where_it_runs(host: Cli, tmp_path: Path, m
     assert (host.folder / "runs" / TARGET / "repository" / "tensorrt_llm" / "1" / "rank0.engine").is_file()
     assert " reused " in host.ok(*BUILD).err
 
-    served = host.run("serve", TARGET)
+    served = host.run("serve", TARGET, "--server", "local")
     assert served.status == 6
-    assert f"serve it with {find_toolchain(None).image}" in served.err
+    assert f"serve it with --server docker, from {find_toolchain(None).image}" in served.err
     install(monkeypatch, tmp_path / "bin", A100)
     for command in ("serve", "passport"):
         refused = host.run(command, TARGET)
@@ -187,3 +188,38 @@ def test_a_docker_without_nvidias_runtime(
     done = host.run(*BUILD, "--executor", "docker")
     assert done.status == 4
     assert done.err.splitlines()[-1].startswith("error: Docker has no NVIDIA runtime here")
+
+
+def test_ranks_are_served_by_the_toolchains_image(
+    host: Cli, gpu_dockerd: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, tmp_path / "bin", H100, H100)
+    monkeypatch.setenv("DOCKER_HOST", gpu_dockerd.url)
+    with gpu_dockerd.client() as client:
+        build_image(client, find_toolchain(None).image, DOUBLE, tritonserver=SERVER, mpirun=SERVER)
+    name = f"{TARGET}.tp2"
+    host.ok(*BUILD, "--tp", "2")
+    ports = [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
+    served = host.ok("serve", name, "--detach", *ports, "--shm-size", "1g")
+    assert "127.0.0.1" in served.out
+    (server,) = json.loads(host.ok("ps", "--json").out)
+    assert server["server"] == name
+    told = [json.loads(line) for line in host.ok("logs").out.splitlines() if line.startswith("{")]
+    assert len(told) == 2, "a process a rank"
+    assert {one["uid"] for one in told} == {os.geteuid()}
+    leader, worker = sorted(told, key=lambda one: -len(one["words"]))
+    assert [word for word in worker["words"] if word.startswith("--load-model")] == ["--load-model=tensorrt_llm"]
+    assert "--load-model=ensemble" in leader["words"]
+    with gpu_dockerd.client() as client:
+        (container,) = client.containers.list()
+        assert container.attrs["HostConfig"]["DeviceRequests"][0]["Count"] == -1
+
+    host.ok(*BUILD, "--tp", "2", "--set", "serving.max_queue_size=7")
+    assert "package" in host.ok("reload").out
+    assert "loaded tensorrt_llm\n" in host.ok("logs", "-n", "100").out
+
+    assert host.ok("stop").out == f"stopped {name}\n"
+    with gpu_dockerd.client() as client:
+        assert client.containers.list(all=True) == []
+    refused = host.run("serve", name, "--server", "local").err.splitlines()[-1]
+    assert refused.startswith("error: this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver of")

@@ -1,0 +1,31 @@
+"""The server's command: one process, or one for each rank."""
+
+from __future__ import annotations
+
+from triton_repo.launch import ServerOptions, server_command
+
+OPTIONS = ServerOptions(
+    repository="/models", models=["ensemble", "tensorrt_llm"], host="127.0.0.1", http=8000, grpc=8001, metrics=8002
+)
+PORTS = [
+    "--http-address=127.0.0.1", "--http-port=8000", "--grpc-address=127.0.0.1", "--grpc-port=8001",
+    "--metrics-address=127.0.0.1", "--metrics-port=8002", "--disable-auto-complete-config", "--exit-timeout-secs=30",
+]  # fmt: skip
+
+
+def test_one_process() -> None:
+    assert server_command(OPTIONS) == [
+        "tritonserver", "--model-repository=/models", "--model-control-mode=explicit", "--load-model=ensemble",
+        "--load-model=tensorrt_llm", *PORTS,
+    ]  # fmt: skip
+
+
+def test_a_process_for_each_rank() -> None:
+    common = ["-n", "1", "tritonserver", "--model-repository=/models", "--model-control-mode=explicit"]
+    region = "--backend-config=python,shm-region-prefix-name="
+    assert server_command(OPTIONS, world_size=3) == [
+        "mpirun",
+        *common, "--load-model=ensemble", "--load-model=tensorrt_llm", *PORTS, f"{region}rank0_", ":",
+        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank1_", ":",
+        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank2_",
+    ]  # fmt: skip
