@@ -379,6 +379,9 @@ def serve(
         str | None, typer.Option(help="With docker: the GPUs it gets, such as 0,1; all if left out.")
     ] = None,
     shm_size: Annotated[str, typer.Option(help="With docker: shared memory.")] = "2g",
+    engine_python: Annotated[
+        str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
+    ] = None,
     restart: Annotated[
         int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
     ] = 0,
@@ -398,7 +401,7 @@ def serve(
     name, repository = serve.find_repository(target)
     options = serve.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
-        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
     )  # fmt: skip
     console.note(f"starting tritonserver with {name}")
     running, process = serve.launch(name, repository, store, options)

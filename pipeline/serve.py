@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +38,7 @@ class LaunchOptions:
     http, grpc, metrics  ports; 0 takes a free one
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
+    engine_python        interpreter of the engine process, where vLLM is installed in another environment
     """
 
     server: str = "auto"
@@ -46,6 +48,7 @@ class LaunchOptions:
     metrics: int = 8002
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
+    engine_python: str = sys.executable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ def find_repository(target: str | None) -> tuple[str, Path]:
     folder = Path(target)
     if (folder / "repository").is_dir():
         return folder.resolve().name, (folder / "repository").resolve()
-    if (folder / "ensemble").is_dir():
+    if (folder / "tensorrt_llm" / "config.pbtxt").is_file():
         return folder.resolve().name, folder.resolve()
     raise UsageError(
         f"'{target}' is neither a target in ./runs nor a model repository",
@@ -94,19 +97,19 @@ def check_passport(repository: Path) -> Passport:
 def choose_server(asked: str, passport: Passport) -> str:
     """local or docker: which server runs the engine. Raises UsageError for an unknown one, ArtefactRefused for one
     that cannot."""
-    usual = "local" if passport.runtime == "reference" else "docker"
+    usual = "local" if passport.runtime in tritonserver.RUNTIMES else "docker"
     if asked not in SERVERS:
         raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
-    if asked == "docker" and passport.runtime == "reference":
+    if asked == "docker" and usual == "local":
         raise ArtefactRefused(
-            "this engine is for the reference runtime",
+            f"this engine is for the {passport.runtime} runtime",
             why="NVIDIA's image does not hold it",
             remedy="serve it with --server local",
         )
     if asked == "local" and usual == "docker":
         raise ArtefactRefused(
             f"this engine is for the {passport.runtime} runtime on {passport.target()}",
-            why="the tritonserver of this environment runs reference engines",
+            why="the tritonserver of this environment runs reference and vllm engines",
             remedy=f"serve it with --server docker, from {passport.image}",
         )
     return usual
@@ -134,7 +137,7 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
     if kind == "local":
         installation = tritonserver.find_installation()
         backends = folder / "backends"
-        tritonserver.prepare_backends(installation, backends)
+        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
         process = tritonserver.start_local(installation, models, names, backends, endpoints, log)
     else:
         assert passport.image is not None
@@ -202,9 +205,11 @@ def smoke(server: Server) -> None:
     """One generation through the whole chain: a ready ensemble can still fail on its first request."""
     import httpx
 
-    body = {"text_input": "Hello", "max_tokens": 1}
+    front = "ensemble" if (server.repository / "ensemble").is_dir() else "tensorrt_llm"
+    length = "max_tokens" if front == "ensemble" else "sampling_param_max_tokens"
+    body = {"text_input": "Hello", length: 1}
     try:
-        response = httpx.post(f"{server.endpoints.http_url}/v2/models/ensemble/generate", json=body, timeout=120)
+        response = httpx.post(f"{server.endpoints.http_url}/v2/models/{front}/generate", json=body, timeout=120)
         reply = response.json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(

@@ -33,6 +33,9 @@ from triton_repo.launch import ServerOptions, server_command
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
+PROJECT = WIRE.parents[2]
+# Which module executes an engine, by the runtime of its passport.
+RUNTIMES = {"reference": "engines.reference.runtime", "vllm": "engines.vllm_runtime"}
 READY_SECONDS = 600.0
 STOP_SECONDS = 30.0
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
@@ -156,22 +159,29 @@ def choose_endpoints(host: str, http: int, grpc: int, metrics: int) -> Endpoints
     return Endpoints(host=host, http=chosen["http"], grpc=chosen["grpc"], metrics=chosen["metrics"])
 
 
-def prepare_backends(installation: Installation, folder: Path) -> None:
-    """Fill `folder` with the backends that a repository made here needs: `python`, and our `tensorrtllm`."""
+def prepare_backends(
+    installation: Installation, folder: Path, runtime: str = "reference", python: str = sys.executable
+) -> None:
+    """Fill `folder` with the backends that a repository made here needs: `python`, and our `tensorrtllm`.
+
+    python  the interpreter of the engine process, which may live in another environment than the server
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    python = folder / "python"
-    python.mkdir(parents=True)
+    stubs = folder / "python"
+    stubs.mkdir(parents=True)
     for source in installation.python_backend.iterdir():
         if source.is_file():
             # Not a link: the server refuses a library that resolves to a place outside its backend folder.
-            shutil.copyfile(source, python / source.name)
-    shutil.copy(installation.stub, python / "triton_python_backend_stub")
+            shutil.copyfile(source, stubs / source.name)
+    shutil.copy(installation.stub, stubs / "triton_python_backend_stub")
     ours = folder / "tensorrtllm"
     ours.mkdir()
     shutil.copyfile(BACKEND / "model.py", ours / "model.py")
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
-        "command": [sys.executable, "-m", "engines.reference.process"],
+        "command": [python, "-m", "engines.reference.process", "--runtime", RUNTIMES[runtime]],
+        # Of another environment's Python it is not to be expected that this project is installed there.
+        "python_path": "" if python == sys.executable else str(PROJECT),
         # The server's own library folders must not reach torch.
         "library_path": os.environ.get("LD_LIBRARY_PATH"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from engines.base import DataType, Mapping
 from engines.hf_folder import ModelConfig, read_model_config
+from engines.passport import Passport
 from engines.safetensors_file import header_bytes
 from engines.tensorrt_llm.checkpoint import CheckpointConfig, source_shapes
 
@@ -53,6 +55,18 @@ CHECKPOINT = CheckpointConfig(
 NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 # The same as raw bit patterns.
 BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+
+
+def write_passport(folder: Path, **changes: Any) -> Passport:
+    """Give an engine folder a passport: of the reference runtime, for batches of 8, unless `changes` say otherwise."""
+    made = Passport(
+        runtime="reference", gpu="cpu", sm=None, sms=None, toolchain=None, image=None, versions={}, tp_size=1,
+        pp_size=1, dtype="bfloat16", quant_algo=None, kv_cache_quant_algo=None, rank_bytes=1, checkpoint="0",
+        build_config={"max_batch_size": 8},
+    )  # fmt: skip
+    made = replace(made, **changes)
+    made.write(folder)
+    return made
 
 
 def hf_folder(

@@ -414,7 +414,8 @@ def test_six_is_for_an_engine_that_belongs_elsewhere(
     run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = in_folder / "repository-of-mine"
-    (repository / "ensemble").mkdir(parents=True)
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
     engine = repository / "tensorrt_llm" / "1"
     engine.mkdir(parents=True)
     done = run("serve", repository)
@@ -572,7 +573,8 @@ def test_convert_needs_no_tokenizer(run: Run, in_folder: Path) -> None:
 def test_a_run_is_found_by_name_or_path_and_named_without_a_slash(in_folder: Path, target: str | None) -> None:
     # The name becomes a folder and a log of the server: a path in it would reach outside the store.
     repository = in_folder / "artefact"
-    (repository / "ensemble").mkdir(parents=True)
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
     (in_folder / "runs" / "t.cpu.bf16").mkdir(parents=True)
     (in_folder / "runs" / "t.cpu.bf16" / "repository").symlink_to(repository)
     found = find_repository(target if target is None else target.format(in_folder))
@@ -582,7 +584,8 @@ def test_a_run_is_found_by_name_or_path_and_named_without_a_slash(in_folder: Pat
 
 def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = in_folder / "mine"
-    (repository / "ensemble").mkdir(parents=True)
+    (repository / "tensorrt_llm").mkdir(parents=True)
+    (repository / "tensorrt_llm" / "config.pbtxt").touch()
     (repository / "runs").mkdir()
     assert find_repository(str(repository)) == ("mine", repository)
     monkeypatch.chdir(repository)
@@ -591,7 +594,8 @@ def test_a_repository_is_found_by_path_also_from_within(in_folder: Path, monkeyp
 
 def test_the_newest_run_is_served(in_folder: Path) -> None:
     for name in ("old", "newest", "older"):
-        (in_folder / name / "ensemble").mkdir(parents=True)
+        (in_folder / name / "tensorrt_llm").mkdir(parents=True)
+        (in_folder / name / "tensorrt_llm" / "config.pbtxt").touch()
         link = in_folder / "runs" / name / "repository"
         link.parent.mkdir(parents=True)
         link.symlink_to(in_folder / name)

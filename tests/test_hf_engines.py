@@ -121,7 +121,13 @@ def test_an_engine_is_the_folder_and_its_settings(
     # One folder for every number of ranks.
     recorder = Recorder()
     execute(plan(model, gpu="h100", dtype="bf16", runtime=runtime), store, recorder)
-    assert [name for name, _ in recorder.started] == ["build"]
+    assert [name for name, _ in recorder.started] == ["build", "package"]
+    repository = RunFolder.of(chosen.target).linked("repository")
+    models = ["tensorrt_llm"] if released else [
+        "ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls",
+    ]  # fmt: skip
+    assert sorted(path.name for path in repository.iterdir()) == models
+    assert (repository / "tensorrt_llm" / "1" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from engines.base import Engine
 from engines.errors import InputDataError
-from tests.factories import write_tokenizer
+from tests.factories import write_passport, write_tokenizer
 from tests.golden import check_golden
 from triton_repo.check import RepositoryError, check_configs
 from triton_repo.render import ModelRepository, render
@@ -26,7 +27,7 @@ def engine(tmp_path: Path) -> Engine:
     folder = tmp_path / "engine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"build_config": {"max_batch_size": 8}}))
-    (folder / "passport.json").write_text("{}")
+    write_passport(folder)
     (folder / "rank0.safetensors").write_bytes(bytes(2 << 20))
     return Engine(path=folder)
 
@@ -163,3 +164,34 @@ def test_a_model_without_a_version_is_named(engine: Engine, tokenizer: Path, out
     (out / "ensemble" / "1").rename(out / "ensemble" / "01")
     with pytest.raises(RepositoryError, match="has no version folder"):
         check_configs(out, MODELS)
+
+
+def test_the_llm_api_is_one_model_of_text(tmp_path: Path, tokenizer: Path, out: Path) -> None:
+    folder = tmp_path / "hf-engine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(8))
+    cache = {"dtype": "fp8", "tokens_per_block": 32}
+    args = {"backend": "pytorch", "tensor_parallel_size": 2, "max_batch_size": 8, "kv_cache_config": cache}
+    (folder / "llm_args.yaml").write_text(yaml.safe_dump(args))
+    write_passport(folder, runtime="trtllm_pytorch", gpu="h100", sm=90, sms=(90,), toolchain="1.2.1")
+    serving = ServingConfig(max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8)
+    repository = render(Engine(path=folder), tokenizer, serving, out)
+    assert repository.models == ("tensorrt_llm",)
+    check_golden("llmapi.pbtxt", (out / "tensorrt_llm" / "config.pbtxt").read_text())
+    assert sorted(path.name for path in (out / "tensorrt_llm" / "1").iterdir()) == [
+        "config.json", "model.py", "model.safetensors", "model.yaml", "passport.json",
+    ]  # fmt: skip
+    assert yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text()) == {
+        "model": "tensorrt_llm/1",
+        "backend": "pytorch",
+        "tensor_parallel_size": 2,
+        "max_batch_size": 8,
+        "kv_cache_config": {
+            "dtype": "fp8", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True,
+            "max_attention_window": [1024],
+        },
+        "enable_chunked_prefill": True,
+        "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "triton_config": {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100},
+    }  # fmt: skip

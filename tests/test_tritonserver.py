@@ -196,9 +196,18 @@ def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     assert (folder / "tensorrtllm" / "model.py").read_bytes() == (tritonserver.BACKEND / "model.py").read_bytes()
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch == {
-        "command": [sys.executable, "-m", "engines.reference.process"],
+        "command": [
+            sys.executable, "-m", "engines.reference.process", "--runtime", "engines.reference.runtime",
+        ],
+        "python_path": "",
         "library_path": "/somewhere/lib",
-    }
+    }  # fmt: skip
+    prepare_backends(installation, folder, "vllm", "/elsewhere/python")
+    launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
+    assert launch["command"] == [
+        "/elsewhere/python", "-m", "engines.reference.process", "--runtime", "engines.vllm_runtime",
+    ]  # fmt: skip
+    assert (Path(launch["python_path"]) / "engines" / "vllm_runtime.py").is_file()
 
 
 @pytest.mark.process

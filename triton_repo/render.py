@@ -1,8 +1,8 @@
 """(engine, tokenizer, ServingConfig) -> Triton model repository, with strict templates.
 
 Five models: preprocessing, tensorrt_llm, postprocessing, ensemble (the three as a graph) and tensorrt_llm_bls (the
-three as a script). No undefined name survives rendering, and every config.pbtxt is parsed back by Triton's own
-protobuf before the repository is accepted.
+three as a script); for the LLM API one (llmapi.py). No undefined name survives rendering, and every config.pbtxt is
+parsed back by Triton's own protobuf before the repository is accepted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import jinja2
 
 from engines.base import Engine
 from engines.errors import InputDataError
-from engines.files import place, read_json
+from engines.files import place
 from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
-from triton_repo import tensors
+from engines.passport import Passport, read_passport
+from triton_repo import llmapi, tensors
 from triton_repo.check import check_configs
+from triton_repo.llmapi import place_llmapi
 from triton_repo.serving import STRATEGIES, ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -46,6 +48,13 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     The engine's files are hard links where the file system allows, so a repository costs no disk.
     """
     require_tokenizer(tokenizer)
+    passport = read_passport(engine.path)
+    if passport.runtime == "trtllm_pytorch":
+        repository = ModelRepository(path=out, models=(llmapi.MODEL,))
+        values = place_llmapi(engine, serving, TEMPLATES, out)
+        _write_config("llmapi", values, out / llmapi.MODEL)
+        check_configs(out, repository.models)
+        return repository
     repository = ModelRepository(path=out)
     for model in repository.models:
         (out / model / "1").mkdir(parents=True)
@@ -56,9 +65,8 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
-    for model, values in _values(engine, serving).items():
-        text = _environment().get_template(f"{model}/config.pbtxt.j2").render(values)
-        (out / model / "config.pbtxt").write_text(text.strip() + "\n", encoding="utf-8")
+    for model, values in _values(passport, serving).items():
+        _write_config(model, values, out / model)
         script = TEMPLATES / model / "model.py"
         if script.is_file():
             shutil.copyfile(script, out / model / "1" / "model.py")
@@ -67,6 +75,11 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     (out / "ensemble" / "1" / ".keep").touch()
     check_configs(out, repository.models)
     return repository
+
+
+def _write_config(template: str, values: dict[str, Any], folder: Path) -> None:
+    text = _environment().get_template(f"{template}/config.pbtxt.j2").render(values)
+    (folder / "config.pbtxt").write_text(text.strip() + "\n", encoding="utf-8")
 
 
 def _environment() -> jinja2.Environment:
@@ -86,12 +99,9 @@ def _pbstring(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _values(engine: Engine, serving: ServingConfig) -> dict[str, dict[str, Any]]:
+def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, Any]]:
     """What each model's template is filled with."""
-    build = read_json(engine.path / "config.json", "engine config").get("build_config", {})
-    limit = build.get("max_batch_size")
-    if not isinstance(limit, int):
-        raise InputDataError(f"{engine.path}/config.json lacks build_config.max_batch_size")
+    limit: int = passport.build_config["max_batch_size"]
     batch = serving.triton_max_batch_size or limit
     if batch > limit:
         raise InputDataError(
@@ -101,6 +111,10 @@ def _values(engine: Engine, serving: ServingConfig) -> dict[str, dict[str, Any]]
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
     tokenizer_dir = prefix + TOKENIZER_FOLDER
     text_parameters = {"tokenizer_dir": tokenizer_dir}
+    watching = {
+        "tensorrt_llm_model_name": "tensorrt_llm",
+        "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
+    }
     skip = {"skip_special_tokens": _boolean(serving.skip_special_tokens)}
     return {
         "preprocessing": {
@@ -123,7 +137,7 @@ def _values(engine: Engine, serving: ServingConfig) -> dict[str, dict[str, Any]]
             "max_batch_size": batch,
             "inputs": tensors.POSTPROCESSING_INPUTS,
             "outputs": tensors.POSTPROCESSING_OUTPUTS,
-            "parameters": {**text_parameters, **skip},
+            "parameters": {**text_parameters, **skip, **watching},
             "instance_count": POSTPROCESSING_INSTANCES,
         },
         "ensemble": {
@@ -140,9 +154,10 @@ def _values(engine: Engine, serving: ServingConfig) -> dict[str, dict[str, Any]]
             "parameters": {
                 **text_parameters,
                 **skip,
-                "tensorrt_llm_model_name": "tensorrt_llm",
+                **watching,
                 "accumulate_tokens": _boolean(serving.accumulate_tokens),
                 "max_concurrent_requests": str(limit),
+                "max_queue_size": str(serving.max_queue_size),
                 "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
                 "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
                 "preprocessed": json.dumps(tensors.PREPROCESSED),

@@ -1,13 +1,15 @@
-"""The engine process: one Runtime, fed over a local socket by the stubs that serve it. Run with `python -m`.
+"""The engine process: one Runtime, the reference or another, fed over a local socket by the stubs that serve it.
 
-It accepts any number of stubs, writes one message to each per step, and leaves when the last of them has gone, so
-a killed server leaves no process behind. A step that raises is reported to every stub before the process ends.
+Run with `python -m`. It accepts any number of stubs, writes one message to each per step, and leaves when the last
+of them has gone, so a killed server leaves no process behind. A step that raises is reported to every stub before the
+process ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -51,6 +53,7 @@ def main() -> int:
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--options", type=json.loads, default={}, help="Runtime options as JSON")
+    parser.add_argument("--runtime", default="engines.reference.runtime", help="module whose Runtime executes engines")
     parser.add_argument("--server", type=int, help="end this process and the stub that started it with this one")
     args = parser.parse_args()
     if args.server is not None:
@@ -61,9 +64,7 @@ def main() -> int:
         listener.listen()
         try:
             # Here, so that a missing torch is told to the stub that waits and not only to the log.
-            from engines.reference.runtime import Runtime
-
-            runtime = Runtime(args.engine, **args.options)
+            runtime = importlib.import_module(args.runtime).Runtime(args.engine, **args.options)
         except (TrtpipeError, ImportError, OSError, MemoryError) as error:
             _refuse(listener, str(error) or type(error).__name__)
             return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engines import load_backend
 from pipeline.plan import Plan
 from pipeline.stages.base import Job, Stage
 from pipeline.stages.build import BUILD, BUILD_VERIFIED
@@ -18,13 +17,10 @@ __all__ = ["Job", "Stage", "stages_of"]
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:
-    """The pipeline for a plan: its precision decides how the checkpoint is made, its runtime what becomes of it."""
+    """The pipeline for a plan: its precision decides how the checkpoint is made."""
     recipe = plan.precision.recipe
-    # Model repositories are made for the runtimes that Triton serves through the tensorrtllm backend. The tokenizer
-    # comes before the engine, which may have to wait for another machine.
-    packaged = load_backend(plan.runtime).FORM == "trtllm"
-    before, after = ((TOKENIZER,), (PACKAGE,)) if packaged else ((), ())
+    # The tokenizer comes before the engine, which may have to wait for another machine.
     if recipe is None:
-        return (DOWNLOAD, *before, CONVERT, BUILD, *after)
+        return (DOWNLOAD, TOKENIZER, CONVERT, BUILD, PACKAGE)
     quantize = (CALIBRATE, QUANTIZE_CALIBRATED) if recipe.quantization.calibrated else (QUANTIZE,)
-    return (DOWNLOAD, *before, *quantize, VERIFY, BUILD_VERIFIED, *after)
+    return (DOWNLOAD, TOKENIZER, *quantize, VERIFY, BUILD_VERIFIED, PACKAGE)

@@ -1,0 +1,83 @@
+"""(engine of the trtllm_pytorch runtime, ServingConfig) -> a repository of one model: TensorRT-LLM's LLM API.
+
+Text in, text out; NVIDIA's `llmapi` template has the same tensors. Batch size and transaction policy stand in
+config.pbtxt and not in model.yaml alone: upstream's launcher switches off the hook that would read them there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engines.base import Engine
+from engines.files import place
+from engines.trtllm_pytorch import FILE
+from triton_repo.serving import ServingConfig
+from triton_repo.tensors import ANY, Tensor
+
+MODEL = "tensorrt_llm"
+SETTINGS = "model.yaml"
+
+INPUTS = (
+    Tensor("text_input", "TYPE_STRING", (ANY,), optional=False),
+    *(Tensor(name, "TYPE_BOOL") for name in ("streaming", "stop")),
+    Tensor("sampling_param_max_tokens", "TYPE_INT32"),
+    Tensor("sampling_param_temperature", "TYPE_FP32"),
+    Tensor("sampling_param_top_k", "TYPE_INT32"),
+    Tensor("sampling_param_top_p", "TYPE_FP32"),
+    Tensor("sampling_param_frequency_penalty", "TYPE_FP32"),
+    Tensor("sampling_param_presence_penalty", "TYPE_FP32"),
+    Tensor("sampling_param_seed", "TYPE_UINT64"),
+    Tensor("sampling_param_best_of", "TYPE_INT32"),
+    Tensor("sampling_param_stop", "TYPE_STRING", (ANY,)),
+    Tensor("sampling_param_exclude_input_from_output", "TYPE_BOOL"),
+    *(
+        Tensor(f"return_{name}", "TYPE_BOOL") for name in ("finish_reason", "stop_reason", "cumulative_logprob")
+    ),
+)  # fmt: skip
+OUTPUTS = (
+    *(Tensor(name, "TYPE_STRING", (ANY,)) for name in ("text_output", "finish_reason", "stop_reason")),
+    Tensor("cumulative_logprob", "TYPE_FP32", (ANY,)),
+)
+
+
+def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
+    """Write the model's folder but for config.pbtxt, whose values are returned."""
+    version = out / MODEL / "1"
+    version.mkdir(parents=True)
+    for source in sorted(engine.path.iterdir()):
+        if source.is_file() and source.name != FILE:
+            place(source, version / source.name)
+    shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
+    settings = yaml.safe_load((engine.path / FILE).read_text(encoding="utf-8"))
+    (version / SETTINGS).write_text(yaml.safe_dump(_settings(settings, serving), sort_keys=False), encoding="utf-8")
+    return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
+
+
+def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
+    """`LLM`'s arguments: the engine's own, and what serving decides."""
+    cache = {
+        **engine.pop("kv_cache_config"),
+        "free_gpu_memory_fraction": serving.kv_cache_free_gpu_mem_fraction,
+        "enable_block_reuse": serving.enable_kv_cache_reuse is not False,
+    }
+    if serving.max_tokens_in_paged_kv_cache is not None:
+        cache["max_tokens"] = serving.max_tokens_in_paged_kv_cache
+    if serving.max_attention_window_size is not None:
+        cache["max_attention_window"] = [serving.max_attention_window_size]
+    prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
+    return {
+        "model": f"{prefix}{MODEL}/1",
+        **engine,
+        "kv_cache_config": cache,
+        "enable_chunked_prefill": serving.enable_chunked_context is not False,
+        "scheduler_config": {"capacity_scheduler_policy": serving.batch_scheduler_policy.upper()},
+        "triton_config": {
+            "max_batch_size": 0,
+            "decoupled": serving.decoupled,
+            "cancellation_check_period_ms": serving.cancellation_check_period_ms,
+        },
+    }
