@@ -474,6 +474,44 @@ def reload(
     console.result(f"{renewed.name} serves {renewed.repository}")
 
 
+deploy_app = typer.Typer(help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+app.add_typer(deploy_app, name="deploy")
+
+
+@deploy_app.callback()
+def _deploy() -> None:
+    """One command for each kind of cluster."""
+
+
+@deploy_app.command()
+def k8s(
+    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Where it goes; must not exist, or be empty.")],
+    pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
+    model_image: Annotated[str | None, typer.Option(help="Or: image that holds it.")] = None,
+    host_path: Annotated[str | None, typer.Option(help="Or: folder of the node.")] = None,
+    namespace: Annotated[str, typer.Option(help="Where the resources go.")] = "default",
+    image: Annotated[str | None, typer.Option(help="Of the server; the toolchain's if left out.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8.")] = None,
+) -> None:
+    """Write a kustomize base: Deployment or LeaderWorkerSet, Service, probes, autoscaling, disruption budget."""
+    from engines.errors import UsageError
+    from engines.passport import read_passport
+    from pipeline import config, console, serve
+    from pipeline.deploy.kubernetes import DeployConfig, write
+    from pipeline.plan import set_layer
+
+    name, repository = serve.find_repository(target)
+    passport = read_passport(repository / serve.ENGINE_FOLDER)
+    given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
+             "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
+    chosen = {key: value for key, value in given.items() if value is not None}
+    made = config.build(DeployConfig, chosen, "--set", UsageError)
+    paths = write(passport, config.find_gpu(passport.gpu), made, out)
+    console.table(("written",), [(path,) for path in paths])
+    console.result(f"next: kubectl apply -k {out}/base   ({out}/README.md says more)")
+
+
 @app.command()
 def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
     """End servers that `serve` started."""

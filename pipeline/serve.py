@@ -147,7 +147,9 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
         reads = [packages if packages in repository.resolve().parents else repository]
         process = tritonserver.start_docker(
             passport.image, models, names, reads, endpoints, log,
-            world_size=passport.world_size, gpus=options.gpus, shm_size=options.shm_size,
+            # The LLM API starts its own ranks.
+            world_size=passport.world_size if passport.runtime == "tensorrt_llm" else 1,
+            gpus=options.gpus, shm_size=options.shm_size,
         )  # fmt: skip
     server = Server(name=name, pid=process.pid, repository=repository, log=log, endpoints=endpoints)
     try:

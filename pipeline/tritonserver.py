@@ -225,6 +225,7 @@ def start_docker(
         grpc=endpoints.grpc,
         metrics=endpoints.metrics,
         exit_timeout=int(STOP_SECONDS) // 2,
+        root=os.geteuid() == 0,
     )
     spec = {
         "image": image,

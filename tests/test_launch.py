@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from triton_repo.launch import ServerOptions, server_command
 
 OPTIONS = ServerOptions(
@@ -23,9 +25,11 @@ def test_one_process() -> None:
 def test_a_process_for_each_rank() -> None:
     common = ["-n", "1", "tritonserver", "--model-repository=/models", "--model-control-mode=explicit"]
     region = "--backend-config=python,shm-region-prefix-name="
+    silent = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"]
     assert server_command(OPTIONS, world_size=3) == [
-        "mpirun",
+        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "30",
         *common, "--load-model=ensemble", "--load-model=tensorrt_llm", *PORTS, f"{region}rank0_", ":",
-        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank1_", ":",
-        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank2_",
+        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank1_", *silent, ":",
+        *common, "--load-model=tensorrt_llm", *PORTS, f"{region}rank2_", *silent,
     ]  # fmt: skip
+    assert "--allow-run-as-root" in server_command(replace(OPTIONS, root=True), world_size=2)

@@ -21,6 +21,7 @@ class ServerOptions:
     models            what is loaded at the start; models are loaded and unloaded by request later
     backends, caches  folders other than the server's own
     exit_timeout      seconds that requests in flight have when it ends
+    root              whether it runs as root, which mpirun wants to be told
     """
 
     program: str = "tritonserver"
@@ -33,19 +34,32 @@ class ServerOptions:
     backends: str | None = None
     caches: str | None = None
     exit_timeout: int = 30
+    root: bool = False
 
 
 def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
     """The words of the command, for `world_size` ranks on one machine."""
     if world_size == 1:
         return [options.program, *_arguments(options, list(options.models))]
-    words = ["mpirun"]
+    words = ["mpirun", *_mpi_options(options)]
     for rank in range(world_size):
         models = list(options.models) if rank == 0 else [ENGINE_MODEL]
+        # Servers of one machine share /dev/shm, and would take each other's regions for their own.
         region = f"--backend-config=python,shm-region-prefix-name=rank{rank}_"
-        words += ["-n", "1", options.program, *_arguments(options, models), region]
+        silent = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")] if rank else []
+        words += ["-n", "1", options.program, *_arguments(options, models), region, *silent]
         words += [":"] if rank + 1 < world_size else []
     return words
+
+
+def _mpi_options(options: ServerOptions) -> list[str]:
+    return [
+        # Its default ties each of two ranks to one core, with all threads of its server.
+        "--bind-to", "none",
+        # Its default is 1: requests in flight would die a second after the server is told to end.
+        "--mca", "odls_base_sigkill_timeout", str(options.exit_timeout),
+        *(["--allow-run-as-root"] if options.root else []),
+    ]  # fmt: skip
 
 
 def _arguments(options: ServerOptions, models: list[str]) -> list[str]:

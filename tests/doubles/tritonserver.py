@@ -18,6 +18,7 @@ from pathlib import Path
 
 def mpirun(words: list[str]) -> int:
     ranks: list[list[str]] = [[]]
+    words = words[words.index("-n") :]
     for word in words:
         if word == ":":
             ranks.append([])

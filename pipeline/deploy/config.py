@@ -1,0 +1,148 @@
+"""What a deployment to Kubernetes can be told, with every default, and names that a cluster accepts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from engines.errors import UsageError
+
+# Kubernetes allows 63. Controllers append to the names of what they make: group, worker, hash of the revision.
+NAME_LENGTH = 40
+LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+STORAGE = ("pvc", "model_image", "host_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig:
+    """How an engine is deployed.
+
+    name                       the target; resources are named after it, in letters that a cluster accepts
+    namespace                  where they go
+    image                      container image of the server; None takes the one of the engine's toolchain
+    image_pull_secret          name of an existing secret for a private registry
+    pvc, model_image,          where the model repository is, one of the three: a PersistentVolumeClaim that every
+    host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
+    repository_path            the repository's folder in the volume or image
+    replicas_min, replicas_max how many replicas there are; no more than one number when both are equal. None takes
+                               four where their number can follow the load, else the minimum
+    waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
+    scale_down_seconds         how long there must have been less to do before a replica goes
+    gpus_per_node              GPUs of a node: what an engine of more ranks is divided by
+    product                    value of the node label nvidia.com/gpu.product; None takes the engine's GPU
+    cpus                       CPU cores asked for, for each rank
+    memory                     host memory asked for, for each pod; None takes what its ranks' weights need
+    shm_size                   /dev/shm of a pod: Python models and ranks talk through it
+    startup_seconds            how long a server may take to become ready: pulling excepted, loading included
+    termination_grace_seconds  how long a pod that is told to leave may take for the requests it has
+    surge                      replace a replica by starting its successor first, which takes spare GPUs; without,
+                               by ending it first, which takes it out of service meanwhile
+    priority_class             name of an existing PriorityClass
+    runtime_class              name of an existing RuntimeClass, where GPUs need one
+    """
+
+    name: str
+    namespace: str = "default"
+    image: str | None = None
+    image_pull_secret: str | None = None
+    pvc: str | None = None
+    model_image: str | None = None
+    host_path: str | None = None
+    repository_path: str = "models"
+    replicas_min: int = 1
+    replicas_max: int | None = None
+    waiting_per_replica: int = 4
+    scale_down_seconds: int = 600
+    gpus_per_node: int = 8
+    product: str | None = None
+    cpus: int = 4
+    memory: str | None = None
+    shm_size: str = "4Gi"
+    startup_seconds: int = 1800
+    termination_grace_seconds: int = 180
+    surge: bool = True
+    priority_class: str | None = None
+    runtime_class: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in STORAGE if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise UsageError(
+                f"{' and '.join(given)} are given" if given else "nothing says where the model repository is",
+                why="it is in a PersistentVolumeClaim, in an image, or in a folder of the node",
+                remedy="give exactly one of " + ", ".join(STORAGE),
+            )
+        object.__setattr__(self, "repository_path", _relative(self.repository_path))
+        if self.model_image is not None and not self.repository_path:
+            raise UsageError(
+                "repository_path is empty",
+                why="the root of an image holds more than a model repository",
+                remedy="put the repository into a folder of the image, such as models",
+            )
+        if self.host_path is not None and (not self.host_path.startswith("/") or ".." in self.host_path.split("/")):
+            raise UsageError(f"host_path '{self.host_path}' is no absolute path", remedy="give one from the root")
+        for name, pattern, what in (
+            ("namespace", LABEL, "a DNS label"),
+            ("pvc", SUBDOMAIN, "a DNS name"),
+            ("image_pull_secret", SUBDOMAIN, "a DNS name"),
+            ("priority_class", SUBDOMAIN, "a DNS name"),
+            ("runtime_class", SUBDOMAIN, "a DNS name"),
+            ("product", LABEL_VALUE, "the value of a node label"),
+            ("image", IMAGE, "an image reference"),
+            ("model_image", IMAGE, "an image reference"),
+            ("memory", QUANTITY, "a quantity such as 64Gi"),
+            ("shm_size", QUANTITY, "a quantity such as 4Gi"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not pattern.fullmatch(value):
+                raise UsageError(f"{name} '{value}' is not {what}", remedy="correct it")
+        for name, least in (
+            ("replicas_min", 1),
+            ("waiting_per_replica", 1),
+            ("scale_down_seconds", 0),
+            ("gpus_per_node", 1),
+            ("cpus", 1),
+            ("startup_seconds", 10),
+            # Below, nothing is left for the requests between the phases of leaving.
+            ("termination_grace_seconds", 60),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}", remedy=f"give at least {least}")
+        if self.scale_down_seconds > 3600:
+            raise UsageError(
+                f"scale_down_seconds is {self.scale_down_seconds}", remedy="give at most 3600, as Kubernetes does"
+            )
+        if self.replicas_max is not None and self.replicas_max < self.replicas_min:
+            raise UsageError(
+                f"replicas_max {self.replicas_max} is below replicas_min {self.replicas_min}", remedy="raise it"
+            )
+
+
+def dns_name(text: str) -> str:
+    """A name for resources, at most 40 long: a DNS label that starts with a letter, as services must.
+
+    What is too long keeps its beginning and a digest, so that two targets stay two. Raises UsageError when nothing
+    of `text` can be kept.
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if not plain:
+        raise UsageError(f"'{text}' makes no name for a cluster", remedy="give one of letters, digits and dashes")
+    if not plain[0].isalpha():
+        plain = f"m-{plain}"
+    if len(plain) <= NAME_LENGTH:
+        return plain
+    return f"{plain[: NAME_LENGTH - 9].rstrip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _relative(path: str) -> str:
+    """`path` from the root of a volume, without a slash at either end. Raises UsageError when it leads out."""
+    plain = PurePosixPath(path.strip("/")).as_posix() if path.strip("/") else ""
+    if ".." in plain.split("/"):
+        raise UsageError(f"repository_path '{path}' leads out of the volume", remedy="leave out the dots")
+    return "" if plain == "." else plain

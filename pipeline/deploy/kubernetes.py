@@ -1,0 +1,417 @@
+"""A kustomize base for an engine: a Deployment for one node, a LeaderWorkerSet for several, and what goes with it.
+
+Manifests are plain values that a test reads back; YAML is only how they are written. What a person should know
+before applying them is in the README.md beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engines.errors import ArtefactRefused, UsageError
+from engines.gpu import GpuSpec
+from engines.passport import Passport
+from pipeline.deploy import launch, readme, rendezvous
+from pipeline.deploy.config import DeployConfig, dns_name
+from pipeline.deploy.placement import Placement, place
+from pipeline.deploy.pods import pod_spec
+from pipeline.deploy.prometheus import FULL, FULLNESS, adapter_rules, pod_monitor, waiting_metric
+from pipeline.folders import new_folder
+
+Manifest = dict[str, Any]
+
+BASE = "base"
+PROMETHEUS = "components/prometheus"
+OVERLAY = "overlays/prometheus"
+ADAPTER = "prometheus-adapter.values.yaml"
+KUSTOMIZATION = "kustomization.yaml"
+AUTOSCALED_TO = 4
+# A rollout that shows no progress for this long after a server should be ready is reported as failed.
+PROGRESS_MARGIN_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What every manifest is made from. The server answers; workers, if any, hold further ranks of its engine."""
+
+    passport: Passport
+    gpu: GpuSpec
+    config: DeployConfig
+    placement: Placement
+    name: str
+    image: str
+
+    @property
+    def grouped(self) -> bool:
+        return self.placement.pods > 1
+
+    @property
+    def workload(self) -> str:
+        # The controller of a LeaderWorkerSet makes a headless service of its name, for its pods to find each other.
+        return f"{self.name}-group" if self.grouped else self.name
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        least = self.config.replicas_min
+        usual = max(least, AUTOSCALED_TO) if self.passport.runtime in launch.WITH_REQUEST_METRICS else least
+        return least, self.config.replicas_max or usual
+
+    @property
+    def scripts(self) -> str | None:
+        return f"{self.name}-scripts" if self.grouped else None
+
+    def selector(self, component: str | None = "server") -> dict[str, str]:
+        """The labels of its pods: of those that answer, of the workers, or of all for None."""
+        whole = {"app.kubernetes.io/name": "tritonserver", "app.kubernetes.io/instance": self.name}
+        return whole if component is None else {**whole, "app.kubernetes.io/component": component}
+
+    def labels(self, component: str = "server") -> dict[str, str]:
+        return {**self.selector(component), "app.kubernetes.io/managed-by": "trtpipe"}
+
+
+def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> list[Path]:
+    """Write the base, its optional parts and a README.md into the new folder `out`; what was written.
+
+    Raises UsageError for a request that no cluster can meet, ArtefactRefused for an engine that does not belong on
+    these nodes.
+    """
+    target = plan(passport, gpu, config)
+    texts = {path: to_yaml(manifest) for path, manifest in manifests(target).items()}
+    texts["README.md"] = readme.text(
+        passport, gpu, config, target.placement, name=target.name, workload=target.workload, replicas=target.replicas
+    )
+    with new_folder(out) as folder:
+        for path, text in texts.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    return [out / path for path in texts]
+
+
+def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
+    """What is to be deployed. Raises UsageError or ArtefactRefused."""
+    _require_gpu(passport, gpu)
+    # On the CPU one process holds all ranks, and there is nothing to count them by.
+    placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
+    launch.require_runtime(passport, placement)
+    image = config.image or (None if passport.runtime in launch.OURS else passport.image)
+    if image is None:
+        raise UsageError(
+            f"no image is given for the runtime {passport.runtime}",
+            why="NVIDIA's image does not hold it",
+            remedy="give one that holds trtpipe, and what the runtime needs",
+        )
+    target = Target(
+        passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image
+    )
+    least, most = target.replicas
+    if least != most and passport.runtime not in launch.WITH_REQUEST_METRICS:
+        raise UsageError(
+            f"the number of replicas cannot follow the load of a {passport.runtime} server",
+            why="it does not report how many requests wait",
+            remedy="make replicas_min and replicas_max equal",
+        )
+    return target
+
+
+def manifests(target: Target) -> dict[str, Manifest]:
+    """Every manifest by its path in the folder."""
+    base = dict(_base(target))
+    monitored = target.passport.runtime in launch.WITH_REQUEST_METRICS
+    out = {f"{BASE}/{path}": manifest for path, manifest in base.items()}
+    out[f"{BASE}/{KUSTOMIZATION}"] = _kustomization(namespace=target.config.namespace, resources=list(base))
+    monitor = pod_monitor(target.name, target.labels(), target.selector())
+    out[f"{PROMETHEUS}/podmonitor.yaml"] = monitor
+    out[f"{PROMETHEUS}/{KUSTOMIZATION}"] = {
+        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
+        "kind": "Component",
+        "resources": ["podmonitor.yaml"],
+    }
+    # Beside the base, not in it: kustomize takes a base that holds the overlay for a cycle.
+    out[f"{OVERLAY}/{KUSTOMIZATION}"] = _kustomization(
+        namespace=target.config.namespace, resources=[f"../../{BASE}"], components=[f"../../{PROMETHEUS}"]
+    )
+    if monitored:
+        out[ADAPTER] = {"rules": {"custom": adapter_rules(target.passport.pp_size)}}
+    return out
+
+
+def to_yaml(manifest: Manifest) -> str:
+    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
+    """Refuse an engine that the nodes cannot run. Raises ArtefactRefused or UsageError."""
+    if passport.runtime == "reference" and not gpu.is_cpu:
+        raise ArtefactRefused(
+            "this engine is for the reference runtime",
+            why=f"it computes on the CPU, and would hold {gpu.name} GPUs without using them",
+            remedy=f"build for them with `trtpipe build --gpu {gpu.name}`, or deploy it with --gpu cpu",
+        )
+    if gpu.is_cpu:
+        if passport.runtime != "reference":
+            raise ArtefactRefused(
+                f"this engine is for {passport.target()}, and nodes without a GPU are asked for",
+                remedy=f"deploy it to {passport.gpu}, or build with `--gpu cpu`",
+            )
+        return
+    if passport.sms is not None and gpu.sm not in passport.sms:
+        raise ArtefactRefused(
+            f"this engine is for {passport.target()}, and {gpu.describe()} is asked for",
+            remedy=f"deploy it to {passport.gpu}, or build with `trtpipe build --gpu {gpu.name}`",
+        )
+    if not gpu.product:
+        raise UsageError(f"the product name of {gpu.name} is not known", remedy="add it to configs/gpus")
+    if gpu.memory_gib is not None and passport.rank_bytes >= gpu.memory_gib * 2**30:
+        raise ArtefactRefused(
+            f"a rank's weights take {passport.rank_bytes / 2**30:.1f} GiB, and {gpu.name} has {gpu.memory_gib:g}",
+            remedy="build with a larger tp_size",
+        )
+
+
+def _base(target: Target) -> Iterator[tuple[str, Manifest]]:
+    if target.grouped:
+        yield "leaderworkerset.yaml", _leader_worker_set(target)
+        yield "configmap.yaml", _config_map(target)
+    else:
+        yield "deployment.yaml", _deployment(target)
+    yield "service.yaml", _service(target)
+    yield "service-headless.yaml", _service(target, headless=True)
+    yield "poddisruptionbudget.yaml", _pod_disruption_budget(target)
+    yield "networkpolicy.yaml", _network_policy(target)
+    if target.grouped:
+        yield "networkpolicy-group.yaml", _group_network_policy(target)
+    if target.replicas[0] != target.replicas[1]:
+        yield "horizontalpodautoscaler.yaml", _autoscaler(target)
+
+
+def _metadata(target: Target, name: str) -> Manifest:
+    return {"name": name, "labels": target.labels()}
+
+
+def _template(target: Target, component: str, words: list[str]) -> Manifest:
+    annotations = {
+        # A volume may get another engine under the same path: this is what makes the pods new ones.
+        "trtpipe/passport": _digest(json.dumps(asdict(target.passport), sort_keys=True)),
+        "trtpipe/checkpoint": target.passport.checkpoint,
+        "trtpipe/engine": f"{target.passport.runtime} {target.passport.toolchain or ''}".strip(),
+    }
+    if target.grouped:
+        annotations["trtpipe/scripts"] = _digest(_script())
+    spec = pod_spec(
+        target.passport, target.gpu, target.config, target.placement,
+        image=target.image, words=words, answers=component == "server", scripts=target.scripts,
+    )  # fmt: skip
+    return {"metadata": {"labels": target.labels(component), "annotations": annotations}, "spec": spec}
+
+
+def _server(target: Target) -> Manifest:
+    return _template(target, "server", launch.server_words(target.passport, target.config, target.placement))
+
+
+def _surge(target: Target) -> dict[str, int]:
+    """A successor first, or the place of the old one: with `surge` an update never takes capacity away, and waits when
+    no GPU is free for it."""
+    return {"maxUnavailable": 0, "maxSurge": 1} if target.config.surge else {"maxUnavailable": 1, "maxSurge": 0}
+
+
+def _fixed_replicas(target: Target) -> dict[str, int]:
+    """`replicas`, unless the autoscaler decides: each `kubectl apply` would set it back."""
+    least, most = target.replicas
+    return {"replicas": least} if least == most else {}
+
+
+def _deployment(target: Target) -> Manifest:
+    template = _server(target)
+    template["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            # Rather two replicas on one node than one that waits for another.
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": target.selector()},
+            "matchLabelKeys": ["pod-template-hash"],
+        }
+        for key in ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+    ]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(target, target.workload),
+        "spec": {
+            **_fixed_replicas(target),
+            "revisionHistoryLimit": 3,
+            "progressDeadlineSeconds": target.config.startup_seconds + PROGRESS_MARGIN_SECONDS,
+            "selector": {"matchLabels": target.selector()},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": _surge(target)},
+            "template": template,
+        },
+    }
+
+
+def _leader_worker_set(target: Target) -> Manifest:
+    return {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": _metadata(target, target.workload),
+        "spec": {
+            **_fixed_replicas(target),
+            # The leader is ready when its workers' ranks are: to wait for it would be to wait for ever.
+            "startupPolicy": "LeaderCreated",
+            "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _surge(target)},
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {
+                "size": target.placement.pods,
+                # MPI does not take a rank back: when one ends, all begin anew.
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": _server(target),
+                "workerTemplate": _template(target, "worker", launch.worker_words()),
+            },
+        },
+    }
+
+
+def _config_map(target: Target) -> Manifest:
+    assert target.scripts is not None
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(target, target.scripts),
+        "data": {launch.RENDEZVOUS: _script()},
+    }
+
+
+def _script() -> str:
+    return Path(rendezvous.__file__).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _service(target: Target, *, headless: bool = False) -> Manifest:
+    """One address for all replicas; headless, the addresses of each, for gRPC clients that balance themselves: a
+    channel stays with the replica it was opened to."""
+    spec: Manifest = {"clusterIP": "None"} if headless else {"type": "ClusterIP"}
+    spec["selector"] = target.selector()
+    spec["ports"] = [
+        {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in launch.PORTS.items()
+    ]
+    name = f"{target.name}-headless" if headless else target.name
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(target, name), "spec": spec}
+
+
+def _pod_disruption_budget(target: Target) -> Manifest:
+    """A single replica leaves when a person says so; of several, one pod at a time, however many there are by then."""
+    single = target.config.replicas_min == 1
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(target, target.name),
+        "spec": {
+            **({"minAvailable": target.placement.pods} if single else {"maxUnavailable": 1}),
+            "selector": {"matchLabels": target.selector(None)},
+            # One that does not become ready would keep its node from being drained, and serves nobody.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def _network_policy(target: Target) -> Manifest:
+    """In: the three ports. Out: nothing, for nothing is fetched and nobody is told."""
+    ports = [{"port": name, "protocol": "TCP"} for name in launch.PORTS]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(target, target.name),
+        "spec": {
+            "podSelector": {"matchLabels": target.selector()},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"ports": ports}],
+            "egress": [],
+        },
+    }
+
+
+def _group_network_policy(target: Target) -> Manifest:
+    """Between the pods of the set everything, since MPI and NCCL choose their ports; and DNS, to find the leader."""
+    peers = [{"podSelector": {"matchLabels": target.selector(None)}}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(target, target.workload),
+        "spec": {
+            "podSelector": {"matchLabels": target.selector(None)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": peers}],
+            "egress": [
+                {"to": [dict(peer) for peer in peers]},
+                {"ports": [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]},
+            ],
+        },
+    }
+
+
+def _autoscaler(target: Target) -> Manifest:
+    least, most = target.replicas
+    kind, version = ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1") if target.grouped else ("Deployment", "apps/v1")
+    wanted = {waiting_metric(target.passport.pp_size): str(target.config.waiting_per_replica), FULLNESS: FULL}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": _metadata(target, target.name),
+        "spec": {
+            "scaleTargetRef": {"apiVersion": version, "kind": kind, "name": target.workload},
+            "minReplicas": least,
+            "maxReplicas": most,
+            "metrics": [
+                {
+                    "type": "Pods",
+                    "pods": {"metric": {"name": name}, "target": {"type": "AverageValue", "averageValue": value}},
+                }
+                for name, value in wanted.items()
+            ],
+            "behavior": {
+                # A burst that the replicas there are will have worked off is no reason for another.
+                "scaleUp": {
+                    "stabilizationWindowSeconds": 30,
+                    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
+                },
+                # What took minutes to load is not given up for a lull.
+                "scaleDown": {
+                    "stabilizationWindowSeconds": target.config.scale_down_seconds,
+                    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
+                },
+            },
+        },
+    }
+
+
+def _kustomization(*, namespace: str, resources: list[str], components: list[str] | None = None) -> Manifest:
+    out: Manifest = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": namespace,
+        "resources": resources,
+    }
+    return {**out, "components": components} if components else out
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML for reading: no references from one place to another, and texts of several lines as they are."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent_text)

@@ -1,0 +1,116 @@
+"""What runs in a container: tritonserver, or mpirun with one of it for each rank. Words, never a line for a shell.
+
+Not the command of `trtpipe serve`, which listens on loopback: here whoever reaches the port is a client, so models
+are not loaded and unloaded by request, and no rank but the first listens at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.errors import ArtefactRefused
+from engines.passport import Passport
+from pipeline.deploy.config import DeployConfig
+from pipeline.deploy.placement import Placement
+from triton_repo.launch import ENGINE_MODEL
+
+# Where things are inside a container.
+MODELS = "/models"
+SCRIPTS = "/opt/trtpipe"
+TEMPORARY = "/tmp"
+PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+RENDEZVOUS_PORT = 8003
+RENDEZVOUS = "rendezvous.py"
+# Endpoints, proxies and clients take a moment to stop sending to a pod that is about to leave.
+PRE_STOP_SECONDS = 10
+# Between the end of one phase of leaving and the next.
+MARGIN_SECONDS = 5
+
+# Runtimes that NVIDIA's image does not hold: in an image of ours, the command that serves them knows where things are.
+OURS = ("reference", "vllm")
+# Why a runtime goes no further than one node. Within it, these start their own ranks.
+ONE_NODE = {
+    "trtllm_pytorch": "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here",
+    "vllm": "on several, vLLM wants a Ray cluster, which is not written here",
+}
+# Runtimes whose server reports requests that wait: what replicas are added by.
+WITH_REQUEST_METRICS = ("tensorrt_llm", *OURS)
+
+
+def require_runtime(passport: Passport, placement: Placement) -> None:
+    """Raises ArtefactRefused for what no command of this module serves."""
+    if passport.runtime not in ("tensorrt_llm", "reference", *ONE_NODE):
+        raise ArtefactRefused(
+            f"an engine of the runtime {passport.runtime} is not deployed to Kubernetes",
+            why="nothing here knows its server",
+            remedy="build with --runtime tensorrt_llm",
+        )
+    if placement.pods > 1 and passport.runtime in ONE_NODE:
+        raise ArtefactRefused(
+            f"a {passport.runtime} engine of {passport.world_size} ranks needs {placement.pods} nodes",
+            why=ONE_NODE[passport.runtime],
+            remedy="build with --runtime tensorrt_llm, or with fewer ranks",
+        )
+
+
+def server_words(passport: Passport, config: DeployConfig, placement: Placement) -> list[str]:
+    """The command of a pod that answers requests: the only one of its replica, or the leader of several."""
+    if passport.runtime in OURS:
+        addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
+        return ["trtpipe", "serve", MODELS, "--host", "0.0.0.0", *addresses]
+    seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
+    if not uses_mpi(passport):
+        return _server(0, seconds)
+    words = ["mpirun", *_mpi_options(config, placement)]
+    for rank in range(passport.world_size):
+        words += ["-n", "1", *_server(rank, seconds)]
+        words += [":"] if rank + 1 < passport.world_size else []
+    if placement.pods == 1:
+        return words
+    return [*_rendezvous("lead"), str(placement.pods - 1), str(placement.ranks), str(RENDEZVOUS_PORT), *words]
+
+
+def worker_words() -> list[str]:
+    return [*_rendezvous("work"), str(RENDEZVOUS_PORT)]
+
+
+def uses_mpi(passport: Passport) -> bool:
+    return passport.runtime == "tensorrt_llm" and passport.world_size > 1
+
+
+def exit_seconds(config: DeployConfig, placement: Placement, *, mpi: bool) -> int:
+    """How long a server that is told to end may go on with the requests it has."""
+    left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
+    return left if not mpi else _kill_seconds(config, placement) - MARGIN_SECONDS
+
+
+def _kill_seconds(config: DeployConfig, placement: Placement) -> int:
+    """What mpirun waits before it ends the ranks, and again before it kills them; ranks of other pods come after."""
+    left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
+    return left // (2 if placement.pods == 1 else 4)
+
+
+def _mpi_options(config: DeployConfig, placement: Placement) -> list[str]:
+    return [
+        # Its default for two ranks ties each to one core, with all threads of its server.
+        "--bind-to", "none",
+        # Its default is 1: requests in flight would die a second after the pod is told to leave.
+        "--mca", "odls_base_sigkill_timeout", str(_kill_seconds(config, placement)),
+        # It counts the cores it may use as places for ranks; ours are GPUs, and they are counted already.
+        *(["--oversubscribe"] if placement.pods == 1 else []),
+    ]  # fmt: skip
+
+
+def _server(rank: int, exit_timeout: int) -> list[str]:
+    words = ["tritonserver", f"--model-repository={MODELS}", "--disable-auto-complete-config"]
+    words += [f"--exit-timeout-secs={exit_timeout}"]
+    # Two servers of one pod share /dev/shm, and would take each other's regions for their own.
+    words += [f"--backend-config=python,shm-region-prefix-name=rank{rank}_"]
+    if rank == 0:
+        return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items())]
+    silent = [f"--allow-{name}=false" for name in PORTS]
+    return [*words, "--model-control-mode=explicit", f"--load-model={ENGINE_MODEL}", *silent]
+
+
+def _rendezvous(role: str) -> list[str]:
+    return ["python3", str(Path(SCRIPTS) / RENDEZVOUS), role]
