@@ -30,7 +30,8 @@ unit: $(READY) ## unit tests alone (under a minute)
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu
 	@trap '$(BIN)/trtpipe stop' EXIT; set -ex; \
-	$(BIN)/trtpipe serve smollm2-135m.cpu.bf16 --detach --http-port 0 --grpc-port 0 --metrics-port 0; \
+	$(BIN)/trtpipe serve smollm2-135m.cpu.bf16 --detach --http-port 0 --grpc-port 0 --metrics-port 0 \
+	    --openai-port 0; \
 	$(BIN)/trtpipe generate "What is the capital of France?"; \
 	$(BIN)/trtpipe bench --concurrency 1,4,16
 

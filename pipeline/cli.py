@@ -375,6 +375,14 @@ def serve(
     http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
+    openai_port: Annotated[int, typer.Option(help="Of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
+    no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
+    gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="Keys that the gateway asks for, one a line; or set TRTPIPE_API_KEYS.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the gateway, a PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
     gpus: Annotated[
         str | None, typer.Option(help="With docker: the GPUs it gets, such as 0,1; all if left out.")
     ] = None,
@@ -401,6 +409,8 @@ def serve(
     name, repository = serve.find_repository(target)
     options = serve.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
+        tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
     )  # fmt: skip
     console.note(f"starting tritonserver with {name}")
@@ -414,6 +424,7 @@ def serve(
                 ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
                 ("gRPC", points.grpc_url),
                 ("metrics", points.metrics_url),
+                ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
                 ("log", running.log),
             ],
         )
@@ -435,10 +446,10 @@ def ps(as_json: Json = False) -> None:
 
     servers = serve.running(_store())
     rows = [
-        (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, str(s.log))
+        (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, s.gateway_url, str(s.log))
         for s in servers
     ]
-    columns = ("server", "pid", "http", "grpc", "metrics", "log")
+    columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
     if as_json:
         console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
     elif rows:
@@ -498,11 +509,13 @@ def k8s(
     from engines.errors import UsageError
     from engines.passport import read_passport
     from pipeline import config, console, serve
-    from pipeline.deploy.kubernetes import DeployConfig, write
+    from pipeline.deploy.config import DeployConfig
+    from pipeline.deploy.kubernetes import write
     from pipeline.plan import set_layer
+    from triton_repo.render import ENGINE_FOLDER
 
     name, repository = serve.find_repository(target)
-    passport = read_passport(repository / serve.ENGINE_FOLDER)
+    passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
@@ -519,6 +532,68 @@ def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all i
 
     ended = serve.stop(_store(), name)
     console.result("\n".join(f"stopped {server.name}" for server in ended) or "no server is running")
+
+
+@app.command()
+def check(
+    repository: Annotated[Path, typer.Argument(help="A model repository, ours or anybody's, or a target in ./runs.")],
+    toolchain: Annotated[
+        str | None, typer.Option(help="The release that will serve it, of `trtpipe toolchains`; found out if left out.")
+    ] = None,
+    here: Annotated[bool, typer.Option("--here", help="Also ask whether this machine's GPUs can serve it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a model repository before Triton sees it; fails when something is."""
+    import dataclasses
+
+    from pipeline import config, console, host
+    from pipeline.runner import RUNS
+    from triton_repo.check import ERROR, RepositoryError, check_repository
+
+    folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
+    release = None if toolchain is None else config.find_toolchain(toolchain)
+    faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
+    if as_json:
+        console.result_json([dataclasses.asdict(fault) for fault in faults])
+    else:
+        console.faults(faults)
+    errors = [fault for fault in faults if fault.severity == ERROR]
+    if errors:
+        raise RepositoryError(f"{folder} has {len(errors)} fault(s)", why=errors[0].what, remedy=errors[0].remedy)
+
+
+@app.command()
+def top(
+    server: ServerName = None,
+    url: Annotated[str | None, typer.Option(help="Metrics of a server that is not ours, such as host:8002.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, over one interval.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Follow a server: requests, tokens, KV-cache blocks, queue and latency."""
+    from pipeline import serve
+    from pipeline import top as following
+
+    found = None if url is not None else serve.find_running(_store(), server)
+    name = found.name if found else str(url)
+    where = found.endpoints.metrics_url if found else str(url)
+    following.run(where, name, interval=interval, once=once, as_json=as_json)
+
+
+@app.command()
+def monitoring(
+    target: Target = None,
+    out: Annotated[Path, typer.Option("--output", "-o", help="The folder monitoring/ is written into it.")] = Path(),
+    metrics: Annotated[str, typer.Option(help="Where the servers' metrics are, host:port, separated by commas.")] = "",
+) -> None:
+    """Write a Grafana dashboard, a Prometheus scrape configuration and alerts for what is served."""
+    from pipeline import console, serve
+    from triton_repo.dashboards import TARGETS, write_monitoring
+
+    _, repository = serve.find_repository(target)
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    targets = tuple(metrics.split(",")) if metrics else TARGETS
+    console.result(str(write_monitoring(models, out, targets=targets)))
 
 
 @app.command()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.bench.options import Progress as BenchProgress
     from pipeline.bench.report import BenchReport
     from pipeline.runner import StageResult
+    from triton_repo.check import Fault
 
     Progress = Callable[[int, int], None]
 
@@ -110,6 +111,16 @@ def passport(facts: dict[str, Any]) -> None:
         else:
             rows.append((name, size(value) if name == "rank_bytes" else value))
     table(("passport", "value"), rows)
+
+
+def faults(found: Sequence[Fault]) -> None:
+    """What a check of a repository has found, one fault a line."""
+    for fault in found:
+        place = f"{fault.path}: {fault.where}" if fault.where else str(fault.path)
+        told = f"{fault.what}: {fault.why}" if fault.why else fault.what
+        result(f"{fault.severity}  {place}  {told}{'; ' + fault.remedy if fault.remedy else ''}  [{fault.rule}]")
+    if not found:
+        result("no fault found")
 
 
 def accuracy(report: AccuracyReport) -> None:

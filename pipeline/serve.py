@@ -17,10 +17,11 @@ from types import FrameType
 
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from engines.passport import Passport, read_passport
-from pipeline import guard, tritonserver
+from pipeline import gateway_process, guard, tritonserver
 from pipeline.diagnosis import explain
 from pipeline.executors import DockerExecutor
 from pipeline.folders import write_whole
+from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.runner import RUNS, RunFolder
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
@@ -36,6 +37,10 @@ class LaunchOptions:
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
+    openai               port of the OpenAI-compatible gateway; None starts none
+    gateway_workers      its processes
+    api_keys_file        its keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
+    tls_cert, tls_key    its certificate and key, PEM files
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
@@ -46,6 +51,11 @@ class LaunchOptions:
     http: int = 8000
     grpc: int = 8001
     metrics: int = 8002
+    openai: int | None = None
+    gateway_workers: int = 1
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
     engine_python: str = sys.executable
@@ -53,13 +63,15 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running server, as remembered in the store."""
+    """A running server, as remembered in the store; with the number and address of its gateway, if it has one."""
 
     name: str
     pid: int
     repository: Path
     log: Path
     endpoints: Endpoints
+    gateway_pid: int | None = None
+    gateway_url: str | None = None
 
     @property
     def tokenizer(self) -> Path:
@@ -155,6 +167,7 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
     try:
         tritonserver.wait_ready(process, endpoints, log)
         smoke(server)
+        server = _with_gateway(server, passport, options)
         _remember(store, server)
     except BaseException as error:
         tritonserver.end(process.pid)
@@ -162,6 +175,38 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
             raise explain(error, log, "serve") from None
         raise
     return server, process
+
+
+def _with_gateway(server: Server, passport: Passport, options: LaunchOptions) -> Server:
+    """Start the gateway, where one is asked for and the repository has models that it can speak to."""
+    if options.openai is None or passport.runtime == "trtllm_pytorch":
+        return server
+    limits = passport.build_config
+    served = ServedModel(
+        name=server.name,
+        tokenizer=server.tokenizer,
+        max_input_len=limits["max_input_len"],
+        max_seq_len=limits["max_seq_len"],
+    )
+    chosen = GatewayOptions(
+        models=(served,),
+        # What listens everywhere is reached here.
+        grpc_url=server.endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
+        host=options.host,
+        port=options.openai,
+        workers=options.gateway_workers,
+        api_keys_file=options.api_keys_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+    )
+    pid, url = gateway_process.start(chosen, server.log.with_suffix(".gateway.log"))
+    return replace(server, gateway_pid=pid, gateway_url=url)
+
+
+def _end(server: Server) -> None:
+    if server.gateway_pid is not None:
+        gateway_process.end(server.gateway_pid)
+    tritonserver.end(server.pid)
 
 
 def link_models(repository: Path, folder: Path) -> Path:
@@ -244,15 +289,16 @@ def attend(
                 raise error
             restarts -= 1
             note(f"{error}; starting it again")
-            tritonserver.end(server.pid)  # what it left running
+            _end(server)  # what it left running
             _forget(store, server)
             points = server.endpoints
-            again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics)
+            openai = int(server.gateway_url.rpartition(":")[2]) if server.gateway_url else None
+            again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
             server, process = launch(server.name, server.repository, store, again)
             note(f"{server.name} serves again")
     except KeyboardInterrupt:
         stopping()
-        tritonserver.end(server.pid)
+        _end(server)
     finally:
         signal.signal(signal.SIGTERM, previous)
         _forget(store, server)
@@ -298,7 +344,7 @@ def stop(store: Store, name: str | None) -> list[Server]:
         if not servers:
             raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
     for server in servers:
-        tritonserver.end(server.pid)
+        _end(server)
         _forget(store, server)
     return servers
 
@@ -315,6 +361,8 @@ def running(store: Store) -> list[Server]:
                 repository=Path(raw["repository"]),
                 log=Path(raw["log"]),
                 endpoints=Endpoints(**raw["endpoints"]),
+                gateway_pid=raw["gateway_pid"],
+                gateway_url=raw["gateway_url"],
             )
         except (OSError, ValueError, KeyError, TypeError):
             path.unlink(missing_ok=True)
@@ -322,6 +370,8 @@ def running(store: Store) -> list[Server]:
         if tritonserver.alive(server.pid):
             out.append(server)
         else:
+            if server.gateway_pid is not None:
+                gateway_process.end(server.gateway_pid)
             _forget(store, server)
     return out
 

@@ -31,8 +31,8 @@ from tests.test_runner import SIZES, snapshot
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "ps",
-    "logs", "reload", "stop",
-    "generate", "bench", "models", "gpus", "toolchains", "passport", "export", "import", "gc", "doctor",
+    "logs", "reload", "stop", "check", "top", "monitoring", "generate", "bench", "models", "gpus", "toolchains",
+    "passport", "export", "import", "gc", "doctor", "deploy",
 ]  # fmt: skip
 
 

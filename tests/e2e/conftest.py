@@ -146,7 +146,7 @@ def smollm2_engine_fp32(cli: Cli, target: str) -> Path:
 @pytest.fixture(scope="session")
 def serve(cli: Cli) -> Callable[[str], Served]:
     """Serve a target on free ports; what is still running at the end is ended."""
-    free = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    free = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
 
     def start(target: str) -> Served:
         cli.ok("serve", target, "--detach", *free)

@@ -199,7 +199,7 @@ def test_ranks_are_served_by_the_toolchains_image(
         build_image(client, find_toolchain(None).image, DOUBLE, tritonserver=SERVER, mpirun=SERVER)
     name = f"{TARGET}.tp2"
     host.ok(*BUILD, "--tp", "2")
-    ports = [word for port in ("http", "grpc", "metrics") for word in (f"--{port}-port", "0")]
+    ports = [word for port in ("http", "grpc", "metrics", "openai") for word in (f"--{port}-port", "0")]
     served = host.ok("serve", name, "--detach", *ports, "--shm-size", "1g")
     assert "127.0.0.1" in served.out
     (server,) = json.loads(host.ok("ps", "--json").out)

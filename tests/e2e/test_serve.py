@@ -21,6 +21,8 @@ from tokenizers import Tokenizer
 
 from tests.e2e.conftest import Served
 
+ANYWHERE = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--no-openai"]
+
 pytestmark = pytest.mark.real
 
 TOKENS = 32
@@ -313,7 +315,7 @@ def test_a_model_that_does_not_load_shows_its_own_reason(served: Served, tmp_pat
     weights = copy / "tensorrt_llm" / "1" / "rank0.safetensors"
     weights.unlink()
     weights.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
-    done = served.cli.run("serve", str(copy), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    done = served.cli.run("serve", str(copy), *ANYWHERE)
     assert done.status == 5
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
@@ -336,7 +338,7 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(served: Serv
 def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) -> None:
     copy = tmp_path / "foreground"
     _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
-    serving = served.cli.start("serve", str(copy), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    serving = served.cli.start("serve", str(copy), *ANYWHERE)
     assert serving.stdout is not None
     for line in serving.stdout:
         if "Ctrl-C" in line:

@@ -1,0 +1,358 @@
+"""One request being answered: whole, or as server-sent events.
+
+The bytes around a piece of text are made once a request; a piece costs one JSON escape. Nothing is sent before the
+engine has said something, so an early failure still has an HTTP status of its own. A client that leaves, and a
+timeout, end the engine's work through the one cancellation of this request's task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from json.encoder import encode_basestring as quote
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pipeline.gateway.board import Board
+from pipeline.gateway.failure import Failure
+from pipeline.gateway.text import Stops, Text
+from pipeline.gateway.upstream import Generation, Upstream
+
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_DONE = b"data: [DONE]\n\n"
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is to be answered.
+
+    chat        its form: chat, or text completion
+    prompts     token ids of each prompt, `copies` answers to each
+    requests    the engine's request for each answer, prompt by prompt
+    end_ids     tokens that end an answer and are no text of it; empty when they are to be ignored
+    likeliest   whether the chosen token is also listed as the likeliest, which it is when nothing is drawn
+    """
+
+    id: str
+    chat: bool
+    model: str
+    created: int
+    prompts: tuple[list[int], ...]
+    requests: tuple[bytes, ...]
+    max_tokens: int
+    stops: tuple[str, ...]
+    end_ids: frozenset[int]
+    stream: bool
+    include_usage: bool
+    log_probs: bool
+    likeliest: bool
+
+    @property
+    def endpoint(self) -> str:
+        return "chat" if self.chat else "completions"
+
+
+class Choice:
+    """One of the answers: its text so far, and why it ended."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_ended",
+        "_order",
+        "_stops",
+        "_text",
+        "attempts",
+        "count",
+        "entries",
+        "finish",
+        "generation",
+        "index",
+        "offset",
+        "prefix",
+        "shown",
+        "whole",
+    )
+
+    def __init__(self, index: int, order: Order, text: Text, generation: Generation) -> None:
+        self.index = index
+        self.generation = generation
+        self.count = 0
+        self.attempts = 0
+        self.finish: str | None = None
+        self.shown = False  # whether the client knows that it has ended
+        self.whole: list[str] = []
+        self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not told yet
+        self.offset = 0  # of the next token in the text, for logprobs of completions
+        self.prefix = b""
+        self._order = order
+        self._text = text
+        self._detokenizer = text.detokenizer()
+        self._stops = Stops(order.stops) if order.stops else None
+        self._ended = False
+
+    def take(self) -> str:
+        """The text that has become certain since the last call; sets `finish` at the end."""
+        generation = self.generation
+        piece = ""
+        tokens = generation.tokens
+        if tokens and self.finish is None:
+            generation.tokens = []
+            self.count += len(tokens)
+            if self._order.log_probs:
+                self._note(tokens)
+            if tokens[-1] in self._order.end_ids:
+                self._ended = True
+                tokens = tokens[:-1]
+            piece = self._detokenizer.push(tokens)
+            if self._stops is not None and piece:
+                piece, found = self._stops.push(piece)
+                if found:
+                    self._stop()
+        if generation.done and self.finish is None:
+            rest = self._detokenizer.flush()
+            if self._stops is not None:
+                rest, found = self._stops.push(rest)
+                if found:
+                    self._stop()
+                else:
+                    rest += self._stops.flush()
+            piece += rest
+            if self.finish is None:
+                # An engine may keep the end token to itself: an answer that is shorter than allowed ended by it.
+                self.finish = "stop" if self._ended or self.count < self._order.max_tokens else "length"
+        return piece
+
+    def _stop(self) -> None:
+        self.finish = "stop"
+        self.generation.cancel()
+
+    def _note(self, tokens: list[int]) -> None:
+        values, self.generation.log_probs = self.generation.log_probs, []
+        visible = [(token, value) for token, value in zip(tokens, values, strict=False)]
+        self.entries += [entry for entry in visible if entry[0] not in self._order.end_ids]
+
+    def told(self) -> Any:
+        """Log-probabilities not told yet, in the form of the endpoint."""
+        entries, self.entries = self.entries, []
+        listed = [self._listed(token, value) for token, value in entries]
+        if self._order.chat:
+            return {"content": listed, "refusal": None}
+        offsets = []
+        for entry in listed:
+            offsets.append(self.offset)
+            self.offset += len(entry["token"])
+        return {
+            "tokens": [entry["token"] for entry in listed],
+            "token_logprobs": [entry["logprob"] for entry in listed],
+            "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in listed] if self._order.likeliest else None,
+            "text_offset": offsets,
+        }
+
+    def _listed(self, token: int, value: float) -> Entry:
+        text = self._text.token(token)
+        # A token that is part of a character has no text of its own.
+        whole = "\ufffd" not in text
+        entry: Entry = {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+        return {**entry, "top_logprobs": [dict(entry)] if self._order.likeliest else []}
+
+
+class Answer(Response):
+    """The response to one request."""
+
+    def __init__(self, order: Order, text: Text, upstream: Upstream, board: Board, deadline: float) -> None:
+        """`deadline` is on the loop's clock."""
+        self.order = order
+        self.choices = [Choice(n, order, text, Generation(self._wake)) for n in range(len(order.requests))]
+        self.background = None
+        self._upstream = upstream
+        self._board = board
+        self._deadline = deadline
+        self._arrived = time.monotonic()
+        self._dirty = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._gone = False  # the client has left
+        self._late = False
+        self._sent = False  # whether the response has begun
+        self._first = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = loop.create_task(self._watch(receive, task))
+        timer = loop.call_at(self._deadline, self._expire, task)
+        self._board.add("running")
+        status = 200
+        try:
+            try:
+                await self._begin()
+                await (self._stream(send) if self.order.stream else self._complete(send))
+            except asyncio.CancelledError:
+                if not (self._gone or self._late):
+                    raise  # the server is being stopped
+                if hasattr(task, "uncancel"):
+                    task.uncancel()
+                if self._gone:
+                    status = 499
+                else:
+                    late = Failure(504, "the answer was not complete in time", code="timeout")
+                    status = await self._fail(send, late)
+            except Failure as failure:
+                status = await self._fail(send, failure)
+        finally:
+            timer.cancel()
+            watcher.cancel()
+            for choice in self.choices:
+                choice.generation.cancel()
+            self._board.add("running", -1)
+            self._board.answered(self.order.endpoint, status)
+            self._board.add("completion_tokens", sum(choice.count for choice in self.choices))
+
+    # Getting tokens
+
+    async def _begin(self) -> None:
+        for choice, request in zip(self.choices, self.order.requests, strict=True):
+            await choice.generation.begin(self._upstream.pool, request)
+
+    async def _news(self) -> None:
+        """Return when some generation has something new. Raises Failure when one has failed."""
+        while True:
+            if not self._dirty:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            self._dirty = False
+            refused = False
+            for choice in self.choices:
+                if choice.generation.failure is not None and choice.finish is None:
+                    raise choice.generation.failure
+                if choice.generation.refused is not None:
+                    refused = True
+                    request = self.order.requests[choice.index]
+                    await choice.generation.again(self._upstream.pool, request, choice.attempts)
+                    choice.attempts += 1
+            if not refused:
+                break
+        if not self._first:
+            self._first = True
+            self._board.first_token(time.monotonic() - self._arrived)
+
+    def _wake(self) -> None:
+        self._dirty = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _watch(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        """The body has been read: what comes next is the client's leaving."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        task.cancel()
+
+    def _expire(self, task: asyncio.Task[Any]) -> None:
+        self._late = True
+        task.cancel()
+
+    # Telling them
+
+    async def _stream(self, send: Send) -> None:
+        order = self.order
+        head = {"id": order.id, "object": _CHUNK[order.chat], "created": order.created, "model": order.model}
+        usage = ',"usage":null' if order.include_usage else ""
+        opening = "data: " + json.dumps(head, ensure_ascii=False)[:-1]
+        content, closing = ('"delta":{"content":', "}") if order.chat else ('"text":', "")
+        suffix = f'{closing},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
+        for choice in self.choices:
+            choice.prefix = f'{opening},"choices":[{{"index":{choice.index},{content}'.encode()
+        choices = self.choices
+        plain = not order.log_probs
+        left = len(choices)
+        while left:
+            await self._news()
+            out: list[bytes] = []
+            if not self._sent:
+                await send({"type": "http.response.start", "status": 200, "headers": _SSE})
+                self._sent = True
+                if order.chat:
+                    role = b'"","role":"assistant"' + suffix
+                    out = [choice.prefix + role for choice in choices]
+            for choice in choices:
+                if choice.shown:
+                    continue
+                piece = choice.take()
+                if piece or choice.entries:
+                    if plain:
+                        out.append(choice.prefix + quote(piece).encode() + suffix)
+                    else:
+                        logprobs = json.dumps(choice.told(), ensure_ascii=False)
+                        rest = f'{closing},"logprobs":{logprobs},"finish_reason":null}}]{usage}}}\n\n'
+                        out.append(choice.prefix + quote(piece).encode() + rest.encode())
+                if choice.finish is not None:
+                    choice.shown = True
+                    left -= 1
+                    nothing = '"delta":{}' if order.chat else '"text":""'
+                    last = f'"index":{choice.index},{nothing},"logprobs":null,"finish_reason":"{choice.finish}"'
+                    out.append(f'{opening},"choices":[{{{last}}}]{usage}}}\n\n'.encode())
+            if not left:
+                if order.include_usage:
+                    out.append(f'{opening},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'.encode())
+                out.append(_DONE)
+            if out:
+                body = b"".join(out) if len(out) > 1 else out[0]
+                await send({"type": "http.response.body", "body": body, "more_body": left > 0})
+
+    async def _complete(self, send: Send) -> None:
+        order = self.order
+        while any(choice.finish is None for choice in self.choices):
+            await self._news()
+            for choice in self.choices:
+                choice.whole.append(choice.take())
+        listed = []
+        for choice in self.choices:
+            text = "".join(choice.whole)
+            content: Entry = (
+                {"message": {"role": "assistant", "content": text, "refusal": None}} if order.chat else {"text": text}
+            )
+            logprobs = choice.told() if order.log_probs else None
+            listed.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish})
+        body = {
+            "id": order.id,
+            "object": "chat.completion" if order.chat else "text_completion",
+            "created": order.created,
+            "model": order.model,
+            "choices": listed,
+            "usage": self._usage(),
+        }
+        await self._send_json(send, 200, json.dumps(body, ensure_ascii=False).encode(), {})
+
+    def _usage(self) -> dict[str, int]:
+        asked = sum(map(len, self.order.prompts))
+        made = sum(choice.count for choice in self.choices)
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+    async def _fail(self, send: Send, failure: Failure) -> int:
+        """Tell the client, by a status or, once events have gone out, by an event; returns the status."""
+        if self._sent:
+            event = b"data: " + failure.json() + b"\n\n" + _DONE
+            await send({"type": "http.response.body", "body": event})
+        else:
+            await self._send_json(send, failure.status, failure.json(), failure.headers())
+        return failure.status
+
+    async def _send_json(self, send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+        lines = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        lines += [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": lines})
+        self._sent = True
+        await send({"type": "http.response.body", "body": body})
+
+
+_CHUNK = {True: "chat.completion.chunk", False: "text_completion"}

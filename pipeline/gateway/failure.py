@@ -1,0 +1,90 @@
+"""An error as OpenAI's clients expect it, and what Triton's refusals become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.h2.status import Code, Status
+
+# Words of a server that is overloaded, and of one that has no engine right now; both say UNAVAILABLE.
+_FULL = ("queue", "too many", "try again later")
+_ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server is stopping")
+# The C++ backend calls every refusal of its executor INTERNAL; these are the client's own doing.
+_LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
+
+
+class Failure(Exception):
+    """What the client is told. `retry_after` in seconds goes into the header of that name."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ) -> None:
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        super().__init__(message)
+
+    @property
+    def kind(self) -> str:
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def json(self) -> bytes:
+        return json.dumps(self.body(), ensure_ascii=False).encode()
+
+    def headers(self) -> dict[str, str]:
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def wrong(message: str, param: str | None = None, code: str | None = None) -> Failure:
+    """400."""
+    return Failure(400, message, param=param, code=code)
+
+
+def gone(why: str) -> Failure:
+    """503: the server behind the gateway cannot be reached."""
+    return Failure(503, f"the inference server is not available: {why}", code="upstream_unavailable", retry_after=1)
+
+
+def of_status(status: Status) -> Failure:
+    """What the end of an upstream call means to the client."""
+    words = status.message.lower()
+    if status.lost and status.code is not Code.DEADLINE_EXCEEDED:
+        return gone(status.message)
+    if status.code is Code.RESOURCE_EXHAUSTED or (status.code is Code.UNAVAILABLE and not _says(words, _ABSENT)):
+        return Failure(429, status.message or "the server is full", code="overloaded", retry_after=1)
+    if status.code is Code.UNAVAILABLE:
+        return gone(status.message)
+    if status.code in (Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION) or _says(words, _LIMITS):
+        return wrong(status.message, code="refused_by_engine")
+    if status.code is Code.DEADLINE_EXCEEDED:
+        return Failure(504, status.message, code="timeout")
+    return Failure(500, f"the inference server failed: {status}", code="upstream_error")
+
+
+def of_text(message: str) -> Failure:
+    """The same from words alone: a Triton that does not know `triton_grpc_error` sends no code."""
+    words = message.lower()
+    if _says(words, _ABSENT):
+        return gone(message)
+    if _says(words, _FULL):
+        return Failure(429, message, code="overloaded", retry_after=1)
+    if _says(words, _LIMITS):
+        return wrong(message, code="refused_by_engine")
+    return Failure(500, f"the inference server failed: {message}", code="upstream_error")
+
+
+def _says(words: str, marks: tuple[str, ...]) -> bool:
+    return any(mark in words for mark in marks)

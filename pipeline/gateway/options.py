@@ -1,0 +1,98 @@
+"""What a gateway is told. Plain data: it goes to the worker processes as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One model as clients name it.
+
+    name           under which it is offered
+    tokenizer      folder with tokenizer.json and its configs, as in the repository
+    triton_model   the engine model behind it
+    max_input_len  longest prompt in tokens, None when not known here (the engine refuses by itself)
+    max_seq_len    prompt and answer together; also what an answer without `max_tokens` is bounded by
+    """
+
+    name: str
+    tokenizer: Path
+    triton_model: str = "tensorrt_llm"
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayOptions:
+    """How to listen, whom to serve, where to get the answers.
+
+    models         at least one; the names must differ
+    grpc_url       host:port of Triton
+    host, port     where to listen; port 0 takes a free one
+    workers        processes that share the port
+    connections    to Triton, of each worker
+    api_keys_file  one key a line; None with no keys in TRTPIPE_API_KEYS either serves everybody
+    max_body_bytes of a request
+    max_requests   answered at once by one worker; more get 429. 0 for no bound
+    max_choices    the most answers (`n` times prompts) of one request
+    default_max_tokens  of a chat answer, where neither the request nor max_seq_len says
+    timeout_s      from a request's arrival to the end of its answer
+    tls_cert, tls_key   PEM files; both or none
+    """
+
+    models: tuple[ServedModel, ...]
+    grpc_url: str
+    host: str = "127.0.0.1"
+    port: int = 9000
+    workers: int = 1
+    connections: int = 1
+    api_keys_file: Path | None = None
+    max_body_bytes: int = 4 << 20
+    max_requests: int = 0
+    max_choices: int = 16
+    default_max_tokens: int = 1024
+    timeout_s: float = 600.0
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        names = [model.name for model in self.models]
+        if not names or len(set(names)) != len(names):
+            raise UsageError("a gateway needs models, each with a name of its own", remedy=f"given: {names}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError(f"port {self.port} is no port", remedy="give a number from 0 to 65535")
+        for name in ("workers", "connections", "max_body_bytes", "max_choices", "default_max_tokens", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} must be above 0, not {getattr(self, name)}")
+        self.upstream()
+
+    def upstream(self) -> tuple[str, int]:
+        """Host and port of Triton's gRPC endpoint. Raises UsageError."""
+        host, separator, port = self.grpc_url.removeprefix("grpc://").rstrip("/").rpartition(":")
+        if not separator or not host or "/" in host or not port.isdigit():
+            raise UsageError(f"'{self.grpc_url}' is not a gRPC address", remedy="give host:port, as localhost:8001")
+        return host.strip("[]"), int(port)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls_cert else 'http'}://{host}:{self.port}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> GatewayOptions:
+        raw = json.loads(text)
+        models = tuple(ServedModel(**{**model, "tokenizer": Path(model["tokenizer"])}) for model in raw.pop("models"))
+        for name in ("api_keys_file", "tls_cert", "tls_key"):
+            raw[name] = raw[name] and Path(raw[name])
+        return cls(models=models, **raw)

@@ -1,0 +1,204 @@
+"""The gateway's worker processes: started together, watched, started again, ended.
+
+The supervisor binds the port without listening, which keeps it for the workers; they share it by SO_REUSEPORT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from engines.errors import HostError, StageFailed
+from pipeline.gateway.options import GatewayOptions
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 10.0
+# A worker that dies this often within this time is broken, not unlucky.
+MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
+
+
+class Gateway:
+    """A running gateway. Made by `start`."""
+
+    def __init__(self, options: GatewayOptions, port: socket.socket, board: Path, log: Path | None) -> None:
+        self.options = options
+        self._port = port
+        self._board = board
+        self._log = log
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._stopping = threading.Event()
+        # Workers hold the other end: they end when this process does, however it ends.
+        self._life, self._alive = os.pipe()
+
+    @classmethod
+    def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
+        """Start the workers and wait until all listen; their words go to `log`, or with this process's own.
+
+        Raises HostError when the port is taken, StageFailed with a worker's own reason.
+        """
+        port = _hold(options.host, options.port)
+        options = replace(options, port=port.getsockname()[1])
+        descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
+        board = Path(name)
+        from pipeline.gateway.board import ROW_BYTES
+
+        os.ftruncate(descriptor, ROW_BYTES * options.workers)
+        os.close(descriptor)
+        gateway = cls(options, port, board, log)
+        try:
+            started = [gateway._spawn(index) for index in range(options.workers)]
+            gateway._workers = [process for process, _ in started]
+            deadline = time.monotonic() + READY_SECONDS
+            for process, ready in started:
+                _await_ready(process, ready, deadline)
+        except BaseException:
+            gateway.stop()
+            raise
+        return gateway
+
+    @property
+    def url(self) -> str:
+        return self.options.url
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._workers]
+
+    def watch(self) -> None:
+        """Start workers that die again, until `stop` is called. Raises StageFailed when they die too often."""
+        deaths: list[float] = []
+        while not self._stopping.wait(0.2):
+            for index, process in enumerate(self._workers):
+                status = process.poll()
+                if status is None or self._stopping.is_set():
+                    continue
+                now = time.monotonic()
+                deaths = [at for at in deaths if now - at < RESTART_WINDOW_SECONDS] + [now]
+                if len(deaths) > MAX_RESTARTS:
+                    raise StageFailed(
+                        f"the gateway's workers ended {len(deaths)} times within {RESTART_WINDOW_SECONDS:.0f} s",
+                        why=f"the last with status {status}",
+                    )
+                self._workers[index], ready = self._spawn(index)
+                # Others go on answering: this one may take its time, and is looked at in the next round.
+                os.close(ready)
+
+    def stop(self) -> None:
+        """End the workers; running answers have some seconds to end. May be called twice, and from a signal."""
+        self._stopping.set()
+        for process in self._workers:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in self._workers:
+            try:
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._board.unlink(missing_ok=True)
+        self._port.close()
+        for descriptor in (self._life, self._alive):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._life = self._alive = -1
+
+    def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], int]:
+        ready, tell = os.pipe()
+        spec = {
+            "options": self.options.to_json(),
+            "index": index,
+            "board": str(self._board),
+            "ready": tell,
+            "life": self._life,
+        }
+        log = self._log.open("ab") if self._log else None
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.gateway", json.dumps(spec)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+                pass_fds=(tell, self._life),
+                start_new_session=True,  # a Ctrl-C is the supervisor's to pass on
+            )
+        finally:
+            os.close(tell)
+            if log:
+                log.close()
+        return process, ready
+
+
+def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda gateway: None) -> None:
+    """Run a gateway until Ctrl-C, a TERM signal or its own failure. Raises HostError and StageFailed.
+
+    `ready` is called once it listens and signals are looked after.
+    """
+    gateway = Gateway.start(options)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        ready(gateway)
+        gateway.watch()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        gateway.stop()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _hold(host: str, port: int) -> socket.socket:
+    """Bind the port without listening. Raises HostError when somebody has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family)
+    try:
+        if port:
+            # Another gateway would share the port with us unasked: only a bind that shares with nobody shows it.
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise HostError(
+            f"port {port} on {host} cannot be taken",
+            why=error.strerror or str(error),
+            remedy="stop what listens there, or choose another port",
+        ) from None
+    return held
+
+
+def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) -> None:
+    """Raises StageFailed with the worker's own words."""
+    said = b""
+    try:
+        while not said.endswith(b"ready\n"):
+            readable, _, _ = select.select([ready], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise StageFailed(f"a gateway worker is not ready after {READY_SECONDS:.0f} s")
+            piece = os.read(ready, 4096)
+            if not piece:
+                process.wait(timeout=STOP_SECONDS)
+                why = said.decode("utf-8", "replace") or f"it ended with status {process.returncode}"
+                raise StageFailed("the gateway does not start", why=why)
+            said += piece
+    finally:
+        os.close(ready)

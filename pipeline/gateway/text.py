@@ -1,0 +1,111 @@
+"""Prompts to tokens, tokens to text. The tokenizer code is the one that runs in the repository's own text models."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton_repo
+from engines.errors import InputDataError
+from engines.files import read_json
+from pipeline.chat import apply_template, read_template
+from pipeline.gateway.failure import wrong
+
+_SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
+
+
+@cache
+def shared() -> Any:
+    """The module that every text model of a repository carries a copy of; it is payload, in no package."""
+    spec = importlib.util.spec_from_file_location("trtpipe_text", _SHARED)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Text:
+    """A model's tokenizer, chat template, end ids and sampling defaults."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputDataError when the folder holds no tokenizer."""
+        self.folder = folder
+        try:
+            self.tokenizer = shared().load_tokenizer(folder)
+            self.end_ids, self.pad_id, self.bos = shared().special_ids(folder, self.tokenizer)
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise InputDataError(f"{folder} holds no tokenizer that can be read", why=str(error)) from None
+        self.template = read_template(folder)
+        path = folder / "generation_config.json"
+        generation = read_json(path, "generation config") if path.is_file() else {}
+        # As other servers do: what the model's makers recommend, where the request says nothing.
+        self.defaults: dict[str, float] = {
+            name: generation[name]
+            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+            if generation.get("do_sample", True) and isinstance(generation.get(name), (int, float))
+        }
+        self.vocab_size: int = self.tokenizer.get_vocab_size()
+
+    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
+        """Raises Failure when the model has no chat template, or it refuses the messages."""
+        if self.template is None:
+            raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+        try:
+            text = apply_template(self.folder, self.template, messages)
+        except InputDataError as error:
+            raise wrong(f"the chat template refuses these messages: {error.why}", "messages") from None
+        # The template writes the special tokens itself.
+        return self._encode(text, special=False)
+
+    def prompt(self, text: str) -> list[int]:
+        return self._encode(text, special=not (self.bos and text.startswith(self.bos)))
+
+    def words(self, ids: list[list[int]]) -> tuple[tuple[int, ...], bytes]:
+        """Shape and bytes of a stop word list that ends a text at any of these tokens."""
+        packed = shared().pack_words([ids])
+        return packed.shape, packed.tobytes()
+
+    def detokenizer(self) -> Any:
+        return shared().Detokenizer(self.tokenizer, True)
+
+    def token(self, number: int) -> str:
+        """One token's own text, special ones spelled out."""
+        return str(self.tokenizer.decode([number], skip_special_tokens=False))
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+
+class Stops:
+    """Finds stop strings in a text that comes in pieces; what may be the start of one is held back."""
+
+    def __init__(self, words: tuple[str, ...]) -> None:
+        self._words = words
+        self._longest = max(map(len, words), default=0)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """(text that is surely before any stop string, whether one was found; what follows it is dropped)."""
+        if not self._longest:
+            return piece, False
+        text = self._held + piece
+        found = [place for place in (text.find(word) for word in self._words) if place >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = 0
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(word.startswith(text[-length:]) for word in self._words):
+                keep = length
+                break
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended without a stop string."""
+        held, self._held = self._held, ""
+        return held

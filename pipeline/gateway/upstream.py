@@ -1,0 +1,231 @@
+"""The engine behind the gateway: requests sent to it as tokens, and the tokens that come back."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.gateway.failure import Failure, gone, of_status, of_text
+from pipeline.h2.connection import Stream
+from pipeline.h2.pool import REFUSED_PAUSES_S, Pool
+from pipeline.h2.status import CallFailed, Code, H2Error, Status
+from pipeline.h2.triton import (
+    MODEL_CONFIG,
+    MODEL_READY,
+    STREAM_INFER,
+    MalformedMessage,
+    Reader,
+    Tensor,
+    infer_request,
+)
+
+# Asks Triton for a real gRPC status where it would put an error into the stream as words; older ones take no notice.
+METADATA = (("triton_grpc_error", "true"),)
+CALL_SECONDS = 10.0
+
+_INT32 = struct.Struct("<i")
+_FP32 = struct.Struct("<f")
+_UINT64 = struct.Struct("<Q")
+_ONE = _INT32.pack(1)
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """What an engine model in Triton takes and gives."""
+
+    name: str
+    decoupled: bool
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose tokens, by the engine's own rules; None leaves a value to it.
+
+    seed       always sent: without one the engine would give every client the same answer
+    end_id     -1 for none
+    stop_words shape and bytes of `stop_words_list`
+    """
+
+    max_tokens: int
+    seed: int
+    end_id: int
+    pad_id: int
+    stop_words: tuple[tuple[int, ...], bytes] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    log_probs: bool = False
+
+
+class Upstream:
+    """Triton, through a pool of connections of our own reader."""
+
+    def __init__(self, host: str, port: int, connections: int) -> None:
+        self.pool = Pool(host, port, connections=connections)
+        self._models: dict[str, EngineModel] = {}
+
+    async def ready(self, model: str) -> bool:
+        """Whether the model would answer now."""
+        from tritonclient.grpc import service_pb2
+
+        ask = service_pb2.ModelReadyRequest(name=model).SerializeToString()
+        try:
+            answer = await asyncio.wait_for(self.pool.unary(MODEL_READY, ask, CALL_SECONDS), CALL_SECONDS)
+        except (H2Error, asyncio.TimeoutError):
+            return False
+        return bool(service_pb2.ModelReadyResponse.FromString(answer).ready)
+
+    async def model(self, name: str) -> EngineModel:
+        """What the model takes and gives, asked once. Raises Failure."""
+        known = self._models.get(name)
+        if known is not None:
+            return known
+        from tritonclient.grpc import service_pb2
+
+        ask = service_pb2.ModelConfigRequest(name=name).SerializeToString()
+        try:
+            answer = await self.pool.unary(MODEL_CONFIG, ask, CALL_SECONDS)
+        except CallFailed as error:
+            if error.status.code is Code.NOT_FOUND:
+                raise gone(error.status.message) from None
+            raise of_status(error.status) from None
+        except H2Error as error:
+            raise gone(str(error)) from None
+        config = service_pb2.ModelConfigResponse.FromString(answer).config
+        self._models[name] = EngineModel(
+            name=name,
+            decoupled=config.model_transaction_policy.decoupled,
+            inputs=frozenset(tensor.name for tensor in config.input),
+            outputs=frozenset(tensor.name for tensor in config.output),
+        )
+        return self._models[name]
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def message(model: EngineModel, prompt: list[int], sampling: Sampling) -> bytes:
+    """The request's bytes. Raises Failure for an option that this engine model has no input for."""
+    tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), struct.pack(f"<{len(prompt)}i", *prompt))]
+
+    def scalar(name: str, dtype: str, data: bytes) -> None:
+        tensors.append(Tensor(name, dtype, (1, 1), data))
+
+    scalar("input_lengths", "INT32", _INT32.pack(len(prompt)))
+    scalar("request_output_len", "INT32", _INT32.pack(sampling.max_tokens))
+    scalar("end_id", "INT32", _INT32.pack(sampling.end_id))
+    scalar("pad_id", "INT32", _INT32.pack(sampling.pad_id))
+    scalar("streaming", "BOOL", b"\1" if model.decoupled else b"\0")
+    if "exclude_input_in_output" in model.inputs:
+        scalar("exclude_input_in_output", "BOOL", b"\1")
+    seed = "seed" if "seed" in model.inputs else "random_seed"  # its name up to TensorRT-LLM 0.19
+    scalar(seed, "UINT64", _UINT64.pack(sampling.seed))
+    for name, dtype, value in (
+        ("temperature", "FP32", sampling.temperature),
+        ("runtime_top_p", "FP32", sampling.top_p),
+        ("repetition_penalty", "FP32", sampling.repetition_penalty),
+        ("presence_penalty", "FP32", sampling.presence_penalty),
+        ("frequency_penalty", "FP32", sampling.frequency_penalty),
+        ("runtime_top_k", "INT32", sampling.top_k),
+        ("min_tokens" if "min_tokens" in model.inputs else "min_length", "INT32", sampling.min_tokens),
+    ):
+        if value is not None:
+            scalar(name, dtype, _FP32.pack(value) if dtype == "FP32" else _INT32.pack(int(value)))
+    if sampling.stop_words is not None:
+        shape, data = sampling.stop_words
+        tensors.append(Tensor("stop_words_list", "INT32", shape, data))
+    outputs = ["output_ids", "sequence_length"]
+    if sampling.log_probs:
+        scalar("return_log_probs", "BOOL", b"\1")
+        outputs.append("output_log_probs")
+    return infer_request(model.name, tensors, outputs)
+
+
+class Generation:
+    """One answer as it comes: tokens (and log-probabilities) that nobody has taken yet, and how it ended."""
+
+    __slots__ = ("_reader", "_stream", "_wake", "begun", "done", "failure", "log_probs", "refused", "tokens")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.begun = False
+        self.done = False  # by the engine's word
+        self.failure: Failure | None = None
+        self.refused: Status | None = None  # unbegun, as the server says: may be sent again
+        self._reader = Reader()
+        self._stream: Stream | None = None
+        self._wake = wake
+
+    async def begin(self, pool: Pool, request: bytes) -> None:
+        """Send it; waits while the server takes no more streams. Raises Failure."""
+        try:
+            self._stream = await pool.start(
+                STREAM_INFER, request, on_data=self._data, on_end=self._end, metadata=METADATA
+            )
+        except H2Error as error:
+            raise gone(str(error)) from None
+
+    async def again(self, pool: Pool, request: bytes, attempt: int) -> None:
+        """After a refusal. Raises Failure when there were too many."""
+        assert self.refused is not None
+        if attempt >= len(REFUSED_PAUSES_S):
+            raise of_status(self.refused)
+        await asyncio.sleep(REFUSED_PAUSES_S[attempt])
+        self.refused = None
+        await self.begin(pool, request)
+
+    def cancel(self) -> None:
+        """The engine is to drop it, unless it has ended by itself."""
+        if self._stream is not None and not self.done:
+            self._stream.cancel()
+
+    def _data(self, data: bytes, stamp: int) -> None:
+        try:
+            outputs, final, error = self._reader.read(data)
+            self.begun = True
+            if error:
+                self.failure = of_text(error)
+            else:
+                raw = outputs.get("output_ids")
+                if raw:
+                    self._tokens(raw, outputs)
+        except (MalformedMessage, struct.error) as malformed:
+            self.failure = Failure(500, f"the inference server sent what cannot be read: {malformed}")
+            final = False
+        if self.failure is not None:
+            self.cancel()
+        elif final:
+            self.done = True
+        self._wake()
+
+    def _tokens(self, raw: bytes, outputs: dict[str, bytes]) -> None:
+        length = outputs.get("sequence_length")
+        if len(raw) == 4 and (length == _ONE or not length):
+            self.tokens += _INT32.unpack(raw)
+        else:
+            count = len(raw) // 4
+            if length:  # what is beyond it is padding
+                count = min(count, _INT32.unpack_from(length)[0])
+            self.tokens += struct.unpack_from(f"<{count}i", raw)
+        probabilities = outputs.get("output_log_probs")
+        if probabilities:
+            self.log_probs += struct.unpack(f"<{len(probabilities) // 4}f", probabilities)
+
+    def _end(self, status: Status, stamp: int) -> None:
+        if not self.done and self.failure is None:
+            if status.retry and not self.begun:
+                self.refused = status
+            elif not status.ok:
+                self.failure = of_status(status)
+            else:
+                self.failure = Failure(500, "the inference server ended the answer without a final response")
+        self._wake()

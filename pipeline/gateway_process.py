@@ -1,0 +1,80 @@
+"""The gateway beside a server: a process of its own, started, found again and ended by number.
+
+`python -m pipeline.gateway_process OPTIONS` is that process; it says where it listens in the first line of its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engines.errors import StageFailed
+from engines.process import tail
+from pipeline.gateway.options import GatewayOptions
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 15.0
+LISTENS = re.compile(r"^gateway at (\S+)$", re.MULTILINE)
+
+
+def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
+    """Start it and wait until it listens; its number and address. Raises StageFailed with its own words."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.gateway_process", options.to_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        found = LISTENS.search(log.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            return process.pid, found[1]
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    end(process.pid)
+    raise StageFailed("the gateway does not start", why=tail(log), remedy=f"its log is {log}")
+
+
+def end(pid: int) -> None:
+    """End it and its workers: asked first, killed after STOP_SECONDS."""
+    if not alive(pid):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if alive(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # its workers follow it
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a gateway, and not another program that got its number."""
+    with contextlib.suppress(ChildProcessError):  # another process started it
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"pipeline.gateway_process" in command.split(b"\0")
+
+
+def main() -> None:
+    from pipeline.gateway.supervisor import serve
+
+    serve(GatewayOptions.from_json(sys.argv[1]), ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True))
+
+
+if __name__ == "__main__":
+    main()

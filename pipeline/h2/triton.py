@@ -1,0 +1,181 @@
+"""Triton's stream messages (KServe v2 over gRPC): requests as bytes, responses as outputs by name.
+
+tritonclient's protobuf classes are the wire definition. `parse` reads any response with them. `Reader` reads those
+of one call: they are alike but for the numbers in them, so what one message was found to hold at which place is
+believed of the next one of the same bytes in all other places (a quarter of the time; a test holds the two together).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+SERVER_READY = "/inference.GRPCInferenceService/ServerReady"
+SERVER_METADATA = "/inference.GRPCInferenceService/ServerMetadata"
+MODEL_READY = "/inference.GRPCInferenceService/ModelReady"
+MODEL_METADATA = "/inference.GRPCInferenceService/ModelMetadata"
+MODEL_CONFIG = "/inference.GRPCInferenceService/ModelConfig"
+REPOSITORY_INDEX = "/inference.GRPCInferenceService/RepositoryIndex"
+
+FINAL = "triton_final_response"
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+_LENGTH = struct.Struct("<I")
+
+
+class MalformedMessage(ValueError):
+    """Bytes that are no such message, or one that contradicts itself."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input: `data` is raw little-endian bytes, as Triton wants them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def infer_request(
+    model: str,
+    inputs: Iterable[Tensor],
+    outputs: Iterable[str] = (),
+    *,
+    request_id: str = "",
+    empty_final: bool = True,
+    parameters: Mapping[str, bool | int | str] | None = None,
+) -> bytes:
+    """A ModelInferRequest. `empty_final` asks for the end of the stream even where it carries no tensors."""
+    from tritonclient.grpc import service_pb2
+
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    if empty_final:
+        message.parameters[EMPTY_FINAL].bool_param = True
+    for key, value in (parameters or {}).items():
+        kind = "bool_param" if isinstance(value, bool) else "int64_param" if isinstance(value, int) else "string_param"
+        setattr(message.parameters[key], kind, value)
+    for tensor in inputs:
+        message.inputs.add(name=tensor.name, datatype=tensor.dtype, shape=tensor.shape)
+        message.raw_input_contents.append(tensor.data)
+    for name in outputs:
+        message.outputs.add(name=name)
+    return bytes(message.SerializeToString())
+
+
+def pack_strings(values: Iterable[str | bytes]) -> bytes:
+    """BYTES elements: each with its length in front."""
+    raw = [value.encode() if isinstance(value, str) else value for value in values]
+    return b"".join(_LENGTH.pack(len(value)) + value for value in raw)
+
+
+def unpack_strings(data: bytes) -> list[bytes]:
+    """The elements of a BYTES tensor. Raises MalformedMessage."""
+    out = []
+    position = 0
+    while position < len(data):
+        if position + 4 > len(data):
+            raise MalformedMessage("a BYTES tensor is cut short")
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += 4 + length
+        if position > len(data):
+            raise MalformedMessage("a BYTES tensor is cut short")
+        out.append(data[position - length : position])
+    return out
+
+
+class Reply(NamedTuple):
+    """A response: raw outputs by name, whether it is the last of its request, and the server's error if it is one."""
+
+    outputs: dict[str, bytes]
+    final: bool
+    error: str = ""
+
+
+def parse(message: bytes) -> Reply:
+    """A ModelStreamInferResponse. Raises MalformedMessage."""
+    return _reply(_decode(message))
+
+
+def _decode(message: bytes) -> Any:
+    from google.protobuf.message import DecodeError
+    from tritonclient.grpc import service_pb2
+
+    try:
+        return service_pb2.ModelStreamInferResponse.FromString(message)
+    except DecodeError as error:
+        raise MalformedMessage(str(error)) from None
+
+
+def _reply(decoded: Any) -> Reply:
+    response = decoded.infer_response
+    raw = response.raw_output_contents
+    if len(raw) != len(response.outputs):
+        # Triton writes raw contents alone; typed ones are for other servers of the protocol.
+        raise MalformedMessage(f"{len(response.outputs)} outputs and {len(raw)} raw contents")
+    outputs = {output.name: data for output, data in zip(response.outputs, raw, strict=True)}
+    parameters = response.parameters
+    final = FINAL in parameters and parameters[FINAL].bool_param
+    return Reply(outputs, final, decoded.error_message)
+
+
+class Reader:
+    """Reads the responses of one call (or of many alike)."""
+
+    __slots__ = ("_between", "_final", "_head", "_length", "_places")
+
+    def __init__(self) -> None:
+        self._length = -1
+        self._head = b""  # all up to the first content
+        self._between: tuple[tuple[int, int, bytes], ...] = ()  # what stands between two contents
+        self._places: tuple[tuple[str, int, int], ...] = ()  # contents by output
+        self._final = False
+
+    def read(self, message: bytes) -> Reply:
+        """The same as `parse`, faster from the second alike message on. Raises MalformedMessage."""
+        if len(message) == self._length and message.startswith(self._head):
+            for start, end, fixed in self._between:
+                if message[start:end] != fixed:
+                    break
+            else:
+                return Reply({name: message[start:end] for name, start, end in self._places}, self._final)
+        decoded = _decode(message)
+        reply = _reply(decoded)
+        self._learn(message, decoded, reply)
+        return reply
+
+    def _learn(self, message: bytes, decoded: Any, reply: Reply) -> None:
+        """Remember where the contents lie. Protobuf writes fields by number: raw contents are the message's end."""
+        self._length = -1
+        raw = list(decoded.infer_response.raw_output_contents)
+        names = [output.name for output in decoded.infer_response.outputs]
+        if reply.error or not raw or len(set(names)) != len(names):
+            return
+        places: list[tuple[int, int]] = []
+        end = len(message)
+        for data in reversed(raw):
+            tag = b"\x32" + _varint(len(data))  # field 6, bytes
+            start = end - len(data)
+            if message[start:end] != data or message[start - len(tag) : start] != tag:
+                return  # written in another order: stays with protobuf
+            places.append((start, end))
+            end = start - len(tag)
+        places.reverse()
+        self._head = message[: places[0][0]]
+        self._between = tuple((a, b, message[a:b]) for (_, a), (b, _) in itertools.pairwise(places))
+        self._places = tuple((name, *place) for name, place in zip(names, places, strict=True))
+        self._final = reply.final
+        self._length = len(message)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)

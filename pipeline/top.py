@@ -1,0 +1,134 @@
+"""Watching a served repository: its /metrics asked every few seconds, each answer a Snapshot.
+
+A server that does not answer is a Snapshot too, so that whoever watches sees it go and come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from engines.errors import HostError, InputDataError, UsageError
+from pipeline import console_top
+from pipeline.metrics import KNOWN, Figures, Scrape, derive, parse
+
+if TYPE_CHECKING:
+    import httpx
+
+# Triton answers in a few milliseconds; one that needs longer is as good as gone for whoever looks at it live.
+TIMEOUT_S = 5.0
+SHORTEST_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A server at one moment. `figures` is None, and `why` says why, while it does not answer."""
+
+    server: str
+    url: str
+    time: str
+    up: bool
+    why: str = ""
+    figures: Figures | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(url: str, name: str, *, interval: float, once: bool, as_json: bool) -> None:
+    """Show a server until Ctrl-C, or once: after one interval, because rates need two scrapes.
+
+    Raises UsageError for an impossible URL or interval, HostError when there are no metrics to begin with.
+    """
+    if not math.isfinite(interval) or interval < SHORTEST_INTERVAL_S:
+        raise UsageError(f"an interval of {interval:g} s is not possible", remedy=f"{SHORTEST_INTERVAL_S} is the least")
+    snapshots = watch(metrics_url(url), name, interval=interval)
+    try:
+        first = _require(next(snapshots))
+        if once:
+            console_top.show_once(_require(next(snapshots)), as_json=as_json)
+        else:
+            console_top.show(itertools.chain([first], snapshots), as_json=as_json)
+    except KeyboardInterrupt:
+        pass  # how one leaves
+    finally:
+        snapshots.close()
+
+
+def metrics_url(url: str) -> str:
+    """The URL to scrape: HTTP and /metrics unless another scheme or path is given. Raises UsageError."""
+    import httpx
+
+    try:
+        parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL:
+        parsed = httpx.URL("")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise UsageError(f"'{url}' is not an HTTP URL", remedy="give one such as http://localhost:8002/metrics")
+    return str(parsed if parsed.path not in ("", "/") else parsed.copy_with(path="/metrics"))
+
+
+def watch(
+    url: str,
+    name: str,
+    *,
+    interval: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Generator[Snapshot, None, None]:
+    """A Snapshot now and one every `interval` seconds, without end; the first has no rates.
+
+    After an outage rates span all the time since the last answer: `seconds` of the figures says how long that is.
+    """
+    import httpx
+
+    before: Scrape | None = None
+    due = clock()
+    # A proxy from the environment has no place between this and a server that is usually on the same machine.
+    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+        while True:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            try:
+                scrape = scrape_once(client, url, clock)
+            except HostError as error:
+                yield Snapshot(server=name, url=url, time=now, up=False, why=error.why)
+            else:
+                yield Snapshot(server=name, url=url, time=now, up=True, figures=derive(before, scrape))
+                before = scrape
+            # Scrapes that a slow reader or a timeout made impossible are left out, not made up for.
+            due = max(due + interval, clock())
+            sleep(max(0.0, due - clock()))
+
+
+def scrape_once(client: httpx.Client, url: str, clock: Callable[[], float] = time.monotonic) -> Scrape:
+    """The samples a server publishes now. Raises HostError."""
+    import httpx
+
+    try:
+        response = client.get(url)
+        stamp = clock()
+        if response.status_code != 200:
+            raise HostError("no metrics", why=f"HTTP status {response.status_code}")
+        scrape = parse(response.text, stamp)
+    except httpx.HTTPError as error:
+        raise HostError("no metrics", why=str(error) or type(error).__name__) from None
+    except InputDataError as error:
+        raise HostError("no metrics", why=f"{error.what}: {error.why}") from None
+    if not any(sample.family in KNOWN for sample in scrape.samples):
+        raise HostError("no metrics", why="none of the families is one of Triton's")
+    return scrape
+
+
+def _require(snapshot: Snapshot) -> Snapshot:
+    if not snapshot.up:
+        raise HostError(
+            f"no Triton metrics at {snapshot.url}",
+            why=snapshot.why,
+            remedy="start a server with `trtpipe serve`, or give the URL of one's metrics port (8002 by default)",
+        )
+    return snapshot

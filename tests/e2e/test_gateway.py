@@ -1,0 +1,216 @@
+"""The official OpenAI client against the gateway, in front of a real tritonserver with the real model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from pipeline.gateway.options import GatewayOptions, ServedModel
+from pipeline.gateway.supervisor import Gateway
+from tests.e2e.conftest import Served
+from tests.e2e.test_serve import ACTIVE, USED, until
+
+pytestmark = pytest.mark.real
+
+MODEL = "smollm2-135m"
+TOKENS = 32
+
+
+def options(served: Served, tokenizer: Path, **fields: Any) -> GatewayOptions:
+    model = ServedModel(name=MODEL, tokenizer=tokenizer, max_input_len=512, max_seq_len=1024)
+    return GatewayOptions(**{"models": (model,), "grpc_url": served.grpc, "port": 0, **fields})
+
+
+@pytest.fixture(scope="module")
+def gateway(served: Served, smollm2_hf: Path) -> Iterator[Gateway]:
+    made = Gateway.start(options(served, smollm2_hf, workers=2))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def hello(text: str = "What is the capital of France?") -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def test_ready_and_models(gateway: Gateway, client: openai.OpenAI) -> None:
+    assert httpx.get(f"{gateway.url}/health/ready").text == "ready\n"
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_greedy_text_is_that_of_the_ensemble(
+    served: Served, client: openai.OpenAI, greedy_texts: tuple[str, ...]
+) -> None:
+    """Whole and streamed, twenty requests in flight together. The ensemble's own is checked against transformers."""
+
+    def whole(text: str) -> str:
+        made = client.completions.create(model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0)
+        return made.choices[0].text
+
+    def streamed(text: str) -> str:
+        chunks = client.completions.create(model=MODEL, prompt=text, max_tokens=TOKENS, temperature=0, stream=True)
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    def ensemble(text: str) -> str:
+        return str(served.generate(text_input=text, max_tokens=TOKENS)["text_output"])
+
+    with ThreadPoolExecutor(len(greedy_texts)) as pool:
+        right = list(pool.map(ensemble, greedy_texts))
+        assert list(pool.map(whole, greedy_texts)) == right
+        assert list(pool.map(streamed, greedy_texts)) == right
+
+
+def test_chat_whole_and_streamed_with_usage(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(model=MODEL, messages=hello(), temperature=0, max_completion_tokens=40)
+    assert made.choices[0].message.content == "The capital of France is Paris."
+    assert made.choices[0].finish_reason == "stop"
+    assert made.usage is not None
+    assert made.usage.completion_tokens <= 10
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=hello(), temperature=0, max_completion_tokens=40, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == made.choices[0].message.content
+    assert chunks[-1].usage == made.usage
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def test_finish_by_length_and_by_a_stop_string(served: Served, client: openai.OpenAI) -> None:
+    cut = client.chat.completions.create(model=MODEL, messages=hello(), temperature=0, max_tokens=3)
+    assert cut.choices[0].finish_reason == "length"
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens == 3
+    stopped = client.chat.completions.create(
+        model=MODEL, messages=hello(), temperature=0, max_tokens=900, stop=" France", extra_body={"ignore_eos": True}
+    )
+    assert stopped.choices[0].message.content == "The capital of"
+    assert stopped.choices[0].finish_reason == "stop"
+    assert until(lambda: served.gauges()[ACTIVE] == 0)
+
+
+def test_characters_that_span_tokens(client: openai.OpenAI) -> None:
+    chunks = client.completions.create(model=MODEL, prompt="😀" * 10, max_tokens=24, temperature=0, stream=True)
+    pieces = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(pieces) == "😀" * 8
+    assert "" not in pieces[:-1]
+
+
+def test_seeds_and_several_answers(client: openai.OpenAI) -> None:
+    def ask(seed: int | None) -> list[str]:
+        made = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=12, n=3, seed=seed)
+        assert [choice.index for choice in made.choices] == [0, 1, 2]
+        return [choice.text for choice in made.choices]
+
+    first = ask(7)
+    assert ask(7) == first
+    assert len(set(first)) > 1
+    assert ask(None) != ask(None)
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model=MODEL, messages=hello(), temperature=0, max_tokens=5, logprobs=True, top_logprobs=1
+    )
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(entry.token for entry in logprobs.content) == made.choices[0].message.content
+    assert all(entry.logprob <= 0 for entry in logprobs.content)
+    assert [entry.top_logprobs[0].token for entry in logprobs.content] == [entry.token for entry in logprobs.content]
+
+
+def test_errors_are_the_client_s_own_classes(served: Served, client: openai.OpenAI, smollm2_hf: Path) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"does not exist; served: {MODEL}"):
+        client.chat.completions.create(model="gpt-4", messages=hello())
+    with pytest.raises(openai.BadRequestError, match="tokens; this model takes 512"):
+        client.completions.create(model=MODEL, prompt="word " * 2000)
+    with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'") as refused:
+        client.chat.completions.create(model=MODEL, messages=hello(), extra_body={"temprature": 1})
+    assert refused.value.param == "temprature"
+    with pytest.raises(openai.BadRequestError, match="'tools' is not supported"):
+        client.chat.completions.create(
+            model=MODEL, messages=hello(), tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    # What only the engine knows, it says itself.
+    bare = ServedModel(name=MODEL, tokenizer=smollm2_hf)
+    gateway = Gateway.start(options(served, smollm2_hf, models=(bare,)))
+    try:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as unlimited:
+            with pytest.raises(openai.BadRequestError, match="max_input_len"):
+                unlimited.completions.create(model=MODEL, prompt="word " * 2000)
+            with pytest.raises(openai.BadRequestError, match="max_seq_len"):
+                unlimited.completions.create(model=MODEL, prompt="word", max_tokens=5000)
+    finally:
+        gateway.stop()
+
+
+def test_api_keys(served: Served, smollm2_hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("the-key\n")
+    gateway = Gateway.start(options(served, smollm2_hf, api_keys_file=tmp_path / "keys"))
+    try:
+        stranger = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="not-it", max_retries=0)
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.chat.completions.create(model=MODEL, messages=hello())
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="the-key", max_retries=0) as friend:
+            made = friend.chat.completions.create(model=MODEL, messages=hello(), temperature=0, max_tokens=40)
+            assert made.choices[0].message.content == "The capital of France is Paris."
+        for pid in gateway.pids:
+            assert "the-key" not in " ".join(psutil.Process(pid).cmdline())
+    finally:
+        gateway.stop()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request_in_the_engine(
+    served: Served, gateway: Gateway, client: openai.OpenAI, stream: bool
+) -> None:
+    body = {"model": MODEL, "prompt": "Count: one, two,", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    if stream:
+        chunks = client.completions.create(
+            model=MODEL, prompt="Count: one, two,", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(chunks)
+        assert until(lambda: served.gauges()[ACTIVE] == 1)
+        left = time.monotonic()
+        chunks.close()
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=1.0)
+        left = time.monotonic()
+    assert until(lambda: served.gauges()[ACTIVE] == 0)
+    assert time.monotonic() - left < 2
+    assert served.gauges()[USED] == 0
+
+
+def test_a_worker_that_is_killed_ends_its_requests_and_the_other_goes_on(served: Served, smollm2_hf: Path) -> None:
+    gateway = Gateway.start(options(served, smollm2_hf, workers=2))
+    try:
+        os.kill(gateway.pids[0], signal.SIGKILL)
+        answered = 0
+        for _ in range(8):
+            try:
+                answered += httpx.get(f"{gateway.url}/health/ready").status_code == 200
+            except httpx.TransportError:
+                continue
+        assert answered
+        assert until(lambda: served.gauges()[ACTIVE] == 0)
+    finally:
+        gateway.stop()

@@ -1,0 +1,168 @@
+"""What a real tritonserver publishes, read by `top`: the numbers are those of the requests that were sent."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline import top
+from pipeline.metrics import FAMILIES, KNOWN, EngineFigures, Figures, ModelFigures, Scrape
+from tests.e2e.conftest import Served
+
+pytestmark = pytest.mark.real
+
+ASK: dict[str, Any] = {
+    "text_input": "The capital of France is",
+    "max_tokens": 8,
+    "end_id": -1,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+}
+
+
+def model(figures: Figures, name: str) -> ModelFigures:
+    return next(entry for entry in figures.models if entry.model == name)
+
+
+def engine(figures: Figures) -> EngineFigures:
+    (only,) = figures.engines
+    return only
+
+
+def published(served: Served) -> Scrape:
+    with httpx.Client() as client:
+        return top.scrape_once(client, served.metrics)
+
+
+def settled(served: Served) -> None:
+    """Return when nothing runs and no counter moves: Triton counts a request shortly after it has answered it."""
+    before = None
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        scrape = published(served)
+        counts = {(s.family, s.part, s.labels): s.value for s in scrape.samples if s.grows}
+        if counts == before and scrape.total("nv_trt_llm_request_metrics", request_type="active") == 0:
+            return
+        before = counts
+        time.sleep(0.3)
+    raise AssertionError("the server's counters do not come to rest")
+
+
+def between(served: Served, act: Callable[[], object]) -> Figures:
+    """The figures of an interval in which `act` happened, and nothing else."""
+    settled(served)
+
+    def sleep(seconds: float) -> None:
+        act()
+        settled(served)
+
+    snapshots = top.watch(served.metrics, served.name, interval=0.1, sleep=sleep)
+    assert next(snapshots).up
+    figures = next(snapshots).figures
+    snapshots.close()
+    assert figures is not None
+    assert figures.seconds is not None
+    return figures
+
+
+def test_the_families_of_the_list_are_those_the_server_publishes(served: Served) -> None:
+    found = {sample.family for sample in published(served).samples}
+    assert found & set(KNOWN) == {family.name for family in FAMILIES if family.reference}
+    assert not [name for name in found if name.startswith("nv_") and name not in KNOWN]
+
+
+def test_rates_are_those_of_what_was_sent(served: Served) -> None:
+    replies: list[dict[str, Any]] = []
+
+    def act() -> None:
+        replies.extend(served.generate(**ASK) for _ in range(3))
+        replies.extend(served.generate("tensorrt_llm_bls", **ASK) for _ in range(2))
+
+    figures = between(served, act)
+    assert figures.seconds is not None
+    assert figures.restarted == ()
+    assert [reply["num_output_tokens"] for reply in replies] == [8] * 5
+
+    def count(rate: float | None) -> float:
+        assert rate is not None
+        assert figures.seconds is not None
+        return rate * figures.seconds
+
+    for name, requests in (("ensemble", 3), ("tensorrt_llm_bls", 2), ("tensorrt_llm", 5), ("preprocessing", 5)):
+        assert count(model(figures, name).succeeded_per_s) == pytest.approx(requests), name
+        assert model(figures, name).failed_per_s == 0
+        assert model(figures, name).pending == 0
+    front = model(figures, "ensemble")
+    assert front.request_ms is not None
+    assert front.queue_ms is not None
+    assert 0 < front.queue_ms < front.request_ms < figures.seconds * 1000 / 3
+    if KNOWN["nv_llm_output_token_len"].reference:
+        assert count(engine(figures).output_tokens_per_s) == pytest.approx(5 * 8)
+        sent = sum(reply["num_input_tokens"] for reply in replies)
+        assert count(engine(figures).input_tokens_per_s) == pytest.approx(sent)
+    else:
+        assert (engine(figures).output_tokens_per_s, engine(figures).input_tokens_per_s) == (None, None)
+    # A step gives each request a token, and a request's first step reads its prompt and gives the first.
+    assert 8 <= count(engine(figures).steps_per_s) <= 5 * 8
+
+
+def test_a_failure_counts_twice_in_the_ensemble_and_not_in_the_engine(served: Served) -> None:
+    """As docs/metrics.md warns, and as its alert's description says."""
+    figures = between(served, lambda: served.generate(text_input="hello", max_tokens=5000))
+    assert figures.seconds is not None
+    assert (model(figures, "ensemble").failed_per_s or 0) * figures.seconds == pytest.approx(2)
+    assert model(figures, "tensorrt_llm").failed_per_s == 0
+    assert model(figures, "ensemble").succeeded_per_s == 0
+
+
+def test_a_request_in_flight_is_seen_with_its_blocks(served: Served) -> None:
+    settled(served)
+    stream = served.stream(text_input="Count: one, two,", max_tokens=100, end_id=-1)
+    next(stream)
+    snapshots = top.watch(served.metrics, served.name, interval=0.2)
+    deadline = time.monotonic() + 20
+    for snapshot in snapshots:
+        assert snapshot.figures is not None
+        at = engine(snapshot.figures)
+        if at.in_flight == 1 or time.monotonic() > deadline:
+            break
+    assert (at.in_flight, at.waiting) == (1, 0)
+    assert at.kv_used is not None
+    assert at.kv_max is not None
+    assert at.kv_used > 0
+    assert at.kv_fraction == at.kv_used / at.kv_max
+    assert at.kv_free == at.kv_max - at.kv_used
+    assert len(list(stream)) > 50  # it ends by itself: clients that go away are tested elsewhere
+    settled(served)
+
+
+def test_once_as_json_agrees_with_what_was_sent(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    def look() -> dict[str, Any]:
+        settled(served)
+        top.run(served.metrics, served.name, interval=0.2, once=True, as_json=True)
+        value: dict[str, Any] = json.loads(capsys.readouterr().out)
+        assert value["up"]
+        return value["figures"]  # type: ignore[no-any-return]
+
+    def counts(figures: dict[str, Any]) -> dict[str, float]:
+        (tokens,) = figures["engines"]
+        found = {entry["model"]: entry["succeeded"] for entry in figures["models"]}
+        return {
+            **found,
+            **{name: tokens[name] for name in ("input_tokens", "output_tokens") if tokens[name] is not None},
+        }
+
+    before = counts(look())
+    replies = [served.generate(**ASK) for _ in range(4)]
+    after = counts(look())
+    grown = {name: after[name] - before[name] for name in after}
+    assert (grown["ensemble"], grown["tensorrt_llm"], grown["tensorrt_llm_bls"]) == (4, 4, 0)
+    if KNOWN["nv_llm_output_token_len"].reference:
+        assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 32
+        assert grown["input_tokens"] == sum(reply["num_input_tokens"] for reply in replies)
+    assert look()["models"][0]["succeeded_per_s"] == 0
