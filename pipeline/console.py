@@ -1,4 +1,4 @@
-"""The only module that prints. Progress and complaints go to stderr, results to stdout, so that pipes stay clean."""
+"""What a person sees, but for `top` (console_top). Progress and complaints go to stderr, results to stdout."""
 
 from __future__ import annotations
 

@@ -267,12 +267,7 @@ def test_sinks_on_the_releases_that_have_them() -> None:
             {"sink_token_length": 4, "max_attention_window_size": 64},
             "serving.sink_token_length needs build.streamingllm",
         ),
-        (
-            {"remove_input_padding": False},
-            {"batching_strategy": "inflight_fused_batching"},
-            "serving.batching_strategy=inflight_fused_batching is not possible here",
-        ),
-        ({}, {"batching_strategy": "V2"}, "unknown serving.batching_strategy 'V2'; "),
+        ({"remove_input_padding": False}, {}, "an engine without in-flight batching cannot be served: since 0.20"),
         ({}, {"triton_max_batch_size": 65}, "serving.triton_max_batch_size 65 exceeds build.max_batch_size 64"),
     ],
 )
@@ -283,9 +278,3 @@ def test_serving_asks_for_no_more_than_the_engine_has(
     with pytest.raises(UsageError) as error:
         resolve_serving(ServingConfig(**serving), made)
     assert str(error.value).startswith(message)
-
-
-def test_without_packing_the_server_batches_as_it_can() -> None:
-    made, _ = resolve(BuildConfig(remove_input_padding=False), target())
-    assert resolve_serving(ServingConfig(), made)[0].batching_strategy == "V1"
-    assert resolve_serving(ServingConfig(), BuildConfig())[0].batching_strategy == "inflight_fused_batching"

@@ -40,14 +40,12 @@ class ServerOptions:
 def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
     """The words of the command, for `world_size` ranks on one machine."""
     if world_size == 1:
-        return [options.program, *_arguments(options, list(options.models))]
+        return [options.program, *_arguments(options, list(options.models), 0)]
     words = ["mpirun", *_mpi_options(options)]
     for rank in range(world_size):
         models = list(options.models) if rank == 0 else [ENGINE_MODEL]
-        # Servers of one machine share /dev/shm, and would take each other's regions for their own.
-        region = f"--backend-config=python,shm-region-prefix-name=rank{rank}_"
         silent = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")] if rank else []
-        words += ["-n", "1", options.program, *_arguments(options, models), region, *silent]
+        words += ["-n", "1", options.program, *_arguments(options, models, rank), *silent]
         words += [":"] if rank + 1 < world_size else []
     return words
 
@@ -62,7 +60,7 @@ def _mpi_options(options: ServerOptions) -> list[str]:
     ]  # fmt: skip
 
 
-def _arguments(options: ServerOptions, models: list[str]) -> list[str]:
+def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str]:
     places = [("--backend-directory", options.backends), ("--cache-directory", options.caches)]
     return [
         f"--model-repository={options.repository}",
@@ -75,6 +73,8 @@ def _arguments(options: ServerOptions, models: list[str]) -> list[str]:
         f"--grpc-port={options.grpc}",
         f"--metrics-address={options.host}",
         f"--metrics-port={options.metrics}",
+        # Servers of one machine share /dev/shm, and would take each other's regions for their own.
+        f"--backend-config=python,shm-region-prefix-name=trtpipe{options.http}_{rank}_",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout}",
     ]

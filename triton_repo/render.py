@@ -23,7 +23,7 @@ from engines.passport import Passport, read_passport
 from triton_repo import llmapi, tensors
 from triton_repo.check import check_configs
 from triton_repo.llmapi import place_llmapi
-from triton_repo.serving import STRATEGIES, ServingConfig
+from triton_repo.serving import ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What the text models share; the name is ours alone, since a stub finds it through sys.path.
@@ -66,8 +66,9 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, out / TOKENIZER_FOLDER / name)
     for model, values in _values(passport, serving).items():
-        _write_config(model, values, out / model)
-        script = TEMPLATES / model / "model.py"
+        template = "tensorrt_llm_bls" if model == "ensemble" and serving.ensemble == "script" else model
+        _write_config(template, values, out / model)
+        script = TEMPLATES / template / "model.py"
         if script.is_file():
             shutil.copyfile(script, out / model / "1" / "model.py")
             shutil.copyfile(TEMPLATES / "shared" / SHARED, out / model / "1" / SHARED)
@@ -116,6 +117,30 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
     }
     skip = {"skip_special_tokens": _boolean(serving.skip_special_tokens)}
+    graph = {
+        "max_batch_size": batch,
+        "inputs": tensors.CLIENT_INPUTS,
+        "outputs": tensors.CLIENT_OUTPUTS,
+        "steps": _ensemble_steps(),
+    }
+    script = {
+        "max_batch_size": batch,
+        "decoupled": serving.decoupled,
+        "inputs": tensors.CLIENT_INPUTS,
+        "outputs": tensors.CLIENT_OUTPUTS,
+        "parameters": {
+            **text_parameters,
+            **skip,
+            **watching,
+            "accumulate_tokens": _boolean(serving.accumulate_tokens),
+            "max_concurrent_requests": str(limit),
+            "max_queue_size": str(serving.max_queue_size),
+            "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
+            "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
+            "preprocessed": json.dumps(tensors.PREPROCESSED),
+        },
+        "instance_count": 1,
+    }
     return {
         "preprocessing": {
             "max_batch_size": batch,
@@ -140,30 +165,8 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "parameters": {**text_parameters, **skip, **watching},
             "instance_count": POSTPROCESSING_INSTANCES,
         },
-        "ensemble": {
-            "max_batch_size": batch,
-            "inputs": tensors.CLIENT_INPUTS,
-            "outputs": tensors.CLIENT_OUTPUTS,
-            "steps": _ensemble_steps(),
-        },
-        "tensorrt_llm_bls": {
-            "max_batch_size": batch,
-            "decoupled": serving.decoupled,
-            "inputs": tensors.CLIENT_INPUTS,
-            "outputs": tensors.CLIENT_OUTPUTS,
-            "parameters": {
-                **text_parameters,
-                **skip,
-                **watching,
-                "accumulate_tokens": _boolean(serving.accumulate_tokens),
-                "max_concurrent_requests": str(limit),
-                "max_queue_size": str(serving.max_queue_size),
-                "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
-                "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
-                "preprocessed": json.dumps(tensors.PREPROCESSED),
-            },
-            "instance_count": 1,
-        },
+        "ensemble": {"name": "ensemble", **(script if serving.ensemble == "script" else graph)},
+        "tensorrt_llm_bls": {"name": "tensorrt_llm_bls", **script},
     }
 
 
@@ -177,7 +180,7 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
     out = {
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
         "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
-        "gpt_model_type": serving.batching_strategy or STRATEGIES[0],
+        "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": prefix + ENGINE_FOLDER,
         "max_beam_width": "1",
         "batch_scheduler_policy": serving.batch_scheduler_policy,

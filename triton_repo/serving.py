@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from engines.build_config import BuildConfig
 from engines.errors import UsageError, suggestion
 
-STRATEGIES = ("inflight_fused_batching", "V1")
 POLICIES = ("guaranteed_no_evict", "max_utilization")
+ENSEMBLES = ("graph", "script")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,6 @@ class ServingConfig:
 
     triton_max_batch_size          requests Triton may put into one call; None takes the engine's max_batch_size
     decoupled                      allow several responses to a request, which streaming needs
-    batching_strategy              inflight_fused_batching, or V1 for an engine that was built without it
     batch_scheduler_policy         guaranteed_no_evict, or max_utilization (admit more, pause and recompute)
     kv_cache_free_gpu_mem_fraction share of the GPU memory left after loading that becomes KV cache
     max_tokens_in_paged_kv_cache   upper bound of the KV cache in tokens; None for no bound
@@ -31,7 +30,11 @@ class ServingConfig:
     exclude_input_in_output        answer with the new tokens only
     normalize_log_probs            divide the cumulative log probability of a beam by its length
     max_queue_delay_microseconds   how long Triton waits to form a batch
-    max_queue_size                 requests Triton queues before it answers UNAVAILABLE; 0 for no bound
+    max_queue_size                 requests that may wait beside a full batch; more are answered UNAVAILABLE. 0 for
+                                   no bound
+    ensemble                       what the model of this name is: Triton's own graph of the three models, or the
+                                   script that tensorrt_llm_bls is, which alone ends a request in the engine when the
+                                   client goes away without having given an id, or before the first token
     cancellation_check_period_ms   how often the backend looks for clients that went away
     stats_check_period_ms          how often the backend updates its metrics
     preprocessing_instance_count   tokenizer processes
@@ -44,7 +47,6 @@ class ServingConfig:
 
     triton_max_batch_size: int | None = None
     decoupled: bool = True
-    batching_strategy: str | None = None
     batch_scheduler_policy: str = "guaranteed_no_evict"
     kv_cache_free_gpu_mem_fraction: float = 0.9
     max_tokens_in_paged_kv_cache: int | None = None
@@ -57,6 +59,7 @@ class ServingConfig:
     normalize_log_probs: bool = True
     max_queue_delay_microseconds: int = 0
     max_queue_size: int = 0
+    ensemble: str = "graph"
     cancellation_check_period_ms: int = 100
     stats_check_period_ms: int = 100
     preprocessing_instance_count: int = 1
@@ -66,7 +69,10 @@ class ServingConfig:
     repository_root: str = ""
 
     def __post_init__(self) -> None:
-        for name, words in (("batching_strategy", STRATEGIES), ("batch_scheduler_policy", POLICIES)):
+        for name, words in (
+            ("batch_scheduler_policy", POLICIES),
+            ("ensemble", ENSEMBLES),
+        ):
             word = getattr(self, name)
             if word is not None and word not in words:
                 raise UsageError(f"unknown serving.{name} '{word}'", remedy=suggestion(word, words))
@@ -118,14 +124,12 @@ def resolve_serving(serving: ServingConfig, build: BuildConfig) -> tuple[Serving
             raise UsageError(f"serving.{name} is not possible here", why=reason, remedy="leave it out")
         if asked is None:
             chosen[name] = possible, reason or "the engine can do it"
-    strategy = STRATEGIES[0] if build.in_flight_batching else STRATEGIES[1]
-    if serving.batching_strategy is None:
-        chosen["batching_strategy"] = strategy, "as the engine is built"
-    elif serving.batching_strategy == STRATEGIES[0] and not build.in_flight_batching:
+    if not build.in_flight_batching:
         raise UsageError(
-            "serving.batching_strategy=inflight_fused_batching is not possible here",
-            why="the engine is built without a paged KV cache, packed prompts or the attention plugin",
-            remedy="leave it out, or leave these settings of build at their defaults",
+            "an engine without in-flight batching cannot be served",
+            why="since 0.20 TensorRT-LLM's executor refuses static batching, and in-flight batching needs a paged KV "
+            "cache, packed prompts and the attention plugin",
+            remedy="leave build.kv_cache_type, build.remove_input_padding and build.gpt_attention_plugin as they are",
         )
     if build.streamingllm and serving.sink_token_length is None:
         raise UsageError(

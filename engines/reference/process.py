@@ -154,6 +154,10 @@ def _handle(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub, message: dic
             stub.running.add(message["id"])
         except RequestRefused as error:
             _send(stub, {"type": "refused", "id": message["id"], "error": str(error)})
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+            # A malformed request must not end those of everybody else.
+            reason = f"the request is malformed: {type(error).__name__}: {error}"
+            _send(stub, {"type": "refused", "id": message["id"], "error": reason})
 
 
 def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:

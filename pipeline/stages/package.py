@@ -9,9 +9,11 @@ from typing import Any
 from engines.backend import Target
 from engines.base import Engine
 from engines.passport import read_passport, require_target
+from engines.toolchain import Toolchain
 from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
+from triton_repo.check import ERROR, RepositoryError, check_repository
 from triton_repo.render import render
 from triton_repo.serving import ServingConfig
 
@@ -19,6 +21,7 @@ from triton_repo.serving import ServingConfig
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     serving: ServingConfig
+    runtime: str
     target: Target
 
 
@@ -29,7 +32,7 @@ class Package:
     inputs: tuple[str, ...] = ("tokenizer", "engine")
 
     def settings(self, plan: Plan) -> Settings:
-        return Settings(serving=plan.serving, target=plan.engine_target)
+        return Settings(serving=plan.serving, runtime=plan.runtime, target=plan.engine_target)
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return dataclasses.asdict(settings.serving)
@@ -45,7 +48,17 @@ class Package:
         engine = Engine(path=job.inputs["engine"])
         require_target(read_passport(engine.path), settings.target, engine.path)
         repository = render(engine, job.inputs["tokenizer"], settings.serving, job.out)
-        return {"models": list(repository.models)}
+        faults = check_repository(job.out, toolchain=_release(settings))
+        errors = [fault for fault in faults if fault.severity == ERROR]
+        if errors:
+            raise RepositoryError(f"the repository has {len(errors)} fault(s)", why=str(errors[0]))
+        return {"models": list(repository.models), "notices": [str(fault) for fault in faults]}
+
+
+def _release(settings: Settings) -> Toolchain | None:
+    """The release that will serve it, where one does."""
+    released = settings.runtime in settings.target.toolchain.runtimes
+    return settings.target.toolchain if released else None
 
 
 PACKAGE = Package()

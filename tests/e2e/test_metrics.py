@@ -122,7 +122,8 @@ def test_a_failure_counts_twice_in_the_ensemble_and_not_in_the_engine(served: Se
 
 def test_a_request_in_flight_is_seen_with_its_blocks(served: Served) -> None:
     settled(served)
-    stream = served.stream(text_input="Count: one, two,", max_tokens=100, end_id=-1)
+    # Through BLS, which ends a request in the engine when its client leaves: nothing has to be waited for.
+    stream = served.stream("tensorrt_llm_bls", text_input="Count: one, two,", max_tokens=900, end_id=-1)
     next(stream)
     snapshots = top.watch(served.metrics, served.name, interval=0.2)
     deadline = time.monotonic() + 20
@@ -137,7 +138,7 @@ def test_a_request_in_flight_is_seen_with_its_blocks(served: Served) -> None:
     assert at.kv_used > 0
     assert at.kv_fraction == at.kv_used / at.kv_max
     assert at.kv_free == at.kv_max - at.kv_used
-    assert len(list(stream)) > 50  # it ends by itself: clients that go away are tested elsewhere
+    stream.close()  # type: ignore[attr-defined]
     settled(served)
 
 

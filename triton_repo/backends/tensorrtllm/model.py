@@ -32,6 +32,7 @@ START_SECONDS = 600.0
 # An engine that dies this often within this time is broken, not unlucky.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+RESTARTING = "the engine process is being started again; try again in a moment"
 
 # Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
 UNSUPPORTED_INPUTS = (
@@ -72,6 +73,10 @@ class TritonPythonModel:
         self.logits_dtype = np.float32
         self.cancel_period = int(parameters.get("cancellation_check_period_ms", 100)) / 1000
         self.engine = _Engine(parameters, args["model_repository"])
+        policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
+        self.max_queue_size = int(policy.get("max_queue_size", 0))
+        # Sequences taken in at once: those of a full batch, and those that wait for it.
+        self.most = self.engine.max_batch_size + self.max_queue_size if self.max_queue_size else None
         self.metrics = _Metrics(args["model_name"], args["model_version"])
         self.numbers = itertools.count()
         self.lock = threading.Lock()
@@ -92,8 +97,12 @@ class TritonPythonModel:
                     self._stop(request, sender)
                 else:
                     self._start(request, sender)
-            except (ValueError, OSError) as error:
-                _fail(sender, str(error))
+            except _Refused as error:
+                _fail(sender, str(error), error.code)
+            except OSError:
+                _fail(sender, RESTARTING, pb_utils.TritonError.UNAVAILABLE)
+            except Exception as error:  # one request's fault must not fail those that came with it
+                _fail(sender, f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self):
         self.closing.set()
@@ -108,31 +117,41 @@ class TritonPythonModel:
         for name in UNSUPPORTED_INPUTS:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None and tensor.as_numpy().size:
-                raise ValueError(f"input {name} is not supported by the reference runtime")
+                raise _Refused(f"input {name} is not supported by the reference runtime")
         if _scalar(request, "beam_width", 1) != 1:
-            raise ValueError("beam_width must be 1: the reference runtime has no beam search")
+            raise _Refused("beam_width must be 1: the reference runtime has no beam search")
         streaming = bool(_scalar(request, "streaming", False))
         if streaming and not self.decoupled:
-            raise ValueError("Streaming is only supported if model is deployed using decoupled mode.")
+            raise _Refused("Streaming is only supported if model is deployed using decoupled mode.")
         ids = _array(request, "input_ids")
         lengths = _array(request, "input_lengths")
         if ids is None or lengths is None:
-            raise ValueError("input_ids and input_lengths are required")
+            raise _Refused("input_ids and input_lengths are required")
         ids = ids.reshape(len(lengths), -1)
         copies = int(_scalar(request, "num_return_sequences", 1))
         if len(ids) * copies > 1 and not self.decoupled:
-            raise ValueError("several sequences per request need decoupled mode")
+            raise _Refused("several sequences per request need decoupled mode")
         answer = _Answer(request, sender, streaming, self, sequences=len(ids) * copies)
         submissions = []
         for row in range(len(ids)):
+            if not 1 <= int(lengths.reshape(-1)[row]) <= ids.shape[1]:
+                raise _Refused(f"input_lengths is {int(lengths.reshape(-1)[row])}, input_ids holds {ids.shape[1]}")
             for copy in range(copies):
                 message, blob = _message(request, ids[row], int(lengths.reshape(-1)[row]), row, copy)
                 message["id"] = next(self.numbers)
                 sequence = _Sequence(answer, row, copy, message["prompt"])
                 submissions.append((message, blob, sequence))
         with self.lock:
-            for message, _, sequence in submissions:
-                self.sequences[message["id"]] = sequence
+            full = self.most is not None and len(self.sequences) + len(submissions) > self.most
+            if not full:
+                for message, _, sequence in submissions:
+                    self.sequences[message["id"]] = sequence
+        if full:
+            # Triton's own queue stays empty, since execute returns at once: the bound has to be kept here.
+            raise _Refused(
+                f"Maximum queue size of {self.max_queue_size} has been reached, please try again later",
+                pb_utils.TritonError.UNAVAILABLE,
+            )
         for message, blob, _ in submissions:
             try:
                 self.engine.connection.send(message, blob)
@@ -141,13 +160,13 @@ class TritonPythonModel:
                 with self.lock:
                     gone = self.sequences.pop(message["id"], None)
                 if gone is not None:
-                    answer.fail("the engine process is being started again; try again in a moment")
+                    answer.fail(RESTARTING, pb_utils.TritonError.UNAVAILABLE)
 
     def _stop(self, request, sender):
         """A request whose `stop` is true ends the one of the same id, and gets one empty final response."""
         request_id = request.request_id()
         if not request_id:
-            raise ValueError("Trying to stop a request but request ID is not provided")
+            raise _Refused("Trying to stop a request but request ID is not provided")
         with self.lock:
             targets = [number for number, s in self.sequences.items() if s.answer.request_id == request_id]
         for number in targets:
@@ -186,7 +205,7 @@ class TritonPythonModel:
             elif message["type"] == "refused":
                 with self.lock:
                     sequence = self.sequences.pop(message["id"])
-                self._sender(sequence).put(sequence.answer.fail, message["error"])
+                self._sender(sequence).put(sequence.answer.fail, message["error"], pb_utils.TritonError.INVALID_ARG)
             elif message["type"] == "failed":
                 self.engine.reason = message["error"]
 
@@ -206,7 +225,7 @@ class TritonPythonModel:
         with self.lock:
             waiting, self.sequences = list(self.sequences.values()), {}
         for sequence in waiting:
-            self._sender(sequence).put(sequence.answer.fail, reason)
+            self._sender(sequence).put(sequence.answer.fail, reason, pb_utils.TritonError.UNAVAILABLE)
         now = time.monotonic()
         self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_SECONDS] + [now]
         if len(self.restarts) > MAX_RESTARTS:
@@ -221,6 +240,14 @@ class TritonPythonModel:
         return True
 
 
+class _Refused(Exception):
+    """What a client is told of its request, and the code it gets."""
+
+    def __init__(self, message, code=None):
+        super().__init__(message)
+        self.code = pb_utils.TritonError.INVALID_ARG if code is None else code
+
+
 class _Engine:
     """The engine process and the connection to it."""
 
@@ -228,6 +255,8 @@ class _Engine:
         launch = json.loads((HERE / "engine.json").read_text(encoding="utf-8"))
         self.command = launch["command"]
         self.environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
+        if launch["python_path"]:
+            self.environment["PYTHONPATH"] = launch["python_path"]
         if launch["library_path"]:
             self.environment["LD_LIBRARY_PATH"] = launch["library_path"]
         path = parameters.get("gpt_model_path", "")
@@ -235,6 +264,8 @@ class _Engine:
         self.path = Path(model_repository).parent / path
         if not path or not (self.path / "config.json").is_file():
             raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {self.path})")
+        built = json.loads((self.path / "config.json").read_text(encoding="utf-8"))["build_config"]
+        self.max_batch_size = int(built["max_batch_size"])
         self.options = {
             "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
             "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
@@ -358,6 +389,7 @@ class _Answer:
         self.running = sequences
         self.lock = threading.Lock()
         self.closed = False
+        self.begun = False  # a response has been sent
 
     def send(self, tensors, finished):
         if finished:
@@ -365,8 +397,11 @@ class _Answer:
         # The last response that carries tensors has the final flag: BLS models cannot read an empty one.
         self._send(pb_utils.InferenceResponse(_select(self.wanted, tensors)), final=self.running == 0)
 
-    def fail(self, reason):
-        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(reason)), final=True)
+    def fail(self, reason, code):
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                _fail(self.sender, reason, code, begun=self.begun)
 
     def is_cancelled(self):
         """Whether the client has gone away. After the final response nobody may ask: the server would crash."""
@@ -376,7 +411,7 @@ class _Answer:
     def _send(self, response, final):
         with self.lock:
             if not self.closed:
-                self.closed = final
+                self.closed, self.begun = final, True
                 self.sender.send(response, flags=FINAL if final else 0)
 
 
@@ -564,5 +599,11 @@ def _select(wanted, tensors):
     return [pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted]
 
 
-def _fail(sender, reason):
-    sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(reason)), flags=FINAL)
+def _fail(sender, reason, code, begun=False):
+    failure = pb_utils.InferenceResponse(error=pb_utils.TritonError(reason, code))
+    if begun:
+        # A script in the middle of a stream is not given an error that comes with the final flag, and waits on.
+        sender.send(failure)
+        sender.send(flags=FINAL)
+    else:  # in two parts it would leave an ensemble's request unreleased
+        sender.send(failure, flags=FINAL)

@@ -114,3 +114,23 @@ class Detokenizer:
     def _new_text(self):
         before = self._decode(self._ids[: self._returned])
         return self._decode(self._ids)[len(before) :]
+
+
+def stop(engine, request_id):
+    """End a request of the engine model: a second one of the same id whose `stop` is true. Any id is accepted."""
+    import triton_python_backend_utils as pb_utils  # exists in a stub only
+
+    zero = np.zeros((1, 1), dtype=np.int32)
+    request = pb_utils.InferenceRequest(
+        model_name=engine,
+        request_id=request_id,
+        requested_output_names=["output_ids", "sequence_length"],
+        inputs=[
+            pb_utils.Tensor("input_ids", zero),
+            pb_utils.Tensor("input_lengths", zero),
+            pb_utils.Tensor("request_output_len", zero),
+            pb_utils.Tensor("stop", np.array([[True]])),
+        ],
+    )
+    for _ in request.exec(decoupled=True):
+        pass

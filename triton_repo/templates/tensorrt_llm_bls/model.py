@@ -1,11 +1,14 @@
-"""The chain preprocessing -> engine -> text as one script. Unlike the ensemble it sees the whole stream, so text is
-continued exactly without a request id, stop words are also matched on the text, and a client that goes away ends
-its request in the engine.
+"""The chain preprocessing -> engine -> text as one script. Unlike the ensemble it sees the whole request, so text is
+continued exactly without a request id, stop words are also matched on the text, and a client that goes away ends its
+request in the engine, streamed or not.
 
-One thread follows one request; `execute` returns at once, so an instance serves many requests.
+One thread follows one request; `execute` returns at once, so an instance serves many requests. Another asks every
+`cancellation_check_period_ms` which clients have gone, and sends the engine a stop request for each: the one way to
+end a request that both NVIDIA's backend and ours know.
 """
 
 import json
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +16,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 import trtpipe_text as text
 
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+GONE = "the client has gone"
+
 
 class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
+        self.name = args["model_name"]
         self.engine = text.parameter(config, "tensorrt_llm_model_name", "tensorrt_llm")
         self.accumulate = text.flag(config, "accumulate_tokens", False)
         self.decoupled = config["model_transaction_policy"]["decoupled"]
@@ -27,54 +34,109 @@ class TritonPythonModel:
         self.tokenizer = text.load_tokenizer(folder)
         self.skip_special_tokens = text.flag(config, "skip_special_tokens", True)
         self.declared = [output["name"] for output in config["output"] if output["name"] != "text_output"]
-        self.threads = ThreadPoolExecutor(max_workers=int(text.parameter(config, "max_concurrent_requests")))
+        running = int(text.parameter(config, "max_concurrent_requests"))
+        self.max_queue_size = int(text.parameter(config, "max_queue_size", "0"))
+        self.most = running + self.max_queue_size if self.max_queue_size else None
+        self.threads = ThreadPoolExecutor(max_workers=running)
+        self.lock = threading.Lock()
+        self.calls = set()  # every request that has no final response yet
+        self.closing = threading.Event()
+        self.cancel_period = int(text.parameter(config, "cancellation_check_period_ms", "100")) / 1000
+        threading.Thread(target=self._watch_clients, daemon=True).start()
 
     def execute(self, requests):
         for request in requests:
-            self.threads.submit(self._serve, request)
+            call = _Call(request)
+            with self.lock:
+                full = self.most is not None and len(self.calls) >= self.most
+                if not full:
+                    self.calls.add(call)
+            if full:
+                # Triton's own queue stays empty, since execute returns at once: the bound has to be kept here.
+                call.fail(
+                    f"{self.name}: Maximum queue size of {self.max_queue_size} has been reached, "
+                    "please try again later",
+                    pb_utils.TritonError.UNAVAILABLE,
+                )
+            else:
+                self.threads.submit(self._serve, call)
 
     def finalize(self):
         self.threads.shutdown(wait=True)
+        self.closing.set()
 
-    def _serve(self, request):
-        sender = request.get_response_sender()
+    def _serve(self, call):
         try:
-            self._stream(request, sender)
+            if not call.closed:
+                self._stream(call)
+        except _Failed as error:
+            call.fail(f"{self.name}: {error}", error.code)
         except Exception as error:
-            failure = pb_utils.InferenceResponse(error=pb_utils.TritonError(f"tensorrt_llm_bls: {error}"))
-            sender.send(failure, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            call.fail(f"{self.name}: {error}", pb_utils.TritonError.INTERNAL)
+        finally:
+            with self.lock:
+                self.calls.discard(call)
 
-    def _stream(self, request, sender):
+    def _stream(self, call):
+        request = call.request
         streaming = _flag(request, "stream")
         if streaming and not self.decoupled:
-            raise ValueError("streaming needs a repository packaged with serving.decoupled true")
+            raise _Failed("streaming needs a repository packaged with serving.decoupled true")
         prompt = pb_utils.get_input_tensor_by_name(request, "text_input")
         if prompt is None or prompt.as_numpy().size != 1:
-            raise ValueError("text_input must hold exactly one prompt")
+            raise _Failed("text_input must hold exactly one prompt")
         stop_texts = _texts(request, "stop_words")
-        engine_id = uuid.uuid4().hex
         answer = _Answer(text.Detokenizer(self.tokenizer, self.skip_special_tokens), self.accumulate and streaming)
-        responses = self._engine_request(request, engine_id).exec(decoupled=True)
+        asked = self._engine_request(request, call.engine_id)
         stopped = False
-        for response in responses:
-            if response.has_error():
-                raise ValueError(response.error().message())
+        for response in self._follow(call, asked):
             ids = pb_utils.get_output_tensor_by_name(response, "output_ids")
-            if ids is None or stopped:
+            if stopped:
                 continue
+            if ids is None:
+                # An error in mid-stream reaches a script as a last response without tensors and without its words.
+                raise _Failed("the engine ended the request early", pb_utils.TritonError.UNAVAILABLE)
             piece = answer.extend(ids.as_numpy().reshape(-1).tolist())
             if not streaming:
-                whole = self._response(response, piece + answer.finish())
-                sender.send(whole, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-                return
-            sender.send(self._response(response, piece))
-            if request.is_cancelled() or any(word in answer.whole for word in stop_texts):
+                call.send(self._response(response, piece + answer.finish()), final=True)
+                continue
+            call.send(self._response(response, piece))
+            if any(word in answer.whole for word in stop_texts):
                 stopped = True
-                self._stop(engine_id)
+                text.stop(self.engine, call.engine_id)
         rest = answer.finish()
         if rest:
-            sender.send(pb_utils.InferenceResponse([_text_tensor(rest)]))
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            call.send(pb_utils.InferenceResponse([_text_tensor(rest)]))
+        call.end()
+
+    def _follow(self, call, asked):
+        """The engine's responses, to the last one: what is left unread would stay in the server's memory."""
+        if not call.begin():
+            raise _Failed(GONE, pb_utils.TritonError.CANCELLED)
+        try:
+            for response in asked.exec(decoupled=True):
+                if response.has_error():
+                    # The last one, though the iterator does not know: asked for more it would wait for ever.
+                    raise _Failed(response.error().message(), response.error().code())
+                if not call.cancelled:
+                    yield response
+        finally:
+            call.running = False
+        if call.cancelled:
+            raise _Failed(GONE, pb_utils.TritonError.CANCELLED)
+
+    def _watch_clients(self):
+        while not self.closing.wait(self.cancel_period):
+            with self.lock:
+                calls = list(self.calls)
+            for call in calls:
+                if not call.look():
+                    continue
+                if call.running:
+                    # Once more each time until the engine has ended it: the first may have overtaken the request.
+                    text.stop(self.engine, call.engine_id)
+                elif not call.begun:
+                    call.fail(GONE, pb_utils.TritonError.CANCELLED)
 
     def _engine_request(self, request, engine_id):
         inputs = []
@@ -84,7 +146,7 @@ class TritonPythonModel:
             model_name="preprocessing", requested_output_names=list(self.preprocessed), inputs=inputs
         ).exec()
         if prepared.has_error():
-            raise ValueError(prepared.error().message())
+            raise _Failed(prepared.error().message(), prepared.error().code())
         engine_inputs = [
             pb_utils.Tensor(theirs, pb_utils.get_output_tensor_by_name(prepared, ours).as_numpy())
             for ours, theirs in self.preprocessed.items()
@@ -99,23 +161,6 @@ class TritonPythonModel:
             inputs=engine_inputs,
         )
 
-    def _stop(self, engine_id):
-        """End the engine's request: a second one of the same id whose `stop` is true."""
-        zero = np.zeros((1, 1), dtype=np.int32)
-        stop = pb_utils.InferenceRequest(
-            model_name=self.engine,
-            request_id=engine_id,
-            requested_output_names=["output_ids", "sequence_length"],
-            inputs=[
-                pb_utils.Tensor("input_ids", zero),
-                pb_utils.Tensor("input_lengths", zero),
-                pb_utils.Tensor("request_output_len", zero),
-                pb_utils.Tensor("stop", np.array([[True]])),
-            ],
-        )
-        for _ in stop.exec(decoupled=True):
-            pass
-
     def _response(self, response, piece):
         outputs = [_text_tensor(piece)]
         for name in self.declared:
@@ -123,6 +168,55 @@ class TritonPythonModel:
             if tensor is not None:
                 outputs.append(pb_utils.Tensor(name, tensor.as_numpy()))
         return pb_utils.InferenceResponse(outputs)
+
+
+class _Failed(Exception):
+    """What the client is told, and the code it gets."""
+
+    def __init__(self, message, code=None):
+        super().__init__(message)
+        self.code = pb_utils.TritonError.INVALID_ARG if code is None else code
+
+
+class _Call:
+    """One request, its client and its run in the engine."""
+
+    def __init__(self, request):
+        self.request = request
+        self.sender = request.get_response_sender()
+        self.engine_id = uuid.uuid4().hex
+        self.lock = threading.Lock()
+        self.closed = False  # the final response is sent
+        self.cancelled = False
+        self.begun = self.running = False  # in the engine
+
+    def begin(self):
+        """Whether the engine may be asked: not when the client went away before."""
+        with self.lock:
+            self.begun = self.running = not self.closed
+            return self.begun
+
+    def look(self):
+        """Whether the client has gone away. After the final response nobody may ask: the server would crash."""
+        with self.lock:
+            if not self.closed and not self.cancelled:
+                self.cancelled = self.sender.is_cancelled()
+            return self.cancelled
+
+    def send(self, response, final=False):
+        with self.lock:
+            if not self.closed:
+                self.closed = final
+                self.sender.send(response, flags=FINAL if final else 0)
+
+    def end(self):
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self.sender.send(flags=FINAL)
+
+    def fail(self, reason, code):
+        self.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(reason, code)), final=True)
 
 
 class _Answer:

@@ -1,0 +1,231 @@
+"""What a real tritonserver and our models do when clients go away, processes die, queues fill and requests are wrong.
+
+Served is a tiny model whose longest answer takes many seconds, with room for two requests in flight and two waiting.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from tests.e2e.conftest import Cli, Served
+from tests.e2e.test_serve import ACTIVE, USED, until
+from tests.factories import hf_folder
+
+pytestmark = pytest.mark.real
+
+LONG = 8000
+SIZES = ("max_batch_size=2", "max_input_len=64", "max_seq_len=8192", "max_num_tokens=64", "max_beam_width=1")
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
+# The poll period, one engine step, and what two busy cores add.
+SOON = 3.0
+
+
+@pytest.fixture(scope="module")
+def tiny(cli: Cli, serve: Callable[[str], Served], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = hf_folder(tmp_path_factory.mktemp("models") / "faulty", dtype="F32", max_position_embeddings=8192)
+    sizes = [word for size in SIZES for word in ("--set", f"build.{size}")]
+    cli.ok(
+        "build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *sizes, "--set", "serving.max_queue_size=2"
+    )
+    yield serve("faulty.cpu.fp32")
+    cli.run("stop", "faulty.cpu.fp32")
+
+
+def ask(model: str, tokens: int = LONG, *, stream: bool = True, **more: Any) -> dict[str, Any]:
+    if model == "tensorrt_llm":
+        start = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": tokens, "streaming": stream}
+    else:
+        start = {"text_input": "Hello", "max_tokens": tokens, "stream": stream}
+    return {**start, "end_id": -1, **more}
+
+
+def tensors(body: dict[str, Any]) -> list[Any]:
+    from tritonclient.grpc import InferInput
+
+    kinds = {int: (np.int32, "INT32"), bool: (np.bool_, "BOOL"), str: (np.object_, "BYTES")}
+    out = []
+    for key, value in body.items():
+        values = value if isinstance(value, list) else [value]
+        dtype, kind = kinds[type(values[0])]
+        array = np.array([values], dtype=dtype)
+        out.append(InferInput(key, list(array.shape), kind))
+        out[-1].set_data_from_numpy(array)
+    return out
+
+
+def idle(served: Served) -> bool:
+    gauges = served.gauges()
+    return gauges[ACTIVE] == gauges[USED] == 0
+
+
+def works(served: Served) -> bool:
+    return all("error" not in served.generate(model, **ask(model, 2, stream=False)) for model in MODELS)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cancelled_grpc_call_ends_in_the_engine(tiny: Served, model: str, stream: bool) -> None:
+    """Of an ensemble Triton tells only the next step of a stream: it needs an id, and a first token."""
+    from tritonclient.grpc import InferenceServerClient
+
+    if model == "ensemble" and not stream:
+        pytest.skip("Triton passes no cancellation on within an ensemble: see serving.ensemble=script")
+    arrived: queue.Queue[Any] = queue.Queue()
+    client = InferenceServerClient(tiny.grpc)
+    client.start_stream(callback=lambda result, error: arrived.put((result, error)))
+    client.async_stream_infer(model, tensors(ask(model, stream=stream)), request_id="to-be-left")
+    assert until(lambda: tiny.gauges()[ACTIVE] == 1)
+    client.stop_stream(cancel_requests=True)
+    client.close()
+    assert until(lambda: idle(tiny), SOON)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_closed_http_stream_ends_in_the_engine(tiny: Served, model: str) -> None:
+    more = {"id": "left"} if model == "ensemble" else {}
+    events = tiny.stream(model, **ask(model, **more))
+    next(events)
+    assert until(lambda: tiny.gauges()[ACTIVE] == 1)
+    events.close()  # type: ignore[attr-defined]
+    assert until(lambda: idle(tiny), SOON)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_more_than_the_queue_holds_is_refused_at_once(tiny: Served, model: str) -> None:
+    """Two run and two wait; the rest hears of it quickly, and those four get their whole answers."""
+    url = f"{tiny.http}/v2/models/{model}/generate"
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(10) as pool:
+
+        def one(_: int) -> tuple[float, int, dict[str, Any]]:
+            start = time.monotonic()
+            reply = client.post(url, json=ask(model, 3000, stream=False))
+            return time.monotonic() - start, reply.status_code, reply.json()
+
+        replies = list(pool.map(one, range(10)))
+    refused = [(seconds, body["error"]) for seconds, status, body in replies if status != 200]
+    # One more may have found a place when another had ended.
+    assert 5 <= len(refused) <= 6
+    # Triton's own queue bound, or that of the model behind it.
+    assert all("aximum queue size" in error for _, error in refused)
+    assert max(seconds for seconds, _ in refused) < min(seconds for seconds, status, _ in replies if status == 200)
+    assert until(lambda: idle(tiny), SOON)
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("ensemble", {"text_input": "x" * 65}, "max_input_len"),
+    ("ensemble", {"text_input": ""}, "the prompt is empty"),
+    ("ensemble", {"max_tokens": 0}, "max_tokens is 0"),
+    ("ensemble", {"max_tokens": -3}, "max_tokens is -3"),
+    ("ensemble", {"max_tokens": 9000}, "max_seq_len"),
+    ("ensemble", {"max_tokens": "many"}, "integer"),
+    ("ensemble", {"text_input": ["a", "b"]}, "text_input"),
+    ("tensorrt_llm", {"input_ids": [5] * 65, "input_lengths": 65}, "max_input_len"),
+    ("tensorrt_llm", {"input_lengths": 0}, "input_lengths is 0"),
+    ("tensorrt_llm", {"input_lengths": 9}, "input_lengths is 9"),
+    ("tensorrt_llm", {"input_ids": [5, 6, 900]}, "token id 900"),
+    ("tensorrt_llm", {"request_output_len": 0}, "max_tokens is 0"),
+    ("tensorrt_llm", {"request_output_len": 9000}, "max_seq_len"),
+]
+BAD += [("tensorrt_llm_bls", change, words) for model, change, words in BAD if model == "ensemble"]
+
+
+@pytest.mark.parametrize(("model", "change", "telling"), BAD)
+def test_a_wrong_request_gets_one_line_and_harms_nobody(
+    tiny: Served, model: str, change: dict[str, Any], telling: str
+) -> None:
+    error = tiny.generate(model, **{**ask(model, 4, stream=False), **change})["error"]
+    assert telling in error
+    assert "\n" not in error.strip()
+    assert works(tiny)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_grpc_refuses_unknown_names_wrong_types_and_bad_text(tiny: Served, model: str) -> None:
+    from tritonclient.grpc import InferInput
+
+    def failure(inputs: list[Any]) -> str:
+        from tritonclient.grpc import InferenceServerClient
+
+        arrived: queue.Queue[Any] = queue.Queue()
+        with InferenceServerClient(tiny.grpc) as client:
+            client.start_stream(callback=lambda result, error: arrived.put(error))
+            client.async_stream_infer(model, inputs)
+            error = arrived.get(timeout=20)
+            client.stop_stream()
+        return str(error.message())
+
+    good = tensors(ask(model, 2))
+    assert "unexpected inference input 'colour'" in failure([*good, *tensors({"colour": 1})])
+    (name,) = {"max_tokens", "request_output_len"} & set(ask(model))
+    wrong = [item for item in good if item.name() != name]
+    assert name in failure([*wrong, *tensors({name: "2"})])
+    assert name in failure([*wrong, *tensors({name: [1, 2]})])
+    if model != "tensorrt_llm":
+        bytes_ = InferInput("text_input", [1, 1], "BYTES")
+        bytes_.set_data_from_numpy(np.array([[b"\xff\xfe"]], dtype=np.object_))
+        assert "not UTF-8" in failure([bytes_, *[item for item in good if item.name() != "text_input"]])
+    assert works(tiny)
+
+
+def processes(served: Served) -> dict[str, psutil.Process]:
+    """The engine, and each stub by its model."""
+    out = {}
+    for process in psutil.Process(served.pid).children(recursive=True):
+        if process.status() == psutil.STATUS_ZOMBIE:
+            continue
+        words = process.cmdline()
+        if "engines.reference.process" in words:
+            out["engine"] = process
+        for word in words:
+            if word.endswith("_0_0"):
+                out[word.removesuffix("_0_0")] = process
+    return out
+
+
+def test_a_dead_engine_is_told_to_every_stream_and_started_again(tiny: Served) -> None:
+    """A script is given the end of a stream without its reason, and must not take it for the answer's."""
+    last: dict[str, dict[str, Any]] = {}
+    begun = threading.Semaphore(0)
+
+    def follow(model: str) -> None:
+        for event in tiny.stream(model, **ask(model)):
+            if model not in last:
+                begun.release()
+            last[model] = event
+
+    threads = [threading.Thread(target=follow, args=(model,)) for model in MODELS[:1] + MODELS[2:]]
+    for thread in threads:
+        thread.start()
+    assert all(begun.acquire(timeout=30) for _ in threads)
+    processes(tiny)["engine"].kill()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert "engine process ended (signal 9)" in last["tensorrt_llm"]["error"]
+    assert "the engine ended the request early" in last["tensorrt_llm_bls"]["error"]
+    assert until(lambda: works(tiny), 60)
+
+
+@pytest.mark.parametrize("victim", ["preprocessing", "postprocessing", "tensorrt_llm_bls", "tensorrt_llm"])
+def test_a_dead_stub_is_named_until_its_model_is_loaded_again(tiny: Served, victim: str) -> None:
+    """Triton starts no stub again by itself, and calls itself ready all the while."""
+    front = {"postprocessing": "ensemble", "preprocessing": "ensemble"}.get(victim, victim)
+    processes(tiny)[victim].kill()
+    start = time.monotonic()
+    error = tiny.generate(front, **ask(front, 2, stream=False))["error"]
+    assert f"Stub process '{victim}_0_0' is not healthy" in error
+    assert time.monotonic() - start < 10
+    repository = f"{tiny.http}/v2/repository/models/{victim}"
+    assert httpx.post(f"{repository}/unload", json={}, timeout=60).status_code == 200
+    assert until(lambda: httpx.post(f"{repository}/load", json={}, timeout=60).status_code == 200)
+    assert until(lambda: works(tiny), 30)

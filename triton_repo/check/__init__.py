@@ -1,0 +1,164 @@
+"""Would Triton and its TensorRT-LLM backends load this repository, and do what it says? Answered from the files alone.
+
+The C++ backend takes a default for what it cannot read, Triton passes over unknown keys of a request, and neither
+compares an engine's release with its own; so whatever they would pass over without a word is looked at here. What
+loads and works is left alone, also when it is unusual: the repository may be anybody's, of any release since 0.9.
+Facts are in configs/triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engines.errors import InputDataError
+from engines.nvidia import Gpu
+from engines.toolchain import Toolchain
+from triton_repo.check.core import check_core
+from triton_repo.check.engine import (
+    EngineFolder,
+    check_engine,
+    check_gpus,
+    check_release,
+    check_static,
+    check_vocabulary,
+    find_engine,
+)
+from triton_repo.check.faults import ERROR, RULES, WARNING, Fault, Report
+from triton_repo.check.files import check_files
+from triton_repo.check.graph import check_circles, check_graph
+from triton_repo.check.llmapi import check_llmapi
+from triton_repo.check.models import ENGINE_BACKEND, Model, read_models
+from triton_repo.check.parameters import check_parameters
+from triton_repo.check.release import Release
+from triton_repo.check.scripts import Script, check_script, read_script
+from triton_repo.check.service import check_callers, check_instances, check_sharing
+from triton_repo.check.tensors import check_tensors, evidence
+from triton_repo.check.tokenizer import check_tokenizers
+
+__all__ = ["ERROR", "RULES", "WARNING", "Fault", "RepositoryError", "check_configs", "check_repository"]
+
+
+class RepositoryError(InputDataError):
+    """A model repository that Triton would not load, or would load wrongly."""
+
+
+def check_repository(
+    folder: Path, *, toolchain: Toolchain | None = None, gpus: Sequence[Gpu] | None = None
+) -> list[Fault]:
+    """Everything that is wrong with the repository in `folder`, errors first; empty for a sound one.
+
+    toolchain  the release that will serve it; without one, that of its engines, or what its configurations show
+    gpus       those of the machine that will serve it; without them, no machine is asked about
+
+    Paths in it may be those of a container: absolute ones that do not exist here are not looked into.
+    """
+    report = Report(repository=folder)
+    if not folder.is_dir():
+        report.error("no-models", folder, "", "is no folder", remedy="give a model repository")
+        return report.faults
+    models = read_models(folder, report)
+    engines = _engines(models, report)
+    release = _release(models, engines, toolchain)
+    scripts = _check_models(models, release, report)
+    vocabularies = check_tokenizers(folder, models, report)
+    for name, engine in engines.items():
+        model = models[name]
+        check_engine(model, engine, release, report)
+        check_release(model, engine, release, toolchain, report)
+        check_vocabulary(engine, vocabularies, report)
+        if gpus is not None:
+            check_gpus(model, engine, gpus, toolchain, report)
+    for name, model in models.items():
+        check_instances(model, engines.get(name), scripts[name], gpus, report)
+        if model.role == "engine":
+            check_files(model, models, report)
+            check_static(model, release, report)
+        elif model.role == "llmapi":
+            check_llmapi(model, models, release, toolchain, gpus, report)
+        if toolchain is not None:
+            _check_runtime(model, engines.get(name), toolchain, report)
+    check_callers(models, scripts, report)
+    check_sharing(models, report)
+    _check_graphs(models, report)
+    return report.sorted()
+
+
+def check_configs(repository: Path, models: Iterable[str]) -> None:
+    """Check the configurations of these models and how they fit together, without engines and tokenizers.
+
+    Raises RepositoryError for the first error, naming the file.
+    """
+    report = Report(repository=repository)
+    found = read_models(repository, report)
+    for name in set(models) - set(found):
+        if not any(fault.path.split("/")[0] == name for fault in report.faults):
+            report.error("config-missing", repository / name, "", "is missing")
+    scripts = _check_models(found, _release(found, {}, None), report)
+    check_callers(found, scripts, report)
+    _check_graphs(found, report)
+    for fault in report.sorted():
+        if fault.severity == ERROR:
+            place = f"{repository / fault.path}: {fault.where}" if fault.where else str(repository / fault.path)
+            raise RepositoryError(f"{place} {fault.what}", why=fault.why, remedy=fault.remedy)
+
+
+def _engines(models: dict[str, Model], report: Report) -> dict[str, EngineFolder]:
+    """The decoder engine of each engine model; an encoder is only looked into."""
+    out = {}
+    for name, model in models.items():
+        if model.role == "engine":
+            engine = find_engine(model, "gpt_model_path", models, report)
+            if not model.python_runtime:
+                find_engine(model, "encoder_model_path", models, report)
+            if engine is not None:
+                out[name] = engine
+    return out
+
+
+def _release(models: dict[str, Model], engines: dict[str, EngineFolder], toolchain: Toolchain | None) -> Release:
+    lowest = max(
+        (key for model in models.values() if model.role == "engine" and (key := evidence(model))), default=None
+    )
+    if toolchain is not None:
+        return Release(name=toolchain.name, source="as asked", lowest=lowest)
+    for engine in engines.values():
+        told = engine.passport.toolchain if engine.passport is not None else engine.version
+        found = Release(name=told, source="which the engine was built with", lowest=lowest)
+        if found.key is not None:
+            return found
+    return Release(lowest=lowest)
+
+
+def _check_models(models: dict[str, Model], release: Release, report: Report) -> dict[str, Script]:
+    scripts = {}
+    for name, model in models.items():
+        script = scripts[name] = read_script(model, report)
+        check_core(model, report)
+        check_script(model, script, report)
+        check_tensors(model, script, release, report)
+        check_parameters(model, script, release, report)
+    return scripts
+
+
+def _check_graphs(models: dict[str, Model], report: Report) -> None:
+    check_circles(models.values(), report)
+    for model in models.values():
+        if model.role == "ensemble":
+            check_graph(model, models, report)
+
+
+def _check_runtime(model: Model, engine: EngineFolder | None, toolchain: Toolchain, report: Report) -> None:
+    """Some releases have left engines behind, and others do not know the LLM API yet."""
+    ours = engine is not None and engine.passport is not None and engine.passport.runtime != "tensorrt_llm"
+    wanted = {"engine": "tensorrt_llm", "llmapi": "trtllm_pytorch"}.get(model.role)
+    if wanted is None or wanted in toolchain.runtimes or ours:
+        return
+    report.error(
+        "release-runtime",
+        model.path,
+        model.at_field("backend"),
+        f"is served by '{ENGINE_BACKEND if model.role == 'engine' else 'the LLM API'}', which TensorRT-LLM "
+        f"{toolchain.name} does not have",
+        remedy=f"it has {' and '.join(toolchain.runtimes)}",
+    )

@@ -1,0 +1,198 @@
+"""What Triton's core refuses in a model's configuration, whatever its backend."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from triton_repo.check.faults import Report
+from triton_repo.check.models import Model
+from triton_repo.check.text import definitions
+
+ANY = -1
+
+
+def check_core(model: Model, report: Report) -> None:
+    config = model.config
+    if config is None:
+        return
+    if config.max_batch_size < 0:
+        report.error("batch-size", model.path, model.at_field("max_batch_size"), "is negative", remedy="give 0 or more")
+    scalars = [tensor.name for tensor in config.input if tensor.HasField("reshape") and not tensor.reshape.shape]
+    if scalars and config.max_batch_size == 0:
+        report.error(
+            "tensor",
+            model.path,
+            model.at_tensor("input", scalars[0]),
+            "is reshaped to a scalar, and the model takes no batches",
+            why="Triton refuses the model",
+            remedy="give max_batch_size 1 or more",
+        )
+    for kind, tensors in (("input", config.input), ("output", config.output)):
+        for tensor in tensors:
+            _check_tensor(model, kind, tensor, report)
+    if model.role != "ensemble":
+        # An ensemble counts its inputs otherwise; it may also declare an output twice.
+        _check_duplicates(model, report)
+    _check_batching(model, report)
+    _check_instances(model, report)
+    if config.model_transaction_policy.decoupled and config.response_cache.enable:
+        report.error(
+            "response-cache",
+            model.path,
+            model.at_field("response_cache"),
+            "is on for a decoupled model",
+            why="Triton caches single responses only",
+            remedy="turn it off",
+        )
+    if model.role == "engine" and config.HasField("sequence_batching"):
+        report.warning(
+            "queue-policy",
+            model.path,
+            model.at_field("sequence_batching"),
+            "batches sequences of requests",
+            why="the backend batches by itself",
+            remedy="use dynamic_batching",
+        )
+
+
+def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
+    where = model.at_tensor(kind, tensor.name) if tensor.name else kind
+    told = None
+    if not tensor.name:
+        told = "has no name"
+    elif not tensor.data_type:
+        told = "has no data_type"
+    elif not tensor.dims:
+        told = "has no dims"
+    elif any(size < 1 and size != ANY for size in tensor.dims):
+        told = f"has the dims {list(tensor.dims)}, a size is at least 1, or -1 for any"
+    elif tensor.HasField("reshape"):
+        shape = tensor.reshape.shape
+        if not shape and model.batch == 0:
+            return  # told once for the model
+        if any(size < 1 and size != ANY for size in shape):
+            told = f"is reshaped to {list(shape)}, a size is at least 1, or -1 for any"
+        elif not _same_size(list(tensor.dims), list(shape)):
+            told = f"has the dims {list(tensor.dims)} and is reshaped to {list(shape)}, of another size"
+    if told:
+        report.error("tensor", model.path, where, told, why="Triton refuses the model")
+        report.blame(model.name, tensor.name)
+
+
+def _same_size(dims: list[int], shape: list[int]) -> bool:
+    """Do both hold as many elements, counting each stretch between variable sizes by itself?"""
+
+    def stretches(sizes: list[int]) -> list[int]:
+        out: list[list[int]] = [[]]
+        for size in sizes:
+            if size == ANY:
+                out.append([])
+            else:
+                out[-1].append(size)
+        return [prod(stretch) for stretch in out]
+
+    return stretches(dims) == stretches(shape)
+
+
+def _check_duplicates(model: Model, report: Report) -> None:
+    assert model.config is not None
+    seen: dict[str, Any] = {}
+    for tensor in model.config.input:
+        first = seen.setdefault(tensor.name, tensor)
+        if first is tensor:
+            continue
+        if not tensor.optional:
+            why = "Triton counts both, and refuses requests that bring one"
+        elif tensor != first:
+            why = "Triton takes the first, and they differ"
+        else:
+            continue
+        report.error(
+            "duplicate-tensor", model.path, model.at_tensor("input", tensor.name), "is declared twice", why, "drop one"
+        )
+        report.blame(model.name, tensor.name)
+
+
+def _check_batching(model: Model, report: Report) -> None:
+    config = model.config
+    assert config is not None
+    if not config.HasField("dynamic_batching"):
+        return
+    batching, where = config.dynamic_batching, model.at_field("preferred_batch_size")
+    for size in batching.preferred_batch_size:
+        if size <= 0:
+            report.error(
+                "batch-size", model.path, where, f"is {size}", why="Triton refuses it", remedy="give 1 or more"
+            )
+        elif size > config.max_batch_size:
+            report.error(
+                "batch-size",
+                model.path,
+                where,
+                f"is {size}, above the max_batch_size {config.max_batch_size}",
+                why="Triton refuses the model",
+                remedy="give both the same number",
+            )
+    levels, default = batching.priority_levels, batching.default_priority_level
+    beyond = [level for level in batching.priority_queue_policy if not 0 < level <= levels]
+    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+    delay = definitions().ModelQueuePolicy.TimeoutAction.Value("DELAY")
+    told = None
+    if levels and not 0 < default <= levels:
+        told = f"default_priority_level is {default} of {levels} levels"
+    elif levels and beyond:
+        told = f"priority_queue_policy names the level {beyond[0]} of {levels}"
+    elif batching.preserve_ordering and levels > 1:
+        told = "preserve_ordering goes with one priority level only"
+    elif batching.preserve_ordering and any(
+        policy.default_timeout_microseconds and policy.timeout_action == delay for policy in policies
+    ):
+        told = "preserve_ordering does not go with the timeout action DELAY"
+    if told:
+        report.error("queue-policy", model.path, model.at_field("dynamic_batching"), told, why="Triton refuses it")
+
+
+def _check_instances(model: Model, report: Report) -> None:
+    config = model.config
+    assert config is not None
+    where = model.at_field("instance_group")
+    groups = definitions().ModelInstanceGroup
+    if model.role == "ensemble":
+        for name in ("instance_group", "optimization", "model_warmup"):
+            given = config.HasField(name) if name == "optimization" else len(getattr(config, name)) > 0
+            if given:
+                report.error(
+                    "ensemble",
+                    model.path,
+                    model.at_field(name),
+                    "stands in an ensemble",
+                    why="Triton refuses the model",
+                )
+        return
+    for group in config.instance_group:
+        kind = groups.Kind.Name(group.kind)
+        if group.gpus and kind in ("KIND_CPU", "KIND_MODEL"):
+            report.error(
+                "instance-group",
+                model.path,
+                where,
+                f"names GPUs for {kind}",
+                why="Triton refuses the model",
+                remedy="say KIND_GPU, or leave gpus out"
+                if model.role != "engine"
+                else "leave gpus out, and give the parameter gpu_device_ids",
+            )
+        elif group.profile:
+            report.error(
+                "instance-group", model.path, where, "names a profile", why="only TensorRT plans have profiles"
+            )
+        if model.role == "engine" and kind == "KIND_GPU" and not model.python_runtime:
+            report.warning(
+                "instance-group",
+                model.path,
+                where,
+                "is of KIND_GPU",
+                why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
+                remedy="say KIND_CPU, and give the parameter gpu_device_ids",
+            )

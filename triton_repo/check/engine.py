@@ -1,0 +1,578 @@
+"""The engine that a configuration names: its folder, its sizes against the parameters, and who can run it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engines.errors import TrtpipeError
+from engines.files import read_json
+from engines.nvidia import Gpu
+from engines.passport import NAME as PASSPORT
+from engines.passport import Passport, objections, read_passport
+from engines.toolchain import Toolchain
+from triton_repo.check import values
+from triton_repo.check.faults import Report
+from triton_repo.check.models import Model
+from triton_repo.check.paths import locate
+from triton_repo.check.release import Release, release_key
+from triton_repo.check.tensors import LOGITS
+from triton_repo.check.text import PLACEHOLDER, definitions
+from triton_repo.check.tokenizer import Vocabulary
+
+# Our other runtimes bring a Hugging Face folder of their own form.
+COMPILED = ("tensorrt_llm", "reference")
+_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
+# Bits of build_config.speculative_decoding_mode, and the decoding mode each one wants; 1 stands for none.
+_SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
+_SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
+_STATIC = ("V1", "v1")
+# From this release on the executor refuses static batching.
+STATIC_UNTIL = "0.20.0"
+_ENCODERS = ("Encoder", "MLLaMA", "Mllama", "Whisper", "Enc", "DecoderModel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFolder:
+    """An engine folder on this machine, as far as its config.json says."""
+
+    path: Path
+    version: str | None
+    pretrained: dict[str, Any]
+    build: dict[str, Any]
+    passport: Passport | None = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    def size(self, name: str) -> int | None:
+        return _whole(self.build.get(name))
+
+    @property
+    def world_size(self) -> int | None:
+        mapping = self.pretrained.get("mapping")
+        if not isinstance(mapping, dict):
+            return None
+        sizes = [_whole(mapping.get(name, 1)) for name in ("tp_size", "pp_size", "cp_size")]
+        if any(size is None for size in sizes) or not {"tp_size", "world_size"} & set(mapping):
+            return None
+        out = 1
+        for size in sizes:
+            out *= size or 1
+        return out
+
+
+def find_engine(model: Model, name: str, models: dict[str, Model], report: Report) -> EngineFolder | None:
+    """The engine that a path parameter names, if it is on this machine; what is wrong with it is reported."""
+    text = model.value(name)
+    if text is None or PLACEHOLDER.search(text):
+        return None
+    where = model.at_parameter(name)
+    place = locate(text, report.repository, models)
+    if place.absent:
+        report.error(
+            "engine-folder",
+            model.path,
+            where,
+            f"is '{text}', which is not there",
+            why=place.why,
+            remedy="name the folder of config.json and the rank files",
+        )
+        return None
+    folder = place.path
+    if folder is None:
+        return None
+    if not folder.is_dir():
+        report.error(
+            "engine-folder", model.path, where, f"is '{text}', which is no folder", remedy="name the folder it is in"
+        )
+        return None
+    passport = _passport(folder, report)
+    if passport is not None and passport.runtime not in COMPILED:
+        return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    ranks = {file for file in files if re.fullmatch(r"rank\d+\.(engine|safetensors)", file)}
+    if place.mapped and "config.json" not in files and not ranks:
+        return None  # the container may have the engine mounted there
+    if "config.json" not in files:
+        report.error(
+            "engine-folder",
+            model.path,
+            where,
+            f"is '{text}', which has no config.json",
+            why="the backend reads the engine's sizes from it",
+            remedy="copy the whole folder that trtllm-build wrote",
+        )
+        return None
+    return _read(folder, model, where, text, ranks, files, passport, report)
+
+
+def _read(
+    folder: Path, model: Model, where: str, text: str, ranks: set[str], files: set[str], passport: Passport | None,
+    report: Report,
+) -> EngineFolder | None:  # fmt: skip
+    try:
+        raw = read_json(folder / "config.json", "engine config")
+    except TrtpipeError as error:
+        report.error(
+            "engine-config", folder / "config.json", "", "cannot be read", why=error.why or error.what,
+            remedy="copy it from the build again",
+        )  # fmt: skip
+        return None
+    if "build_config" not in raw and "builder_config" not in raw:
+        kind = None
+        if "architectures" in raw:
+            kind = "a Hugging Face model folder"
+        elif "architecture" in raw:
+            kind = "a TensorRT-LLM checkpoint"
+        report.error(
+            "engine-folder" if kind else "engine-config",
+            model.path,
+            where,
+            f"is '{text}', which is {kind}, not an engine" if kind else f"is '{text}', whose config.json has no sizes",
+            why="" if kind else "it has no build_config",
+            remedy="build the engine with trtllm-build, and name its folder",
+        )
+        return None
+    plugins = _mapping(_mapping(raw.get("build_config")).get("plugin_config"))
+    engine = EngineFolder(
+        path=folder,
+        version=raw["version"] if isinstance(raw.get("version"), str) else None,
+        pretrained=_mapping(raw.get("pretrained_config")),
+        build=_mapping(raw.get("build_config")),
+        passport=passport,
+        plugins=plugins or _mapping(raw.get("plugin_config")),
+    )
+    if "builder_config" not in raw or "build_config" in raw:  # older engines have other file names
+        _check_ranks(engine, model, where, ranks, files, report)
+    return engine
+
+
+def _passport(folder: Path, report: Report) -> Passport | None:
+    if not (folder / PASSPORT).is_file():
+        return None
+    try:
+        return read_passport(folder)
+    except TrtpipeError as error:
+        report.error(
+            "passport", folder / PASSPORT, "", "cannot be read", why=error.why or error.what, remedy=error.remedy
+        )
+        return None
+
+
+def _check_ranks(
+    engine: EngineFolder, model: Model, where: str, ranks: set[str], files: set[str], report: Report
+) -> None:
+    suffix = "safetensors" if engine.passport is not None and engine.passport.runtime == "reference" else "engine"
+    there = {file for file in ranks if file.endswith(suffix)}
+    if not there and engine.passport is None and any(file.endswith(".engine") for file in files):
+        return  # an old build: the files carry the model's name
+    if not there and (engine.version or "").startswith("reference") and ranks:
+        return
+    world = engine.world_size
+    wanted = [f"rank{number}.{suffix}" for number in range(world or 1)]
+    missing = [file for file in wanted if file not in there]
+    if missing:
+        more = f" ({len(missing)} of {len(wanted)} are missing)" if len(missing) > 1 else ""
+        report.error(
+            "engine-ranks",
+            model.path,
+            where,
+            f"names an engine of {world or 1} rank(s), and {missing[0]} is not in its folder{more}",
+            why="each rank loads its own file",
+            remedy="copy the whole folder that trtllm-build wrote",
+        )
+    elif world is not None and len(there) > world:
+        report.warning(
+            "engine-ranks",
+            model.path,
+            where,
+            f"names an engine of {world} rank(s), and its folder has {len(there)} rank files",
+            why="some are of another build",
+            remedy="empty the folder and copy the build again",
+        )
+    if engine.passport is not None and world not in (None, engine.passport.world_size):
+        report.error(
+            "passport",
+            engine.path / PASSPORT,
+            "",
+            f"is of an engine of {engine.passport.world_size} rank(s), and config.json is of {world}",
+            remedy="build the engine again",
+        )
+
+
+def check_engine(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
+    """The parameters and tensors of an engine model against the engine's own sizes and features."""
+    _check_sizes(model, engine, report)
+    _check_cache(model, engine, report)
+    _check_strategy(model, engine, release, report)
+    _check_features(model, engine, report)
+    _check_decoding(model, engine, report)
+    _check_logits(model, engine, report)
+
+
+def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
+    limit = engine.size("max_batch_size")
+    if limit is not None and model.batch > limit:
+        report.error(
+            "batch-above-engine",
+            model.path,
+            model.at_field("max_batch_size"),
+            f"is {model.batch}, above the engine's max_batch_size {limit}",
+            why="the engine runs no more requests at once",
+            remedy=f"give {limit}, or build the engine for more",
+        )
+    beams, most = _number(model, "max_beam_width"), engine.size("max_beam_width")
+    if beams is not None and most is not None and beams > most:
+        report.error(
+            "beam-width",
+            model.path,
+            model.at_parameter("max_beam_width"),
+            f"is {beams}, above the engine's max_beam_width {most}",
+            why="the model does not load",
+            remedy=f"give {most}, or build the engine with --max_beam_width {beams}",
+        )
+    tokens, prompt = engine.size("max_num_tokens"), engine.size("max_input_len")
+    if tokens is not None and prompt is not None and prompt > tokens and not _flag(model, "enable_chunked_context"):
+        report.error(
+            "prompt-limit",
+            model.path,
+            model.at_parameter("enable_chunked_context"),
+            f"is off, and the engine takes prompts of {prompt} tokens in steps of {tokens}",
+            why="prompts that do not fit one step are refused",
+            remedy="set enable_chunked_context true, or build the engine with a larger max_num_tokens",
+        )
+
+
+def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
+    paged = engine.plugins.get("use_paged_context_fmha")
+    for name, effect in (
+        ("enable_chunked_context", "the model does not load"),
+        ("enable_kv_cache_reuse", "the backend turns it off again"),
+    ):
+        if paged is False and _flag(model, name):
+            report.error(
+                "paged-attention",
+                model.path,
+                model.at_parameter(name),
+                "is on, and the engine's prompt attention does not read a paged KV cache",
+                why=effect,
+                remedy="turn it off, or build the engine with --use_paged_context_fmha enable",
+            )
+    if engine.build.get("gather_context_logits") is True and _flag(model, "enable_kv_cache_reuse"):
+        report.warning(
+            "paged-attention",
+            model.path,
+            model.at_parameter("enable_kv_cache_reuse"),
+            "is on, and the engine returns the logits of prompts",
+            why="the backend turns reuse off for such an engine",
+            remedy="turn it off",
+        )
+    external = engine.build.get("speculative_decoding_mode") in (2, "draft_tokens_external")
+    if external and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
+        report.error(
+            "engine-feature",
+            model.path,
+            model.at_parameter("enable_kv_cache_reuse"),
+            "is off, and the engine checks another model's drafts",
+            why="the model does not load",
+            remedy="turn it on",
+        )
+    if paged is True and model.value("kv_cache_onboard_blocks") in values.CPP_FALSE:
+        report.error(
+            "paged-attention",
+            model.path,
+            model.at_parameter("kv_cache_onboard_blocks"),
+            "is off, and the engine's prompt attention reads a paged KV cache",
+            why="the model does not load",
+            remedy="leave it out",
+        )
+    cap, longest = _number(model, "max_tokens_in_paged_kv_cache"), engine.size("max_seq_len")
+    windows, read = values.read_ints(model.value("max_attention_window_size") or "")
+    if longest is not None and read and windows and max(windows) > longest:
+        report.warning(
+            "attention-window",
+            model.path,
+            model.at_parameter("max_attention_window_size"),
+            f"is {max(windows)}, above the engine's max_seq_len {longest}",
+            why="the backend takes the smaller one",
+        )
+    seen = min(longest, max(windows)) if longest is not None and read and windows else longest
+    if cap is not None and seen is not None and 0 < cap < seen:
+        report.error(
+            "kv-cache-tokens",
+            model.path,
+            model.at_parameter("max_tokens_in_paged_kv_cache"),
+            f"is {cap}, and one sequence may have {seen} tokens",
+            why="the cache has to hold one whole sequence",
+            remedy=f"give at least {seen}, or leave it out",
+        )
+
+
+def _check_strategy(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
+    """In-flight batching needs the attention plugin, packed prompts and a paged KV cache."""
+    strategy = model.value("gpt_model_type")
+    kind = engine.build.get("kv_cache_type")
+    kind = kind.lower() if isinstance(kind, str) else None
+    lacks = [
+        told
+        for told, absent in (
+            (
+                "a paged KV cache",
+                kind == "continuous" or (kind is None and engine.plugins.get("paged_kv_cache") is False),
+            ),
+            ("packed prompts", engine.plugins.get("remove_input_padding") is False),
+            ("the attention plugin", engine.plugins.get("gpt_attention_plugin", "") in (None, False)),
+        )
+        if absent
+    ]
+    if lacks and strategy is not None and strategy not in _STATIC:
+        report.error(
+            "batching-strategy",
+            model.path,
+            model.at_parameter("gpt_model_type"),
+            f"is {strategy}, and the engine was built without {' and '.join(lacks)}",
+            why="the model does not load",
+            remedy="build the engine with trtllm-build's defaults",
+        )
+    elif kind == "disabled" and not lacks:
+        report.warning(
+            "batching-strategy",
+            engine.config,
+            "kv_cache_type",
+            "is disabled",
+            why="such an engine gives one token for each request",
+            remedy="build the engine with --kv_cache_type paged",
+        )
+    elif strategy in _STATIC and not lacks and not release.reaches(STATIC_UNTIL):  # else told without the engine
+        report.warning(
+            "static-batching",
+            model.path,
+            model.at_parameter("gpt_model_type"),
+            f"is {strategy}",
+            why="a batch then runs to its end before others join, and the engine could do better",
+            remedy="give inflight_fused_batching",
+        )
+
+
+def check_static(model: Model, release: Release, report: Report) -> None:
+    """Static batching, which is refused also without a look at the engine."""
+    strategy = model.value("gpt_model_type") or ""
+    if strategy.upper() == _STATIC[0] and release.reaches(STATIC_UNTIL):
+        report.error(
+            "static-batching",
+            model.path,
+            model.at_parameter("gpt_model_type"),
+            f"is {strategy}",
+            why=f"{release.told()} has no static batching, and the model does not load",
+            remedy="give inflight_fused_batching",
+        )
+
+
+def _check_features(model: Model, engine: EngineFolder, report: Report) -> None:
+    share = values.read_float(model.value("gpu_weights_percent") or "").value
+    if share is not None and share < 1 and engine.build.get("weight_streaming") is False:
+        report.error(
+            "engine-feature",
+            model.path,
+            model.at_parameter("gpu_weights_percent"),
+            f"is {share:g}, and the engine was built without weight streaming",
+            remedy="leave it out, or build the engine with --weight_streaming",
+        )
+    if model.value("lora_prefetch_dir") and engine.plugins.get("lora_plugin", "") is None:
+        report.error(
+            "engine-feature",
+            model.path,
+            model.at_parameter("lora_prefetch_dir"),
+            "is given, and the engine was built without LoRA",
+            why="the backend passes it over",
+            remedy="leave it out, or build the engine with --lora_plugin",
+        )
+    architecture = engine.pretrained.get("architecture")
+    decoder_alone = isinstance(architecture, str) and not any(word in architecture for word in _ENCODERS)
+    if model.value("cross_kv_cache_fraction") and decoder_alone and not model.value("encoder_model_path"):
+        report.error(
+            "engine-feature",
+            model.path,
+            model.at_parameter("cross_kv_cache_fraction"),
+            "is given, and the engine has no encoder",
+            why="the model does not load",
+            remedy="leave it out",
+        )
+
+
+def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
+    mode = model.value("decoding_mode")
+    if mode is None or mode == "auto":
+        return
+    where = model.at_parameter("decoding_mode")
+    raw = engine.build.get("speculative_decoding_mode")
+    built: str | None
+    if isinstance(raw, str):
+        built = next((one for one in _SPECULATIVE if one in raw.lower()), None)
+        built = "redrafter" if "explicit" in raw.lower() else built
+    elif raw in _SPECULATION:
+        built = _SPECULATION[raw]
+    else:
+        return
+    if built != (mode if mode in _SPECULATIVE else None):
+        report.error(
+            "decoding-mode",
+            model.path,
+            where,
+            f"is {mode}, and the engine was built {'for ' + built if built else 'without speculative decoding'}",
+            why="the backend takes the engine's",
+            remedy=f"give {built}" if built else "leave it out",
+        )
+    elif mode == "beam_search" and (_number(model, "max_beam_width") or 1) == 1:
+        report.error(
+            "decoding-mode",
+            model.path,
+            where,
+            "is beam_search, and max_beam_width is 1",
+            why="the backend then samples",
+            remedy="raise max_beam_width, or leave decoding_mode out",
+        )
+
+
+def _check_logits(model: Model, engine: EngineFolder, report: Report) -> None:
+    declared = {**model.inputs(), **model.outputs()}
+    found = {name: definitions().DataType.Name(declared[name].data_type) for name in LOGITS if name in declared}
+    expected = _TYPES.get(str(engine.pretrained.get("logits_dtype")))
+    wrong = [name for name, word in found.items() if expected and word != expected]
+    if wrong and not report.blames(model.name, wrong[0]):
+        report.error(
+            "logits-type",
+            model.path,
+            model.at_tensor("input" if wrong[0] in model.inputs() else "output", wrong[0]),
+            f"is {found[wrong[0]]}, and the engine's logits are {expected}",
+            why="a request for them ends in an assertion",
+            remedy=f"give {expected} to all logits, in the ensemble too",
+        )
+        report.blame(model.name, *found)
+
+
+def check_release(
+    model: Model, engine: EngineFolder, release: Release, toolchain: Toolchain | None, report: Report
+) -> None:
+    """An engine runs on the release that built it; TensorRT-LLM itself compares nothing."""
+    reference = engine.passport is not None and engine.passport.runtime == "reference"
+    if reference or (engine.version or "").startswith("reference"):
+        return
+    made = release_key(engine.version)
+    stamped = release_key(engine.passport.toolchain) if engine.passport is not None else None
+    if toolchain is not None:
+        asked = release_key(toolchain.name)
+        for key, name, path in (
+            (made, engine.version, engine.config),
+            (stamped, engine.passport.toolchain if engine.passport else None, engine.path / PASSPORT),
+        ):
+            if key is not None and key != asked:
+                report.error(
+                    "engine-release",
+                    path,
+                    "version" if path == engine.config else "toolchain",
+                    f"is {name}, and the repository is for TensorRT-LLM {toolchain.name}",
+                    why="an engine runs on the release that built it",
+                    remedy=f"build it with {toolchain.name}, or serve it with {name}",
+                )
+                return
+    elif made is not None and stamped is not None and made != stamped:
+        report.error(
+            "passport",
+            engine.path / PASSPORT,
+            "toolchain",
+            f"is {engine.passport.toolchain if engine.passport else ''}, and config.json says {engine.version}",
+            remedy="build the engine again",
+        )
+
+
+def check_gpus(
+    model: Model, engine: EngineFolder, gpus: Sequence[Gpu], toolchain: Toolchain | None, report: Report
+) -> None:
+    """Can this machine run the engine?"""
+    if engine.passport is not None:
+        told = _objections(engine.passport, gpus, toolchain)
+        _tell_objections(model.path, model.at_parameter("gpt_model_path"), told, report)
+    elif engine.world_size is not None and engine.world_size > len(gpus):
+        report.error(
+            "engine-gpu",
+            model.path,
+            model.at_parameter("gpt_model_path"),
+            f"names an engine of {engine.world_size} rank(s), and this machine has {len(gpus)} GPU(s)",
+            remedy="serve it elsewhere, or build it for fewer",
+        )
+
+
+def check_passport(
+    path: Path, where: str, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
+) -> None:
+    """A model folder of the LLM API, which carries a passport when it is ours."""
+    passport = _passport(folder, report)
+    if passport is None:
+        return
+    if toolchain is not None and release_key(passport.toolchain) not in (None, release_key(toolchain.name)):
+        report.error(
+            "engine-release",
+            folder / PASSPORT,
+            "toolchain",
+            f"is {passport.toolchain}, and the repository is for TensorRT-LLM {toolchain.name}",
+            remedy=f"build it with {toolchain.name}, or serve it with {passport.toolchain}",
+        )
+    if gpus is not None:
+        _tell_objections(path, where, _objections(passport, gpus, toolchain), report)
+
+
+def _objections(passport: Passport, gpus: Sequence[Gpu], toolchain: Toolchain | None) -> list[str]:
+    floor = toolchain.driver if toolchain is not None and passport.toolchain == toolchain.name else ""
+    return objections(passport, gpus, floor=floor)
+
+
+def _tell_objections(path: Path, where: str, told: list[str], report: Report) -> None:
+    for objection in told:
+        report.error(
+            "engine-gpu",
+            path,
+            where,
+            "names an engine that this machine cannot run",
+            why=objection,
+            remedy="build it for this GPU, or serve it elsewhere",
+        )
+
+
+def check_vocabulary(engine: EngineFolder, vocabularies: list[Vocabulary], report: Report) -> None:
+    most = _whole(engine.pretrained.get("vocab_size"))
+    for vocabulary in vocabularies:
+        if most is not None and vocabulary.size > most:
+            report.error(
+                "tokenizer-vocabulary",
+                vocabulary.path,
+                "",
+                f"has {vocabulary.size} tokens, and the engine {most}",
+                why="it is another model's tokenizer",
+                remedy="copy that of the engine's model",
+            )
+
+
+def _number(model: Model, name: str) -> int | None:
+    text = model.value(name)
+    value = values.read_int(text).value if text else None
+    return None if value is None else int(value)
+
+
+def _flag(model: Model, name: str) -> bool:
+    text = model.value(name) or ""
+    return text.lower() in ("1", "true") if model.python_runtime else text in values.CPP_TRUE
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

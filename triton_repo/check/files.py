@@ -1,0 +1,55 @@
+"""Other files that an engine model's parameters name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from triton_repo.check.faults import Report
+from triton_repo.check.models import Model
+from triton_repo.check.paths import locate
+
+_FIELDS = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
+
+
+def check_files(model: Model, models: dict[str, Model], report: Report) -> None:
+    names = ["lora_prefetch_dir"]
+    if model.value("guided_decoding_backend"):
+        names.append("tokenizer_dir" if model.python_runtime else "xgrammar_tokenizer_info_path")
+    for name in names:
+        text = model.value(name)
+        if text is None or "${" in text:
+            continue
+        place = locate(text, report.repository, models)
+        if place.absent and not (name == "tokenizer_dir" and "/" in text):
+            guided = name != "lora_prefetch_dir"
+            report.error(
+                "guided-decoding" if guided else "engine-feature",
+                model.path,
+                model.at_parameter(name),
+                f"is '{text}', which is not there",
+                why="the model does not load without it" if guided else "no adapter is loaded",
+                remedy="name a path of the server's",
+            )
+        elif place.path is not None and name == "xgrammar_tokenizer_info_path":
+            _check_info(model, place.path, report)
+
+
+def _check_info(model: Model, path: Path, report: Report) -> None:
+    told = None
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        told = f"cannot be read ({error})"
+    else:
+        missing = [name for name in _FIELDS if not isinstance(value, dict) or name not in value]
+        told = f"lacks {', '.join(missing)}" if missing else None
+    if told:
+        report.error(
+            "guided-decoding",
+            path,
+            "",
+            told,
+            why=f"{model.name} does not load without it",
+            remedy="make it with TensorRT-LLM's generate_xgrammar_tokenizer_info.py",
+        )

@@ -1,0 +1,59 @@
+"""Releases of TensorRT-LLM: compared, and guessed from what a repository says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Key = tuple[int, int, int]
+# The facts in configs/triton begin here.
+OLDEST: Key = (0, 9, 0)
+
+
+def release_key(text: str | None) -> Key | None:
+    """A release's first three numbers: 1.2.0rc1 -> (1, 2, 0), 0.17.0.post1 -> (0, 17, 0). None for other words."""
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", (text or "").strip())
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """Which release serves a repository, as far as is known.
+
+    name    as it is told, and `source` who says so; None when nothing does
+    lowest  what the repository's own tensors and parameters show, when nothing says so
+    """
+
+    name: str | None = None
+    source: str = ""
+    lowest: Key | None = None
+
+    @property
+    def key(self) -> Key | None:
+        return release_key(self.name)
+
+    @property
+    def at_least(self) -> Key | None:
+        return self.key or self.lowest
+
+    def lacks(self, since: str | None) -> bool:
+        """Is it known to be older than `since`?"""
+        asked = release_key(since)
+        return self.key is not None and asked is not None and self.key < asked
+
+    def has_left(self, until: str | None) -> bool:
+        """Is it known to be newer than `until`?"""
+        asked = release_key(until)
+        return self.at_least is not None and asked is not None and self.at_least > asked
+
+    def reaches(self, since: str | None) -> bool:
+        """Is it known to be `since` or newer?"""
+        asked = release_key(since)
+        return self.at_least is not None and asked is not None and self.at_least >= asked
+
+    def told(self) -> str:
+        if self.name is not None:
+            return f"TensorRT-LLM {self.name} ({self.source})"
+        if self.lowest is not None:
+            return "the release that the other tensors are of, {}.{} or newer".format(*self.lowest[:2])
+        return "this release"

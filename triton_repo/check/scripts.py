@@ -1,0 +1,190 @@
+"""The Python files of a model: read as syntax trees, never run. They tell which parameters and tensors are looked up
+without a default, and what is asked of other models."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triton_repo.check.faults import Report, did_you_mean, nearest
+from triton_repo.check.models import SCRIPT, Model
+
+CLASS = "TritonPythonModel"
+# Marks this project's own scripts, which are stricter than NVIDIA's.
+OWN_MODULE = "trtpipe_text.py"
+# What NVIDIA's BLS decoder calls the outputs it asks each model for.
+_ASKED = {"_preproc_outputs": "preprocessing", "_llm_outputs": "engine", "_postproc_outputs": "postprocessing"}
+# A file beyond this is no script of a model repository.
+_LARGEST = 1 << 20
+
+
+@dataclass
+class Script:
+    """What the files of a version folder say.
+
+    words       every string in them
+    parameters  looked up as `parameters[name]` while the model is initialised
+    inputs, outputs  whose types are looked up in the configuration then
+    asked       outputs that are asked of other models, by role
+    real        it does something: an empty file stands for a script that is elsewhere
+    own         it is one of this project's
+    """
+
+    words: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    inputs: set[str] = field(default_factory=set)
+    outputs: set[str] = field(default_factory=set)
+    asked: dict[str, list[str]] = field(default_factory=dict)
+    real: bool = False
+    own: bool = False
+
+
+def read_script(model: Model, report: Report) -> Script:
+    """The scripts of a model's newest version; a missing or broken one is reported."""
+    script = Script()
+    folder = model.version_folder
+    if folder is None or model.config is None or model.role == "ensemble":
+        return script
+    python = model.backend in ("python", "")
+    main = model.config.default_model_filename or SCRIPT
+    for version in model.versions:
+        if python and not (model.folder / str(version) / main).is_file():
+            report.error(
+                "model-script",
+                model.folder / str(version),
+                "",
+                f"has no {main}",
+                why="the Python backend runs it",
+                remedy=f"copy {main} of the release's template into it",
+            )
+            return script
+    if not python:
+        return script
+    script.own = (folder / OWN_MODULE).is_file()
+    for path in sorted({folder / main, *folder.glob("*.py"), *folder.glob("lib/*.py")}):
+        tree = _tree(path, report) if path.is_file() else None
+        if tree is not None:
+            _collect(tree, script)
+            if path == folder / main:
+                _check_main(tree, path, folder, report)
+                script.real = any(isinstance(node, (ast.ClassDef, ast.FunctionDef)) for node in ast.walk(tree))
+    return script
+
+
+def check_script(model: Model, script: Script, report: Report) -> None:
+    """What the script looks up without a default must be in the configuration."""
+    for name in sorted(script.parameters - set(model.parameters)):
+        near = nearest(name, model.parameters)
+        report.error(
+            "missing-parameter",
+            model.path,
+            f"parameter {name}",
+            "is missing",
+            why="the model's script looks it up without a default",
+            remedy=did_you_mean(near) or "add it, if need be with an empty value",
+        )
+    for kind, wanted, there in (("input", script.inputs, model.inputs()), ("output", script.outputs, model.outputs())):
+        for name in sorted(wanted - set(there)):
+            report.error(
+                "missing-tensor",
+                model.path,
+                f"{kind} {name}",
+                "is missing",
+                why="the model's script looks its type up when it is loaded",
+                remedy=did_you_mean(nearest(name, there)) or "take the tensors of the script's own template",
+            )
+            report.blame(model.name, name)
+
+
+def _tree(path: Path, report: Report) -> ast.Module | None:
+    try:
+        if path.stat().st_size > _LARGEST:
+            return None
+        return ast.parse(path.read_bytes())
+    except SyntaxError as error:
+        # A newer Python allows more inside f-strings than this one.
+        if "f-string" not in str(error.msg):
+            report.error(
+                "model-script", path, f"line {error.lineno}", "is no Python", why=str(error.msg), remedy="replace it"
+            )
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        report.error("model-script", path, "", "cannot be read", why=str(error))
+    return None
+
+
+def _check_main(tree: ast.Module, path: Path, folder: Path, report: Report) -> None:
+    names = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    imported = any(isinstance(node, (ast.ImportFrom, ast.Assign)) and CLASS in ast.dump(node) for node in tree.body)
+    stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
+    if names and CLASS not in names and not imported and not stars:
+        report.error(
+            "model-script",
+            path,
+            "",
+            f"has no class {CLASS}",
+            why="the Python backend makes one",
+            remedy=did_you_mean(nearest(CLASS, names)),
+        )
+    for node in tree.body:
+        module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
+        if module and module.split(".")[0] in ("helpers", "lib", "trtpipe_text"):
+            target = folder.joinpath(*module.split("."))
+            if not target.with_suffix(".py").is_file() and not target.is_dir():
+                report.error(
+                    "script-import",
+                    path,
+                    f"line {node.lineno}",
+                    f"imports {module}, and {target.relative_to(folder).with_suffix('.py')} is not beside it",
+                    remedy="copy it from the same template",
+                )
+
+
+def _collect(tree: ast.Module, script: Script) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            script.words.add(node.value)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            role = _ASKED.get(node.targets[0].attr)
+            if role:
+                script.asked[role] = list(_strings(node.value))
+        elif isinstance(node, ast.FunctionDef) and node.name == "initialize":
+            _collect_initialize(node, script)
+
+
+def _collect_initialize(function: ast.FunctionDef, script: Script) -> None:
+    """What is looked up on every start: statements under a condition may never run."""
+    lists: dict[str, list[str]] = {}
+    looked_up = "get_output_config_by_name" in ast.dump(function)
+    for statement in function.body:
+        if isinstance(statement, (ast.If, ast.Try, ast.While, ast.With, ast.FunctionDef)):
+            continue
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            lists[statement.targets[0].id] = list(_strings(statement.value))
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Subscript):
+                name = _word(node.slice)
+                if _word(node.value.slice) == "parameters" and name:
+                    script.parameters.add(name)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2:
+                name = _word(node.args[1])
+                if node.func.attr == "get_output_config_by_name" and name:
+                    script.outputs.add(name)
+                elif node.func.attr == "get_input_config_by_name" and name:
+                    script.inputs.add(name)
+    if looked_up:
+        script.outputs.update(lists.get("output_names", []))
+        script.inputs.update(lists.get("input_names", []))
+
+
+def _strings(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, (ast.List, ast.Tuple)):
+        for element in node.elts:
+            word = _word(element)
+            if word:
+                yield word
+
+
+def _word(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

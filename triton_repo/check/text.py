@@ -1,0 +1,153 @@
+"""config.pbtxt as text: parsed by Triton's own protobuf definition, with the place and a remedy for what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from triton_repo.check.faults import Report, did_you_mean, nearest
+
+PLACEHOLDER = re.compile(r"\$\{[^}\s\"]*\}?")
+# How many placeholders one message names.
+NAMED = 4
+_QUOTED = re.compile(r"\b(key|name|value|model_name)\s*:\s*\"([^\"]*)\"")
+_PARAMETER = re.compile(
+    r"\bparameters\s*:?\s*\{\s*key\s*:\s*\"([^\"]*)\"[\s,;]*value\s*:?\s*\{\s*string_value\s*:\s*\"([^\"]*)\""
+)
+
+
+def parse(path: Path, report: Report) -> tuple[str, Any | None]:
+    """(the file's text, its ModelConfig); None, with a fault, when Triton could not read it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        report.error("config-unreadable", path, "", "is not UTF-8", why=str(error))
+        return "", None
+    except OSError as error:
+        report.error("config-unreadable", path, "", "cannot be read", why=error.strerror or str(error))
+        return "", None
+    if text.startswith("\ufeff"):
+        report.error(
+            "config-unreadable",
+            path,
+            "",
+            "begins with a byte order mark",
+            why="Triton's parser knows none",
+            remedy="save it as UTF-8 without one",
+        )
+        return text, None
+    bare = [(offset, found) for offset, code in _code(text) for found in PLACEHOLDER.finditer(code)]
+    if bare:
+        names = list(dict.fromkeys(found.group() for _, found in bare))
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        offset, first = bare[0]
+        report.error(
+            "placeholder",
+            path,
+            _place(text, offset + first.start()),
+            f"still holds the placeholder {', '.join(names[:NAMED])}{more}",
+            why="it stands without quotes, so the file is no model configuration",
+            remedy="fill it in (fill_template.py passes over names it does not know)",
+        )
+        return text, None
+    # Imported here: protobuf and its generated module cost 0.2 s, which `trtpipe --help` must not pay.
+    from google.protobuf import text_format
+
+    try:
+        return text, text_format.Parse(text, definitions().ModelConfig())
+    except text_format.ParseError as error:
+        line, column = error.GetLine(), error.GetColumn()
+        what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL)
+        report.error(
+            "syntax",
+            path,
+            f"line {line}, column {column}" if line is not None else "",
+            "is no model configuration",
+            why=what,
+            remedy=_remedy(what),
+        )
+    except (RecursionError, ValueError, TypeError) as error:
+        report.error("syntax", path, "", "is no model configuration", why=type(error).__name__)
+    return text, None
+
+
+def definitions() -> Any:
+    """The generated module of Triton's ModelConfig."""
+    from tritonclient.grpc import model_config_pb2
+
+    return model_config_pb2
+
+
+def line_of_word(text: str, field: str, word: str) -> str:
+    """`, line N` of the first `field: "word"`; empty when there is none."""
+    number = _words(text).get((field, word))
+    return f", line {number}" if number else ""
+
+
+@lru_cache(maxsize=64)
+def _words(text: str) -> dict[tuple[str, str], int]:
+    out: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.lstrip().startswith("#"):
+            for found in _QUOTED.finditer(line):
+                out.setdefault((found[1], found[2]), number)
+    return out
+
+
+def line_of(text: str, pattern: str) -> str:
+    """`, line N` of the first line of code that matches; empty when none does."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.lstrip().startswith("#") and re.search(pattern, line):
+            return f", line {number}"
+    return ""
+
+
+def repeated_parameters(text: str) -> dict[str, tuple[str, str]]:
+    """Parameters that the text gives twice, with both values; protobuf keeps the last without a word."""
+    code = "".join(line if not line.lstrip().startswith("#") else "" for line in text.splitlines(keepends=True))
+    seen: dict[str, str] = {}
+    out = {}
+    for key, value in _PARAMETER.findall(code):
+        if key in seen and seen[key] != value:
+            out[key] = (seen[key], value)
+        seen[key] = value
+    return out
+
+
+def _code(text: str) -> Iterator[tuple[int, str]]:
+    """The stretches of `text` outside comments and strings, each with its offset."""
+    at = 0
+    for found in re.finditer(r"#[^\n]*|\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?", text):
+        yield at, text[at : found.start()]
+        at = found.end()
+    yield at, text[at:]
+
+
+def _place(text: str, offset: int) -> str:
+    line = text.count("\n", 0, offset) + 1
+    return f"line {line}, column {offset - text.rfind(chr(10), 0, offset)}"
+
+
+def _remedy(what: str) -> str:
+    """The nearest word that the definition knows, for a field or value that it does not."""
+    from google.protobuf import descriptor_pool
+    from google.protobuf.internal import enum_type_wrapper
+
+    pool = descriptor_pool.Default()
+    known: list[str] = []
+    word = ""
+    field = re.search(r'Message type "([\w.]+)" has no field named "(\w+)"', what)
+    value = re.search(r'Enum type "([\w.]+)" has no value named ([\w.]+?)\.?$', what)
+    try:
+        if field:
+            word = field[2]
+            known = [one.name for one in pool.FindMessageTypeByName(field[1]).fields]
+        elif value:
+            word = value[2]
+            known = enum_type_wrapper.EnumTypeWrapper(pool.FindEnumTypeByName(value[1])).keys()
+    except KeyError:
+        return ""
+    return did_you_mean(nearest(word, known, 0.6))

@@ -1,0 +1,169 @@
+"""The tokenizer folders of the text models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton_repo.check.faults import Report
+from triton_repo.check.models import Model
+from triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
+
+# Any of these is a tokenizer for AutoTokenizer; this project's own models read the first only.
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
+# Also without a vocabulary of its own, a class may be named that brings one.
+SETTINGS = ("tokenizer_config.json", "qwen.tiktoken", "tokenizer.tiktoken", "tiktoken.model")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """How many tokens a tokenizer.json has, without those added to it."""
+
+    path: Path
+    size: int
+
+
+def check_tokenizers(repository: Path, models: dict[str, Model], report: Report) -> list[Vocabulary]:
+    """Check each text model's tokenizer; returns the vocabularies that could be read."""
+    found: dict[str, tuple[Model, Path]] = {}
+    given: dict[str, tuple[Model, str]] = {}
+    vocabularies = []
+    seen: dict[str, Path | None] = {}
+    for model in models.values():
+        text = model.value("tokenizer_dir")
+        if model.role not in ("preprocessing", "postprocessing", "bls") or text is None or "${" in text:
+            continue
+        given[model.role] = model, text
+        if text not in seen:  # a folder that several name is one cause
+            seen[text] = _folder(model, text, repository, models, report)
+        folder = seen[text]
+        if folder is not None:
+            found[model.role] = model, folder
+    for folder, model in {folder: model for model, folder in found.values()}.items():
+        vocabulary = _check_folder(folder, model, report)
+        if vocabulary is not None:
+            vocabularies.append(vocabulary)
+    _check_same(found, given, report)
+    return vocabularies
+
+
+def _folder(model: Model, text: str, repository: Path, models: dict[str, Model], report: Report) -> Path | None:
+    where = model.at_parameter("tokenizer_dir")
+    place = locate(text, repository, models)
+    if place.absent and not may_be_hub_id(text, repository):
+        # The hub's oldest models have one word for a name, such as gpt2.
+        add = report.warning if text.isalnum() else report.error
+        add("tokenizer-folder", model.path, where, f"is '{text}', which is not there", place.why)
+    if place.path is None:
+        return None
+    if not place.path.is_dir():
+        report.error(
+            "tokenizer-folder", model.path, where, f"is '{text}', which is no folder", remedy="name its folder"
+        )
+        return None
+    names = {path.name for path in place.path.iterdir()}
+    if names & {*FILES, *SETTINGS}:
+        return place.path
+    if not place.mapped:  # there the container may have another folder mounted
+        report.error(
+            "tokenizer-folder",
+            model.path,
+            where,
+            f"is '{text}', which holds no tokenizer",
+            why=f"none of {', '.join(FILES[:3])} is in it",
+            remedy="copy the model's tokenizer files into it",
+        )
+    return None
+
+
+def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | None:
+    settings = _json(folder / "tokenizer_config.json", report)
+    tokenizer = _json(folder / "tokenizer.json", report)
+    generation = _json(folder / "generation_config.json", report)
+    special = _json(folder / "special_tokens_map.json", report)
+    ends = [settings.get("eos_token"), special.get("eos_token"), generation.get("eos_token_id")]
+    if (
+        settings
+        and all(end in (None, "") for end in ends)
+        and settings.keys() & {"bos_token", "unk_token", "pad_token"}
+    ):
+        report.warning(
+            "tokenizer-end",
+            folder / "tokenizer_config.json",
+            "eos_token",
+            "is missing",
+            why="generation then runs to max_tokens",
+            remedy="name the model's end-of-sequence token",
+        )
+    body = tokenizer.get("model")
+    vocab = body.get("vocab") if isinstance(body, dict) else None
+    return Vocabulary(path=folder / "tokenizer.json", size=len(vocab)) if isinstance(vocab, (dict, list)) else None
+
+
+def _json(path: Path, report: Report) -> dict[str, Any]:
+    """A JSON object that may be absent; {} when it is, or is damaged, which is reported."""
+    if not path.is_file():
+        return {}
+    try:
+        data = path.read_bytes()
+        if not data.strip():
+            report.warning("tokenizer-damaged", path, "", "is empty", remedy="copy the model's tokenizer again")
+            return {}
+        if data.startswith(_POINTER):
+            report.error(
+                "tokenizer-damaged", path, "", "is a Git LFS pointer, not the file", remedy="fetch it with git lfs pull"
+            )
+            return {}
+        value = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        report.error(
+            "tokenizer-damaged", path, "", "is not JSON", why=str(error), remedy="copy the model's tokenizer again"
+        )
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _check_same(found: dict[str, tuple[Model, Path]], given: dict[str, tuple[Model, str]], report: Report) -> None:
+    """Text that is encoded by one tokenizer and decoded by another is nonsense."""
+    first = next((role for role in ("preprocessing", "postprocessing", "bls") if role in given), None)
+    for role in ("postprocessing", "bls"):
+        if first is None or role == first or role not in given:
+            continue
+        (model, text), (other, base) = given[role], given[first]
+        if text.rstrip("/") == base.rstrip("/"):
+            continue
+        where = model.at_parameter("tokenizer_dir")
+        if role in found and first in found:
+            if _differ(found[role][1], found[first][1]):
+                report.error(
+                    "tokenizers-differ",
+                    model.path,
+                    where,
+                    f"holds another tokenizer than that of {other.name}",
+                    why="text would be encoded by one and decoded by the other",
+                    remedy="name the same folder in both",
+                )
+        elif not HUB_ID.fullmatch(text) and not HUB_ID.fullmatch(base):
+            report.warning(
+                "tokenizers-differ",
+                model.path,
+                where,
+                f"is '{text}', and that of {other.name} is '{base}'",
+                why="both have to be the same tokenizer",
+                remedy="name the same folder in both",
+            )
+
+
+def _differ(left: Path, right: Path) -> bool:
+    """By the first file that both have; two folders may hold one tokenizer in different forms."""
+    for name in FILES:
+        if (left / name).is_file() and (right / name).is_file():
+            return (
+                hashlib.sha256((left / name).read_bytes()).digest()
+                != hashlib.sha256((right / name).read_bytes()).digest()
+            )
+    return False
