@@ -621,8 +621,8 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one: a, b"
     table = rows(run("ps").out)
-    assert table[0] == ["server", "pid", "http", "grpc", "metrics", "log"]
-    assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "/l"]
+    assert table[0] == ["server", "pid", "http", "grpc", "metrics", "openai", "log"]
+    assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "-", "/l"]
 
 
 def test_records_of_dead_servers_and_damaged_ones_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from engines.base import Mapping
 from engines.errors import HostError, StageFailed, UsageError
 from engines.executor import Task
 from engines.tensorrt_llm.convert import convert
-from pipeline import executors
 from pipeline.executors import DockerExecutor
 from tests.factories import hf_folder
 
@@ -240,16 +239,15 @@ def test_ctrl_c_asks_the_program_first(
 
 
 def test_a_program_that_will_not_end_is_killed(
-    executor: DockerExecutor, docker_client: DockerClient, make_task: MakeTask, monkeypatch: pytest.MonkeyPatch
+    executor: DockerExecutor, docker_client: DockerClient, make_task: MakeTask
 ) -> None:
-    monkeypatch.setattr(executors, "GRACE_SECONDS", 0.3)
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready'); time.sleep(60)"
 
     def fail(line: str) -> None:
         raise ValueError(line)
 
     with pytest.raises(ValueError, match="ready"):
-        executor.run(make_task(script), fail)
+        executor.run(make_task(script, grace=0.3), fail)
     assert containers(docker_client) == []
 
 

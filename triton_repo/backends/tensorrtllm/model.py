@@ -264,8 +264,9 @@ class _Engine:
         self.path = Path(model_repository).parent / path
         if not path or not (self.path / "config.json").is_file():
             raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {self.path})")
-        built = json.loads((self.path / "config.json").read_text(encoding="utf-8"))["build_config"]
-        self.max_batch_size = int(built["max_batch_size"])
+        # Not from config.json, which says it of compiled engines alone.
+        passport = json.loads((self.path / "passport.json").read_text(encoding="utf-8"))
+        self.max_batch_size = int(passport["build_config"]["max_batch_size"])
         self.options = {
             "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
             "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
