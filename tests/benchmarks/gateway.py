@@ -24,6 +24,7 @@ from typing import Any
 from hpack import Decoder, Encoder
 
 from pipeline.h2 import frames
+from tests.benchmarks.h2_server import FrameServer
 
 WORDS = "The quick brown fox jumps over the lazy dog and goes home to sleep until the sun is up again. "
 
@@ -54,7 +55,7 @@ def _config() -> bytes:
     return bytes(service_pb2.ModelConfigResponse(config=config).SerializeToString())
 
 
-class Triton(asyncio.Protocol):
+class Triton(FrameServer):
     """One connection of a worker. A stream begins at the first tick after its request."""
 
     clock: dict[str, Any]
@@ -64,46 +65,31 @@ class Triton(asyncio.Protocol):
         self.tick = tick
         self.live: dict[int, int] = {}
         self.paths: dict[int, str] = {}
-        self.rest = b""
         self.decoder = Decoder()
         self.head = Encoder().encode([(":status", "200"), ("content-type", "application/grpc")])
         self.tail = Encoder().encode([("grpc-status", "0")])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.write(frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 1 << 24}) + frames.window_update(0, 1 << 30))
+        super().connection_made(transport)
         self.running = asyncio.ensure_future(self.run())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.running.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        data = self.rest + data
-        position = len(frames.PREFACE) if data.startswith(frames.PREFACE) else 0
-        while len(data) - position >= 9:
-            high, low, kind, flags, number = frames.HEADER.unpack_from(data, position)
-            end = position + 9 + (high << 16 | low)
-            if end > len(data):
-                break
-            payload = data[position + 9 : end]
-            if kind in (frames.SETTINGS, frames.PING) and not flags & frames.ACK:
-                self.transport.write(frames.frame(kind, frames.ACK, 0, payload if kind == frames.PING else b""))
-            elif kind == frames.HEADERS:
-                self.paths[number] = next(
-                    bytes(value).decode() for name, value in self.decoder.decode(payload, raw=True) if name == b":path"
-                )
-            elif kind == frames.RST_STREAM:
-                self.live.pop(number, None)
-            elif kind == frames.DATA and flags & frames.END_STREAM:
-                if self.paths.pop(number).endswith("ModelConfig"):
-                    answer = _config()
-                    body = frames.frame(frames.DATA, 0, number, frames.PREFIX.pack(0, len(answer)) + answer)
-                    self.transport.write(self.begin(number) + body + self.end(number))
-                else:
-                    self.live[number] = 0
-            position = end
-        self.rest = data[position:]
+    def received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.HEADERS:
+            self.paths[number] = next(
+                bytes(value).decode() for name, value in self.decoder.decode(payload, raw=True) if name == b":path"
+            )
+        elif kind == frames.RST_STREAM:
+            self.live.pop(number, None)
+        elif kind == frames.DATA and flags & frames.END_STREAM:
+            if self.paths.pop(number).endswith("ModelConfig"):
+                answer = _config()
+                body = frames.frame(frames.DATA, 0, number, frames.PREFIX.pack(0, len(answer)) + answer)
+                self.transport.write(self.begin(number) + body + self.end(number))
+            else:
+                self.live[number] = 0
 
     def begin(self, number: int) -> bytes:
         return frames.header_frames(number, self.head, 16384)

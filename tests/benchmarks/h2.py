@@ -22,6 +22,7 @@ from typing import Any
 from hpack import Encoder
 
 from pipeline.h2 import frames
+from tests.benchmarks.h2_server import FrameServer
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -39,36 +40,19 @@ def response(token: int, *, final: bool) -> bytes:
     return bytes(out.SerializeToString())
 
 
-class Server(asyncio.Protocol):
+class Server(FrameServer):
     """As much of a gRPC server as the benchmark needs: bytes made beforehand, one write for all streams a tick."""
 
     def __init__(self, tokens: int, tick: float) -> None:
         self.tick = tick
         self.messages = [response(token, final=token + 1 == tokens) for token in range(tokens)]
         self.streams: list[int] = []
-        self.rest = b""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.transport.write(frames.settings_frame({}) + frames.window_update(0, 1 << 30))
-
-    def data_received(self, data: bytes) -> None:
-        data = self.rest + data
-        position = len(frames.PREFACE) if data.startswith(frames.PREFACE) else 0
-        while len(data) - position >= 9:
-            high, low, kind, flags, number = frames.HEADER.unpack_from(data, position)
-            end = position + 9 + (high << 16 | low)
-            if end > len(data):
-                break
-            if kind in (frames.SETTINGS, frames.PING) and not flags & frames.ACK:
-                self.transport.write(frames.frame(kind, frames.ACK, 0, data[position + 9 : end] if kind == 6 else b""))
-            if kind == frames.DATA and flags & frames.END_STREAM:
-                self.streams.append(number)
-                if len(self.streams) == 1:
-                    self.answering = asyncio.ensure_future(self.answer())
-            position = end
-        self.rest = data[position:]
+    def received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.DATA and flags & frames.END_STREAM:
+            self.streams.append(number)
+            if len(self.streams) == 1:
+                self.answering = asyncio.ensure_future(self.answer())
 
     async def answer(self) -> None:
         head = Encoder().encode([(":status", "200"), ("content-type", "application/grpc")])

@@ -34,12 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
-from tritonclient.grpc import InferInput
 from tritonclient.grpc import aio as grpc
 
 from tests.factories import hf_folder
+from tests.kserve import infer_inputs
 
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
@@ -148,14 +147,7 @@ async def over_http(client: httpx.AsyncClient, url: str, body: dict[str, Any], l
 
 
 async def over_grpc(client: Any, model: str, body: dict[str, Any], leave_after: int, name: str) -> str:
-    kinds = {int: (np.int32, "INT32"), bool: (np.bool_, "BOOL"), str: (np.object_, "BYTES")}
-    inputs = []
-    for key, value in body.items():
-        values = value if isinstance(value, list) else [value]
-        dtype, kind = kinds[type(values[0])]
-        array = np.array([values], dtype=dtype)
-        inputs.append(InferInput(key, list(array.shape), kind))
-        inputs[-1].set_data_from_numpy(array)
+    inputs = infer_inputs(body)
 
     async def requests() -> Any:
         yield {"model_name": model, "inputs": inputs, "request_id": name, "enable_empty_final_response": True}

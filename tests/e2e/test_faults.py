@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.conftest import Cli, Served
 from tests.e2e.test_serve import ACTIVE, USED, until
 from tests.factories import hf_folder
+from tests.kserve import infer_inputs
 
 pytestmark = pytest.mark.real
 
@@ -49,20 +50,6 @@ def ask(model: str, tokens: int = LONG, *, stream: bool = True, **more: Any) -> 
     return {**start, "end_id": -1, **more}
 
 
-def tensors(body: dict[str, Any]) -> list[Any]:
-    from tritonclient.grpc import InferInput
-
-    kinds = {int: (np.int32, "INT32"), bool: (np.bool_, "BOOL"), str: (np.object_, "BYTES")}
-    out = []
-    for key, value in body.items():
-        values = value if isinstance(value, list) else [value]
-        dtype, kind = kinds[type(values[0])]
-        array = np.array([values], dtype=dtype)
-        out.append(InferInput(key, list(array.shape), kind))
-        out[-1].set_data_from_numpy(array)
-    return out
-
-
 def idle(served: Served) -> bool:
     gauges = served.gauges()
     return gauges[ACTIVE] == gauges[USED] == 0
@@ -84,7 +71,7 @@ def test_a_cancelled_grpc_call_ends_in_the_engine(tiny: Served, model: str, stre
     arrived: queue.Queue[Any] = queue.Queue()
     client = InferenceServerClient(tiny.grpc)
     client.start_stream(callback=lambda result, error: arrived.put((result, error)))
-    client.async_stream_infer(model, tensors(ask(model, stream=stream)), request_id="to-be-left")
+    client.async_stream_infer(model, infer_inputs(ask(model, stream=stream)), request_id="to-be-left")
     assert until(lambda: tiny.gauges()[ACTIVE] == 1)
     client.stop_stream(cancel_requests=True)
     client.close()
@@ -165,12 +152,12 @@ def test_grpc_refuses_unknown_names_wrong_types_and_bad_text(tiny: Served, model
             client.stop_stream()
         return str(error.message())
 
-    good = tensors(ask(model, 2))
-    assert "unexpected inference input 'colour'" in failure([*good, *tensors({"colour": 1})])
+    good = infer_inputs(ask(model, 2))
+    assert "unexpected inference input 'colour'" in failure([*good, *infer_inputs({"colour": 1})])
     (name,) = {"max_tokens", "request_output_len"} & set(ask(model))
     wrong = [item for item in good if item.name() != name]
-    assert name in failure([*wrong, *tensors({name: "2"})])
-    assert name in failure([*wrong, *tensors({name: [1, 2]})])
+    assert name in failure([*wrong, *infer_inputs({name: "2"})])
+    assert name in failure([*wrong, *infer_inputs({name: [1, 2]})])
     if model != "tensorrt_llm":
         bytes_ = InferInput("text_input", [1, 1], "BYTES")
         bytes_.set_data_from_numpy(np.array([[b"\xff\xfe"]], dtype=np.object_))
