@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_options_reach_the_backend_in_the_spelling_it_reads(engine: Engine, toke
     assert {"tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path"} <= values.keys()
     pre = config(repository, "preprocessing")
     assert pre.parameters["tokenizer_dir"].string_value == "/models/preprocessing/1/tokenizer"
+
+
+def test_the_script_serves_one_request_a_process_and_triton_keeps_the_rest(
+    engine: Engine, tokenizer: Path, out: Path
+) -> None:
+    def counts(**serving: Any) -> list[tuple[int, int, int]]:
+        out.mkdir(exist_ok=True)
+        repository = render(engine, tokenizer, ServingConfig(ensemble="script", max_queue_size=9, **serving), out)
+        found = [config(repository, model) for model in ("ensemble", "tensorrt_llm_bls")]
+        shutil.rmtree(out)
+        return [
+            (m.instance_group[0].count, m.max_batch_size, m.dynamic_batching.default_queue_policy.max_queue_size)
+            for m in found
+        ]
+
+    assert counts() == [(8, 1, 9), (4, 1, 9)]
+    assert counts(bls_instance_count=3) == [(3, 1, 9), (3, 1, 9)]
 
 
 def test_streaming_can_be_switched_off_in_all_models_alike(engine: Engine, tokenizer: Path, out: Path) -> None:

@@ -32,6 +32,7 @@ ENGINE_FOLDER = "tensorrt_llm/1"
 TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
 # Postprocessing keeps the state of streams, so there can be only one of it.
 POSTPROCESSING_INSTANCES = 1
+BLS_INSTANCES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,7 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
         "steps": _ensemble_steps(),
     }
     script = {
-        "max_batch_size": batch,
+        "max_queue_size": serving.max_queue_size,
         "decoupled": serving.decoupled,
         "inputs": tensors.CLIENT_INPUTS,
         "outputs": tensors.CLIENT_OUTPUTS,
@@ -133,14 +134,13 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             **skip,
             **watching,
             "accumulate_tokens": _boolean(serving.accumulate_tokens),
-            "max_concurrent_requests": str(limit),
-            "max_queue_size": str(serving.max_queue_size),
             "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
             "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
             "preprocessed": json.dumps(tensors.PREPROCESSED),
         },
-        "instance_count": 1,
     }
+    # The front door has to keep the engine busy; the side door need not.
+    script_ensemble = {"instance_count": serving.bls_instance_count or limit, **script}
     return {
         "preprocessing": {
             "max_batch_size": batch,
@@ -165,8 +165,12 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "parameters": {**text_parameters, **skip, **watching},
             "instance_count": POSTPROCESSING_INSTANCES,
         },
-        "ensemble": {"name": "ensemble", **(script if serving.ensemble == "script" else graph)},
-        "tensorrt_llm_bls": {"name": "tensorrt_llm_bls", **script},
+        "ensemble": {"name": "ensemble", **(script_ensemble if serving.ensemble == "script" else graph)},
+        "tensorrt_llm_bls": {
+            "name": "tensorrt_llm_bls",
+            "instance_count": serving.bls_instance_count or BLS_INSTANCES,
+            **script,
+        },
     }
 
 

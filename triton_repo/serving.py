@@ -38,6 +38,9 @@ class ServingConfig:
     cancellation_check_period_ms   how often the backend looks for clients that went away
     stats_check_period_ms          how often the backend updates its metrics
     preprocessing_instance_count   tokenizer processes
+    bls_instance_count             requests served at once by tensorrt_llm_bls, and by the ensemble as a script: each
+                                   takes a process with a tokenizer, and more wait in Triton's queue. None for 4, and
+                                   for the engine's max_batch_size of the ensemble
     add_special_tokens             let the tokenizer add its beginning-of-sequence token
     skip_special_tokens            leave special tokens out of the text
     accumulate_tokens              tensorrt_llm_bls: each streamed response carries the whole text so far
@@ -63,6 +66,7 @@ class ServingConfig:
     cancellation_check_period_ms: int = 100
     stats_check_period_ms: int = 100
     preprocessing_instance_count: int = 1
+    bls_instance_count: int | None = None
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     accumulate_tokens: bool = False
@@ -97,6 +101,7 @@ class ServingConfig:
             "cancellation_check_period_ms": 1,
             "stats_check_period_ms": 1,
             "preprocessing_instance_count": 1,
+            "bls_instance_count": 1,
         }
         for name, least in at_least.items():
             value = getattr(self, name)

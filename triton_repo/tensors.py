@@ -152,6 +152,7 @@ PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (
 POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (
     Tensor("TOKENS_BATCH", "TYPE_INT32", (ANY, ANY), optional=False),
     Tensor("SEQUENCE_LENGTH", "TYPE_INT32", (ANY,), optional=False),
+    Tensor("STOP", "TYPE_BOOL"),
 )
 
 POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (Tensor("OUTPUT", "TYPE_STRING", (ANY,)),)

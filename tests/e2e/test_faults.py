@@ -5,7 +5,9 @@ Served is a tiny model whose longest answer takes many seconds, with room for tw
 
 from __future__ import annotations
 
+import collections
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -90,11 +92,17 @@ def test_a_closed_http_stream_ends_in_the_engine(tiny: Served, model: str) -> No
 
 @pytest.mark.parametrize("model", MODELS)
 def test_more_than_the_queue_holds_is_refused_at_once(tiny: Served, model: str) -> None:
-    """Two run and two wait; the rest hears of it quickly, and those four get their whole answers."""
+    """Two run and two wait; the rest hears of it quickly, and those four get their whole answers.
+
+    Of the script as many wait before it as before the engine, whose places the four that it serves at once fill.
+    """
+    taken = 6 if model == "tensorrt_llm_bls" else 4
     url = f"{tiny.http}/v2/models/{model}/generate"
     with httpx.Client(timeout=60) as client, ThreadPoolExecutor(10) as pool:
 
-        def one(_: int) -> tuple[float, int, dict[str, Any]]:
+        def one(number: int) -> tuple[float, int, dict[str, Any]]:
+            # One after another: of many in the same instant Triton refuses what its own queue cannot hold by then.
+            time.sleep(number / 20)
             start = time.monotonic()
             reply = client.post(url, json=ask(model, 3000, stream=False))
             return time.monotonic() - start, reply.status_code, reply.json()
@@ -102,7 +110,7 @@ def test_more_than_the_queue_holds_is_refused_at_once(tiny: Served, model: str) 
         replies = list(pool.map(one, range(10)))
     refused = [(seconds, body["error"]) for seconds, status, body in replies if status != 200]
     # One more may have found a place when another had ended.
-    assert 5 <= len(refused) <= 6
+    assert 9 - taken <= len(refused) <= 10 - taken
     # Triton's own queue bound, or that of the model behind it.
     assert all("aximum queue size" in error for _, error in refused)
     assert max(seconds for seconds, _ in refused) < min(seconds for seconds, status, _ in replies if status == 200)
@@ -165,18 +173,18 @@ def test_grpc_refuses_unknown_names_wrong_types_and_bad_text(tiny: Served, model
     assert works(tiny)
 
 
-def processes(served: Served) -> dict[str, psutil.Process]:
-    """The engine, and each stub by its model."""
-    out = {}
+def processes(served: Served) -> dict[str, list[psutil.Process]]:
+    """The engine, and the stubs of each model."""
+    out = collections.defaultdict(list)
     for process in psutil.Process(served.pid).children(recursive=True):
         if process.status() == psutil.STATUS_ZOMBIE:
             continue
         words = process.cmdline()
         if "engines.reference.process" in words:
-            out["engine"] = process
+            out["engine"].append(process)
         for word in words:
-            if word.endswith("_0_0"):
-                out[word.removesuffix("_0_0")] = process
+            if instance := re.fullmatch(r"(\w+)_0_\d", word):
+                out[instance[1]].append(process)
     return out
 
 
@@ -195,7 +203,8 @@ def test_a_dead_engine_is_told_to_every_stream_and_started_again(tiny: Served) -
     for thread in threads:
         thread.start()
     assert all(begun.acquire(timeout=30) for _ in threads)
-    processes(tiny)["engine"].kill()
+    (engine,) = processes(tiny)["engine"]
+    engine.kill()
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()
@@ -208,10 +217,11 @@ def test_a_dead_engine_is_told_to_every_stream_and_started_again(tiny: Served) -
 def test_a_dead_stub_is_named_until_its_model_is_loaded_again(tiny: Served, victim: str) -> None:
     """Triton starts no stub again by itself, and calls itself ready all the while."""
     front = {"postprocessing": "ensemble", "preprocessing": "ensemble"}.get(victim, victim)
-    processes(tiny)[victim].kill()
+    for process in processes(tiny)[victim]:
+        process.kill()
     start = time.monotonic()
     error = tiny.generate(front, **ask(front, 2, stream=False))["error"]
-    assert f"Stub process '{victim}_0_0' is not healthy" in error
+    assert re.search(f"Stub process '{victim}_0_[0-9]' is not healthy", error)
     assert time.monotonic() - start < 10
     repository = f"{tiny.http}/v2/repository/models/{victim}"
     assert httpx.post(f"{repository}/unload", json={}, timeout=60).status_code == 200

@@ -84,6 +84,7 @@ class TritonPythonModel:
         self.senders = [_Sender() for _ in range(SENDERS)]
         self.closing = threading.Event()
         self.restarts = []
+        self.absent = RESTARTING  # why the engine cannot be reached
         self.engine.start()
         self.receiver = threading.Thread(target=self._receive, daemon=True)
         self.receiver.start()
@@ -100,7 +101,7 @@ class TritonPythonModel:
             except _Refused as error:
                 _fail(sender, str(error), error.code)
             except OSError:
-                _fail(sender, RESTARTING, pb_utils.TritonError.UNAVAILABLE)
+                _fail(sender, self.absent, pb_utils.TritonError.UNAVAILABLE)
             except Exception as error:  # one request's fault must not fail those that came with it
                 _fail(sender, f"{type(error).__name__}: {error}", pb_utils.TritonError.INTERNAL)
 
@@ -160,7 +161,7 @@ class TritonPythonModel:
                 with self.lock:
                     gone = self.sequences.pop(message["id"], None)
                 if gone is not None:
-                    answer.fail(RESTARTING, pb_utils.TritonError.UNAVAILABLE)
+                    answer.fail(self.absent, pb_utils.TritonError.UNAVAILABLE)
 
     def _stop(self, request, sender):
         """A request whose `stop` is true ends the one of the same id, and gets one empty final response."""
@@ -229,13 +230,16 @@ class TritonPythonModel:
         now = time.monotonic()
         self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_SECONDS] + [now]
         if len(self.restarts) > MAX_RESTARTS:
-            pb_utils.Logger.log_error(f"{reason}; it died {len(self.restarts)} times and is not started again")
+            died = f"it died {len(self.restarts)} times within {RESTART_WINDOW_SECONDS:.0f} s"
+            self.absent = f"{reason}; {died} and is not started again: unload and load the model"
+            pb_utils.Logger.log_error(self.absent)
             return False
         pb_utils.Logger.log_error(f"{reason}; starting it again")
         try:
             self.engine.start()
         except pb_utils.TritonModelException as error:
-            pb_utils.Logger.log_error(str(error))
+            self.absent = str(error)
+            pb_utils.Logger.log_error(self.absent)
             return False
         return True
 

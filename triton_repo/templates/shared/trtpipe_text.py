@@ -1,6 +1,8 @@
 """Token ids to text and back, shared by the text models of this repository. Needs `tokenizers` and numpy only."""
 
+import collections
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -116,21 +118,25 @@ class Detokenizer:
         return self._decode(self._ids)[len(before) :]
 
 
-def stop(engine, request_id):
-    """End a request of the engine model: a second one of the same id whose `stop` is true. Any id is accepted."""
-    import triton_python_backend_utils as pb_utils  # exists in a stub only
+class Streams:
+    """Asks models that answer with several responses.
 
-    zero = np.zeros((1, 1), dtype=np.int32)
-    request = pb_utils.InferenceRequest(
-        model_name=engine,
-        request_id=request_id,
-        requested_output_names=["output_ids", "sequence_length"],
-        inputs=[
-            pb_utils.Tensor("input_ids", zero),
-            pb_utils.Tensor("input_lengths", zero),
-            pb_utils.Tensor("request_output_len", zero),
-            pb_utils.Tensor("stop", np.array([[True]])),
-        ],
-    )
-    for _ in request.exec(decoupled=True):
-        pass
+    The stub holds an iterator over responses too, until a moment after the last one. Were it the last to let go, a
+    thread of its own would free Python objects without the interpreter's lock and ruin the heap: so each is kept here
+    for longer than that moment.
+    """
+
+    KEEP_SECONDS = 5.0
+
+    def __init__(self):
+        self._kept = collections.deque()  # (when it ended, iterator)
+
+    def ask(self, request):
+        responses = request.exec(decoupled=True)
+        try:
+            yield from responses
+        finally:
+            now = time.monotonic()
+            while self._kept and now - self._kept[0][0] > self.KEEP_SECONDS:
+                self._kept.popleft()
+            self._kept.append((now, responses))

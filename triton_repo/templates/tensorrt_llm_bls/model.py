@@ -2,15 +2,15 @@
 continued exactly without a request id, stop words are also matched on the text, and a client that goes away ends its
 request in the engine, streamed or not.
 
-One thread follows one request; `execute` returns at once, so an instance serves many requests. Another asks every
-`cancellation_check_period_ms` which clients have gone, and sends the engine a stop request for each: the one way to
-end a request that both NVIDIA's backend and ours know.
+An instance serves one request at a time: two threads of one process must not follow streams, since the Python backend
+can lock itself up when one begins while another is woken. Requests at once are a matter of `instance_group`, and those
+that wait are in Triton's own queue. A second thread asks every `cancellation_check_period_ms` whether the client has
+gone. It begins no stream either: it has postprocessing stop the request in the engine.
 """
 
 import json
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -34,48 +34,28 @@ class TritonPythonModel:
         self.tokenizer = text.load_tokenizer(folder)
         self.skip_special_tokens = text.flag(config, "skip_special_tokens", True)
         self.declared = [output["name"] for output in config["output"] if output["name"] != "text_output"]
-        running = int(text.parameter(config, "max_concurrent_requests"))
-        self.max_queue_size = int(text.parameter(config, "max_queue_size", "0"))
-        self.most = running + self.max_queue_size if self.max_queue_size else None
-        self.threads = ThreadPoolExecutor(max_workers=running)
-        self.lock = threading.Lock()
-        self.calls = set()  # every request that has no final response yet
+        self.call = None  # the request being served
+        self.streams = text.Streams()
         self.closing = threading.Event()
         self.cancel_period = int(text.parameter(config, "cancellation_check_period_ms", "100")) / 1000
-        threading.Thread(target=self._watch_clients, daemon=True).start()
+        self.watcher = threading.Thread(target=self._watch_client, daemon=True)
+        self.watcher.start()
 
     def execute(self, requests):
         for request in requests:
-            call = _Call(request)
-            with self.lock:
-                full = self.most is not None and len(self.calls) >= self.most
-                if not full:
-                    self.calls.add(call)
-            if full:
-                # Triton's own queue stays empty, since execute returns at once: the bound has to be kept here.
-                call.fail(
-                    f"{self.name}: Maximum queue size of {self.max_queue_size} has been reached, "
-                    "please try again later",
-                    pb_utils.TritonError.UNAVAILABLE,
-                )
-            else:
-                self.threads.submit(self._serve, call)
+            call = self.call = _Call(request)
+            try:
+                self._stream(call)
+            except _Failed as error:
+                call.fail(f"{self.name}: {error}", error.code)
+            except Exception as error:
+                call.fail(f"{self.name}: {error}", pb_utils.TritonError.INTERNAL)
+            finally:
+                self.call = None
 
     def finalize(self):
-        self.threads.shutdown(wait=True)
         self.closing.set()
-
-    def _serve(self, call):
-        try:
-            if not call.closed:
-                self._stream(call)
-        except _Failed as error:
-            call.fail(f"{self.name}: {error}", error.code)
-        except Exception as error:
-            call.fail(f"{self.name}: {error}", pb_utils.TritonError.INTERNAL)
-        finally:
-            with self.lock:
-                self.calls.discard(call)
+        self.watcher.join()
 
     def _stream(self, call):
         request = call.request
@@ -103,7 +83,7 @@ class TritonPythonModel:
             call.send(self._response(response, piece))
             if any(word in answer.whole for word in stop_texts):
                 stopped = True
-                text.stop(self.engine, call.engine_id)
+                self._stop(call)
         rest = answer.finish()
         if rest:
             call.send(pb_utils.InferenceResponse([_text_tensor(rest)]))
@@ -111,32 +91,43 @@ class TritonPythonModel:
 
     def _follow(self, call, asked):
         """The engine's responses, to the last one: what is left unread would stay in the server's memory."""
-        if not call.begin():
+        if call.look():
             raise _Failed(GONE, pb_utils.TritonError.CANCELLED)
+        call.running = True
         try:
-            for response in asked.exec(decoupled=True):
+            for response in self.streams.ask(asked):
                 if response.has_error():
                     # The last one, though the iterator does not know: asked for more it would wait for ever.
                     raise _Failed(response.error().message(), response.error().code())
                 if not call.cancelled:
                     yield response
         finally:
-            call.running = False
+            with call.lock:  # a stop that has begun must not outlive `execute`: Triton may crash on it
+                call.running = False
         if call.cancelled:
             raise _Failed(GONE, pb_utils.TritonError.CANCELLED)
 
-    def _watch_clients(self):
+    def _watch_client(self):
         while not self.closing.wait(self.cancel_period):
-            with self.lock:
-                calls = list(self.calls)
-            for call in calls:
-                if not call.look():
-                    continue
+            call = self.call
+            if call is None or not call.look():
+                continue
+            with call.lock:
+                # Once more each time until the engine has ended it: the first may have overtaken the request.
                 if call.running:
-                    # Once more each time until the engine has ended it: the first may have overtaken the request.
-                    text.stop(self.engine, call.engine_id)
-                elif not call.begun:
-                    call.fail(GONE, pb_utils.TritonError.CANCELLED)
+                    self._stop(call)
+
+    def _stop(self, call):
+        pb_utils.InferenceRequest(
+            model_name="postprocessing",
+            request_id=call.engine_id,
+            requested_output_names=["OUTPUT"],
+            inputs=[
+                pb_utils.Tensor("TOKENS_BATCH", np.zeros((1, 1, 1), dtype=np.int32)),
+                pb_utils.Tensor("SEQUENCE_LENGTH", np.zeros((1, 1), dtype=np.int32)),
+                pb_utils.Tensor("STOP", np.array([[True]])),
+            ],
+        ).exec()
 
     def _engine_request(self, request, engine_id):
         inputs = []
@@ -188,13 +179,7 @@ class _Call:
         self.lock = threading.Lock()
         self.closed = False  # the final response is sent
         self.cancelled = False
-        self.begun = self.running = False  # in the engine
-
-    def begin(self):
-        """Whether the engine may be asked: not when the client went away before."""
-        with self.lock:
-            self.begun = self.running = not self.closed
-            return self.begun
+        self.running = False  # in the engine
 
     def look(self):
         """Whether the client has gone away. After the final response nobody may ask: the server would crash."""
