@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo bench-convert bench-quantize bench-accuracy golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -34,6 +34,10 @@ demo: $(READY) ## a real model, served by a real tritonserver, measured; on any 
 	    --openai-port 0; \
 	$(BIN)/trtpipe generate "What is the capital of France?"; \
 	$(BIN)/trtpipe bench --concurrency 1,4,16
+
+MINUTES ?= 60
+soak: $(READY) ## a served model under mixed load: does anything grow? (MINUTES=60)
+	$(BIN)/python -m tests.benchmarks.soak --minutes $(MINUTES)
 
 bench-convert: $(READY) ## convert beside cp, on synthetic models in a scratch folder (needs 55 GB of disk)
 	$(BIN)/python -m tests.benchmarks.convert .scratch --report docs/measurements/convert.md

@@ -400,3 +400,4 @@ def _remember(store: Store, server: Server) -> None:
 def _forget(store: Store, server: Server) -> None:
     with contextlib.suppress(FileNotFoundError):
         (store.home / "servers" / f"{server.name}.json").unlink()
+    tritonserver.remove_shared_memory(server.endpoints)

@@ -29,7 +29,7 @@ from pathlib import Path
 import triton_repo
 from engines.errors import HostError, StageFailed, UsageError
 from engines.process import tail
-from triton_repo.launch import ServerOptions, server_command
+from triton_repo.launch import ServerOptions, region_prefix, server_command
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
@@ -312,6 +312,15 @@ def end(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return left
+
+
+def remove_shared_memory(endpoints: Endpoints) -> None:
+    """Delete the regions that a server which was killed has left in /dev/shm, unless another has its port by now."""
+    with contextlib.suppress(OSError), socket.create_connection((endpoints.host, endpoints.http), timeout=1):
+        return
+    for region in Path("/dev/shm").glob(f"{region_prefix(endpoints.http)}*"):
+        with contextlib.suppress(OSError):  # somebody else's
+            region.unlink()
 
 
 def alive(pid: int) -> bool:

@@ -60,6 +60,11 @@ def _mpi_options(options: ServerOptions) -> list[str]:
     ]  # fmt: skip
 
 
+def region_prefix(http: int) -> str:
+    """What the names of a server's shared memory regions begin with."""
+    return f"trtpipe{http}_"
+
+
 def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str]:
     places = [("--backend-directory", options.backends), ("--cache-directory", options.caches)]
     return [
@@ -74,7 +79,7 @@ def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str
         f"--metrics-address={options.host}",
         f"--metrics-port={options.metrics}",
         # Servers of one machine share /dev/shm, and would take each other's regions for their own.
-        f"--backend-config=python,shm-region-prefix-name=trtpipe{options.http}_{rank}_",
+        f"--backend-config=python,shm-region-prefix-name={region_prefix(options.http)}{rank}_",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout}",
     ]

@@ -301,12 +301,15 @@ def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second:
     assert asking.stdout.read(4)
     server = psutil.Process(second.pid)
     family = [server, *server.children(recursive=True)]
+    regions = f"trtpipe{httpx.URL(second.http).port}_*"
+    assert list(Path("/dev/shm").glob(regions))
     server.kill()
     _, err = asking.communicate(timeout=60)
     assert asking.returncode == 4
     assert re.fullmatch(r"error: the server at \S+ .*`trtpipe serve`\n", err)
     assert until(lambda: not any(alive(process) for process in family))
     assert second.cli.run("generate", "Hello", "--server", second.name).status == 2
+    assert not list(Path("/dev/shm").glob(regions))
 
 
 def test_a_model_that_does_not_load_shows_its_own_reason(served: Served, tmp_path: Path) -> None:
