@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,6 +49,9 @@ bench-accuracy: $(READY) ## what every recipe costs SmolLM2, on a CPU (a quarter
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
 	$(BIN)/python -m tests.benchmarks.accuracy runs/smollm2-135m.cpu.bf16/model .scratch/accuracy \
 	    --report docs/measurements/accuracy.md
+
+bench-front: $(READY) ## tokens through Triton and the gateway, from an engine that computes nothing
+	$(BIN)/python -m tests.benchmarks.front .scratch/front --report docs/measurements/front.md
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +14,7 @@ from engines.errors import InputDataError
 from engines.files import read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Message = dict[str, str]
 RAW = "pass --raw to send the text as it is"
 # Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -36,8 +39,13 @@ def read_template(tokenizer: Path) -> str | None:
     return template
 
 
-def apply_template(tokenizer: Path, template: str, messages: list[dict[str, str]]) -> str:
+def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> str:
     """The prompt for `messages` ({role, content}), ready for the assistant's answer. Raises InputDataError."""
+    return compile_template(tokenizer, template)(messages)
+
+
+def compile_template(tokenizer: Path, template: str) -> Callable[[list[Message]], str]:
+    """`apply_template` for many prompts: compiling takes longer than rendering. Errors are those of applying it."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -53,14 +61,23 @@ def apply_template(tokenizer: Path, template: str, messages: list[dict[str, str]
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(_GENERATION.sub(_always, template)).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **_special_tokens(tokenizer)
-        )
-    except Exception as error:  # a template is a program, and may fail in any way
-        raise InputDataError(
-            f"the chat template of {tokenizer} cannot be applied", why=str(error) or type(error).__name__, remedy=RAW
-        ) from None
+    named = _special_tokens(tokenizer)
+
+    @functools.cache
+    def compiled() -> jinja2.Template:
+        return environment.from_string(_GENERATION.sub(_always, template))
+
+    def apply(messages: list[Message]) -> str:
+        try:
+            return compiled().render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **named)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise InputDataError(
+                f"the chat template of {tokenizer} cannot be applied",
+                why=str(error) or type(error).__name__,
+                remedy=RAW,
+            ) from None
+
+    return apply
 
 
 def _always(found: re.Match[str]) -> str:

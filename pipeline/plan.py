@@ -176,7 +176,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
     target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
     backend = load_backend(runtime)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
-    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config)
+    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config, runtime)
     if runtime == "reference" and serving.max_attention_window_size is not None:
         raise UsageError(
             "serving.max_attention_window_size is not for the reference runtime", why="its tokens see all before them"

@@ -176,7 +176,8 @@ def prepare_backends(
     shutil.copy(installation.stub, stubs / "triton_python_backend_stub")
     ours = folder / "tensorrtllm"
     ours.mkdir()
-    shutil.copyfile(BACKEND / "model.py", ours / "model.py")
+    for name in ("model.py", "trtpipe_engine.py"):
+        shutil.copyfile(BACKEND / name, ours / name)
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
         "command": [python, "-m", "engines.reference.process", "--runtime", RUNTIMES[runtime]],
@@ -315,9 +316,10 @@ def end(pid: int) -> bool:
 
 
 def remove_shared_memory(endpoints: Endpoints) -> None:
-    """Delete the regions that a server which was killed has left in /dev/shm, unless another has its port by now."""
-    with contextlib.suppress(OSError), socket.create_connection((endpoints.host, endpoints.http), timeout=1):
-        return
+    """Delete the regions that a server which was killed has left in /dev/shm.
+
+    Those of another that has its port by now lose their names only, which nobody asks for after the start.
+    """
     for region in Path("/dev/shm").glob(f"{region_prefix(endpoints.http)}*"):
         with contextlib.suppress(OSError):  # somebody else's
             region.unlink()

@@ -248,6 +248,22 @@ def test_sinks_on_the_releases_that_have_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("runtime", "count"), [("tensorrt_llm", None), ("trtllm_pytorch", None), ("reference", 1), ("vllm", 4)]
+)
+def test_an_engine_in_python_is_shared_by_as_many_instances_as_its_batch_keeps_busy(
+    runtime: str, count: int | None
+) -> None:
+    made, _ = resolve(BuildConfig(max_batch_size=200), target())
+    assert resolve_serving(ServingConfig(), made, runtime)[0].engine_instance_count == count
+    several = ServingConfig(engine_instance_count=2)
+    if count is not None:
+        assert resolve_serving(several, made, runtime)[0].engine_instance_count == 2
+    else:
+        with pytest.raises(UsageError, match=f"engine_instance_count is not for the runtime {runtime}: each instance"):
+            resolve_serving(several, made, runtime)
+
+
+@pytest.mark.parametrize(
     ("build", "serving", "message"),
     [
         (

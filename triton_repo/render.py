@@ -157,6 +157,7 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "inputs": tensors.ENGINE_INPUTS,
             "outputs": tensors.ENGINE_OUTPUTS,
             "parameters": _engine_parameters(prefix, serving),
+            "instance_count": serving.engine_instance_count or 1,
         },
         "postprocessing": {
             "max_batch_size": batch,

@@ -9,6 +9,9 @@ from engines.errors import UsageError, suggestion
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")
+# Runtimes whose engine lives in a process of its own, behind any number of Triton's.
+SHARED_ENGINE = ("reference", "vllm")
+SEQUENCES_PER_INSTANCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class ServingConfig:
                                    client goes away without having given an id, or before the first token
     cancellation_check_period_ms   how often the backend looks for clients that went away
     stats_check_period_ms          how often the backend updates its metrics
+    engine_instance_count          processes between Triton and an engine in Python (reference, vllm), which they share;
+                                   None for one to each 64 sequences of a vllm batch, else one
     preprocessing_instance_count   tokenizer processes
     bls_instance_count             requests served at once by tensorrt_llm_bls, and by the ensemble as a script: each
                                    takes a process with a tokenizer, and more wait in Triton's queue. None for 4, and
@@ -65,6 +70,7 @@ class ServingConfig:
     ensemble: str = "graph"
     cancellation_check_period_ms: int = 100
     stats_check_period_ms: int = 100
+    engine_instance_count: int | None = None
     preprocessing_instance_count: int = 1
     bls_instance_count: int | None = None
     add_special_tokens: bool = True
@@ -100,6 +106,7 @@ class ServingConfig:
             "max_queue_size": 0,
             "cancellation_check_period_ms": 1,
             "stats_check_period_ms": 1,
+            "engine_instance_count": 1,
             "preprocessing_instance_count": 1,
             "bls_instance_count": 1,
         }
@@ -109,7 +116,9 @@ class ServingConfig:
                 raise UsageError(f"serving.{name} is {value}", remedy=f"give at least {least}")
 
 
-def resolve_serving(serving: ServingConfig, build: BuildConfig) -> tuple[ServingConfig, dict[str, str]]:
+def resolve_serving(
+    serving: ServingConfig, build: BuildConfig, runtime: str = "tensorrt_llm"
+) -> tuple[ServingConfig, dict[str, str]]:
     """`serving` with every open choice made for an engine of `build` (a resolved one), and a reason for each.
 
     Raises UsageError for what the server would fail on, or silently do without.
@@ -129,6 +138,17 @@ def resolve_serving(serving: ServingConfig, build: BuildConfig) -> tuple[Serving
             raise UsageError(f"serving.{name} is not possible here", why=reason, remedy="leave it out")
         if asked is None:
             chosen[name] = possible, reason or "the engine can do it"
+    if runtime not in SHARED_ENGINE:
+        if serving.engine_instance_count not in (None, 1):
+            raise UsageError(
+                f"serving.engine_instance_count is not for the runtime {runtime}",
+                why="each instance of its backend would load the engine again",
+                remedy="leave it out",
+            )
+    elif serving.engine_instance_count is None:
+        # A stub hands on some 10,000 tokens a second: 64 sequences at 150.
+        count = -(-build.max_batch_size // SEQUENCES_PER_INSTANCE) if runtime == "vllm" else 1
+        chosen["engine_instance_count"] = count, f"for {build.max_batch_size} sequences on {runtime}"
     if not build.in_flight_batching:
         raise UsageError(
             "an engine without in-flight batching cannot be served",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import queue
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -32,8 +34,11 @@ from engines.reference.wire import Connection
 if TYPE_CHECKING:
     from engines.reference.runtime import Runtime
 
-# How long a new process waits for its first stub.
+# How long a new process waits for its first stub, and how long a step may take that nobody waits for any more.
 FIRST_STUB_SECONDS = 60.0
+LAST_STEP_SECONDS = 5.0
+# Exit status when another process has the address already.
+TAKEN = 75
 
 
 class _Stub:
@@ -42,7 +47,43 @@ class _Stub:
     def __init__(self, connection: Connection, number: int) -> None:
         self.connection = connection
         self.number = number
-        self.running: set[Any] = set()
+        self.running: dict[Any, str] = {}  # its name for a request -> the client's id of it
+
+
+class _Peers:
+    """The processes at the other ends. When the server is gone they are ended, and this one with them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptors: list[int] = []
+        self._connected = 0
+
+    def add(self, pid: int) -> None:
+        """Of a number alone one could not be sure: another process may get it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptors.append(os.pidfd_open(pid))
+
+    def came(self) -> None:
+        with self._lock:
+            self._connected += 1
+
+    def left(self) -> None:
+        """After the last, a step that hangs must not keep the process, and the memory of its GPU, for ever."""
+        with self._lock:
+            self._connected -= 1
+            if self._connected == 0:
+                timer = threading.Timer(LAST_STEP_SECONDS, os._exit, (1,))
+                timer.daemon = True
+                timer.start()
+
+    def follow(self, server: int) -> None:
+        """A killed server leaves its stubs waiting for it, inside a call that never returns."""
+        with contextlib.suppress(ProcessLookupError):  # gone already
+            select.select([os.pidfd_open(server)], [], [])
+        for descriptor in self._descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os._exit(1)
 
 
 Event = tuple[_Stub, dict[str, Any] | None, bytes]
@@ -51,16 +92,24 @@ Event = tuple[_Stub, dict[str, Any] | None, bytes]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engines.reference.process", description=__doc__)
     parser.add_argument("--engine", type=Path, required=True)
-    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="name of the socket, in the kernel's own name space")
     parser.add_argument("--options", type=json.loads, default={}, help="Runtime options as JSON")
     parser.add_argument("--runtime", default="engines.reference.runtime", help="module whose Runtime executes engines")
-    parser.add_argument("--server", type=int, help="end this process and the stub that started it with this one")
+    parser.add_argument("--server", type=int, help="end this process and its stubs with this one")
     args = parser.parse_args()
+    peers = _Peers()
+    peers.add(os.getppid())
     if args.server is not None:
-        threading.Thread(target=_follow, args=(args.server, os.getppid()), daemon=True).start()
+        threading.Thread(target=peers.follow, args=(args.server,), daemon=True).start()
     stats_period = float(args.options.pop("stats_check_period_ms", 100)) / 1000
+    most = args.options.pop("max_requests", None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(args.socket))
+        try:
+            listener.bind("\0" + args.address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return TAKEN
         listener.listen()
         try:
             # Here, so that a missing torch is told to the stub that waits and not only to the log.
@@ -69,46 +118,44 @@ def main() -> int:
             _refuse(listener, str(error) or type(error).__name__)
             return 1
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        threading.Thread(target=_accept, args=(listener, events), daemon=True).start()
-        return _serve(runtime, events, stats_period)
-
-
-def _follow(server: int, stub: int) -> None:
-    """When the server is gone, end the stub and this process. A killed server leaves its stubs waiting for it."""
-    try:
-        descriptor = os.pidfd_open(server)
-    except ProcessLookupError:
-        pass  # gone already
-    else:
-        select.select([descriptor], [], [])
-    # A stub that noticed by itself has ended; its number is only ours to signal while it is our parent.
-    if os.getppid() == stub:
-        os.kill(stub, signal.SIGKILL)
-    os._exit(1)
+        threading.Thread(target=_accept, args=(listener, events, peers), daemon=True).start()
+        return _serve(runtime, events, stats_period, most)
 
 
 def _refuse(listener: socket.socket, reason: str) -> None:
-    """Tell the first stub why there is no engine; it is waiting for exactly that."""
+    """Tell the stubs why there is no engine; they are waiting for exactly that."""
     listener.settimeout(FIRST_STUB_SECONDS)
-    sock, _ = listener.accept()
-    Connection(sock).send({"type": "failed", "error": reason})
+    with contextlib.suppress(TimeoutError, BlockingIOError):
+        while True:
+            sock, _ = listener.accept()
+            sock.setblocking(True)
+            with contextlib.suppress(OSError):  # it did not wait
+                Connection(sock).send({"type": "failed", "error": reason})
+            listener.settimeout(0)  # others only if they are there by now
 
 
-def _accept(listener: socket.socket, events: queue.SimpleQueue[Event]) -> None:
+def _accept(listener: socket.socket, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
     for number in itertools.count():
         sock, _ = listener.accept()
+        pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():  # anybody on this machine can see the address
+            sock.close()
+            continue
+        peers.add(pid)
+        peers.came()
         stub = _Stub(Connection(sock), number)
-        threading.Thread(target=_listen, args=(stub, events), daemon=True).start()
+        threading.Thread(target=_listen, args=(stub, events, peers), daemon=True).start()
 
 
-def _listen(stub: _Stub, events: queue.SimpleQueue[Event]) -> None:
+def _listen(stub: _Stub, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
     events.put((stub, {"type": "hello"}, b""))
     while (received := stub.connection.receive()) is not None:
         events.put((stub, *received))
     events.put((stub, None, b""))
+    peers.left()
 
 
-def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: float) -> int:
+def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: float, most: int | None) -> int:
     """The loop: take what has arrived, run a step, send what it produced."""
     stubs: dict[int, _Stub] = {}
     next_stats = 0.0
@@ -125,7 +172,7 @@ def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: flo
             if message is None:
                 _forget(runtime, stubs, stub)
             else:
-                _handle(runtime, stubs, stub, message, blob)
+                _handle(runtime, stubs, stub, message, blob, most)
         if not stubs:
             return 0
         try:
@@ -141,23 +188,32 @@ def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: flo
         _publish(stubs, outputs, stats)
 
 
-def _handle(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub, message: dict[str, Any], blob: bytes) -> None:
+def _handle(
+    runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub, message: dict[str, Any], blob: bytes, most: int | None
+) -> None:
     kind = message["type"]
     if kind == "hello":
         stubs[stub.number] = stub
         _send(stub, {"type": "ready"})
     elif kind == "cancel":
         runtime.cancel((stub.number, message["id"]))
+    elif kind == "stop":
+        for owner in stubs.values():
+            for name, request_id in owner.running.items():
+                if request_id == message["request_id"]:
+                    runtime.cancel((owner.number, name))
+    elif most is not None and sum(len(owner.running) for owner in stubs.values()) >= most:
+        _send(stub, {"type": "refused", "id": message["id"], "full": True})
     else:
         try:
             runtime.submit(_request(stub, message, blob))
-            stub.running.add(message["id"])
+            stub.running[message["id"]] = message["request_id"]
         except RequestRefused as error:
-            _send(stub, {"type": "refused", "id": message["id"], "error": str(error)})
+            _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": str(error)})
         except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
             # A malformed request must not end those of everybody else.
             reason = f"the request is malformed: {type(error).__name__}: {error}"
-            _send(stub, {"type": "refused", "id": message["id"], "error": reason})
+            _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": reason})
 
 
 def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:
@@ -184,15 +240,24 @@ def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
 
 
 def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, Any] | None) -> None:
-    for stub in stubs.values():
-        mine = [output for output in outputs if output.id[0] == stub.number]
-        if not mine and stats is None:
+    """One message to each stub; the statistics to the first, which sets the gauges for all."""
+    entries: dict[int, list[Output]] = {number: [] for number in stubs}
+    for output in outputs:
+        if output.id[0] in entries:
+            entries[output.id[0]].append(output)
+    first = min(stubs)
+    for number, mine in entries.items():
+        told = stats if number == first else None
+        if not mine and told is None:
             continue
-        stub.running.difference_update(output.id[1] for output in mine if output.finish)
+        stub = stubs[number]
+        for output in mine:
+            if output.finish:
+                stub.running.pop(output.id[1], None)
         blob = bytearray()
         message: dict[str, Any] = {"type": "step", "outputs": [_entry(output, blob) for output in mine]}
-        if stats is not None:
-            message["stats"] = stats
+        if told is not None:
+            message["stats"] = told
         _send(stub, message, bytes(blob))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import triton_repo
 from engines.errors import InputDataError
 from engines.files import read_json
-from pipeline.chat import apply_template, read_template
+from pipeline.chat import compile_template, read_template
 from pipeline.gateway.failure import wrong
 
 _SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
@@ -38,7 +38,8 @@ class Text:
             self.end_ids, self.pad_id, self.bos = shared().special_ids(folder, self.tokenizer)
         except Exception as error:  # the tokenizers library raises plain Exception
             raise InputDataError(f"{folder} holds no tokenizer that can be read", why=str(error)) from None
-        self.template = read_template(folder)
+        template = read_template(folder)
+        self.apply_template = compile_template(folder, template) if template is not None else None
         path = folder / "generation_config.json"
         generation = read_json(path, "generation config") if path.is_file() else {}
         # As other servers do: what the model's makers recommend, where the request says nothing.
@@ -51,10 +52,10 @@ class Text:
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
         """Raises Failure when the model has no chat template, or it refuses the messages."""
-        if self.template is None:
+        if self.apply_template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            text = apply_template(self.folder, self.template, messages)
+            text = self.apply_template(messages)
         except InputDataError as error:
             raise wrong(f"the chat template refuses these messages: {error.why}", "messages") from None
         # The template writes the special tokens itself.

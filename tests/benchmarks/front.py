@@ -2,8 +2,8 @@
 
 The engine (tests/benchmarks/synthetic_runtime.py) gives every live stream a token at each tick, so that what is offered
 is known: streams x rate. What reaches the client, and when, is what the front lets through: Triton with the model's
-stub instances over gRPC streaming and HTTP generate_stream, and the gateway. A row is one path, number of streams and
-number of instances:
+stub instances over gRPC streaming and HTTP generate_stream, and the gateway. A row is one path, number of streams,
+number of instances and number of the gateway's workers:
 
     reached       tokens received in the window over those the engine gave in it
     added TTFT    time from sending a request to its first token, beyond the wait for the next tick (half a tick on
@@ -11,7 +11,8 @@ number of instances:
     added ITL     how much later than a tick after the one before it a token came; p99, ms
     CPU s         of server, stubs and gateway for 1,000 tokens; the engine's and the clients' own are not in it
 
-    python -m tests.benchmarks.front SCRATCH [--streams 64,256,512] [--rate 200] [--instances 1,4] [--report FILE.md]
+    python -m tests.benchmarks.front SCRATCH [--streams 64,256,512] [--rate 200] [--instances 1,4] [--workers 1]
+        [--report FILE.md]
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection as Pipe
@@ -37,7 +38,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pipeline import tritonserver
+from pipeline import gateway_process, tritonserver
+from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.h2.connection import Connection
 from pipeline.h2.triton import STREAM_INFER, Tensor, infer_request
 from tests.factories import hf_folder
@@ -241,13 +243,27 @@ def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritons
         tritonserver.end(process.pid)
 
 
-def cpu_seconds(server: psutil.Process) -> float:
-    """Of the server and its stubs, without the engine process."""
+@contextmanager
+def gateway(scratch: Path, endpoints: tritonserver.Endpoints, workers: int) -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway in front of the server: (host:port, its process)."""
+    folder = scratch / "tiny"
+    model = ServedModel(name="tensorrt_llm", tokenizer=folder, max_input_len=64, max_seq_len=TOKEN_LIMIT)
+    options = GatewayOptions(models=(model,), grpc_url=endpoints.grpc_url, port=0, workers=workers)
+    pid, url = gateway_process.start(options, scratch / "gateway.log")
+    try:
+        yield url.partition("//")[2], psutil.Process(pid)
+    finally:
+        gateway_process.end(pid)
+
+
+def cpu_seconds(*parents: psutil.Process) -> float:
+    """Of those and their children, without the engine process."""
     total = 0.0
-    for process in (server, *server.children(recursive=True)):
-        if "engines.reference.process" not in process.cmdline():
-            times = process.cpu_times()
-            total += times.user + times.system
+    for process in [process for parent in parents for process in (parent, *parent.children(recursive=True))]:
+        with suppress(psutil.NoSuchProcess):
+            if "engines.reference.process" not in process.cmdline():
+                times = process.cpu_times()
+                total += times.user + times.system
     return total
 
 
@@ -257,26 +273,35 @@ def main() -> int:
     options.add_argument("--streams", default="64,256,512")
     options.add_argument("--rate", type=float, default=200.0, help="tokens a second of each stream")
     options.add_argument("--instances", default="1,4")
-    options.add_argument("--paths", default="grpc,http")
+    options.add_argument("--paths", default="grpc,http,gateway")
+    options.add_argument("--workers", default="1", help="processes of the gateway")
     options.add_argument("--clients", type=int, default=max(1, (os.cpu_count() or 2) // 4))
     options.add_argument("--report", type=Path)
     chosen = options.parse_args()
     chosen.scratch.mkdir(parents=True, exist_ok=True)
     scratch = chosen.scratch.resolve()
     tick = 1 / chosen.rate
+    tokens = min(TOKEN_LIMIT - 64, int(chosen.rate * (WARM_SECONDS + SECONDS + 4)))
     rows: list[dict[str, Any]] = []
     for instances in map(int, chosen.instances.split(",")):
         with served(scratch, instances, tick) as (endpoints, server):
             urls = {"grpc": endpoints.grpc_url, "http": f"{endpoints.host}:{endpoints.http}"}
             for path in chosen.paths.split(","):
-                for streams in map(int, chosen.streams.split(",")):
-                    tokens = min(TOKEN_LIMIT - 64, int(chosen.rate * (WARM_SECONDS + SECONDS + 4)))
-                    before = cpu_seconds(server)
-                    row = measure(Load(path, urls[path], streams, tokens), chosen.clients, tick)
-                    spent = (cpu_seconds(server) - before) / row.pop("received") * 1000
-                    row = {"path": path, "instances": instances, "streams": streams, **row, "cpu": spent}
-                    rows.append(row)
-                    print(json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()}))
+                for workers in map(int, chosen.workers.split(",")) if path == "gateway" else [0]:
+                    with ExitStack() as stack:
+                        front = [server]
+                        if path == "gateway":
+                            urls[path], process = stack.enter_context(gateway(scratch, endpoints, workers))
+                            front.append(process)
+                        for streams in map(int, chosen.streams.split(",")):
+                            load = Load(path, urls[path], streams, tokens)
+                            before = cpu_seconds(*front)
+                            row = measure(load, chosen.clients, tick)
+                            spent = (cpu_seconds(*front) - before) / row.pop("received") * 1000
+                            setting = {"path": path, "instances": instances, "workers": workers, "streams": streams}
+                            row = {**setting, **row, "cpu": spent}
+                            rows.append(row)
+                            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}))
     if chosen.report:
         chosen.report.write_text(report(rows, chosen), encoding="utf-8")
     shutil.rmtree(scratch / "backends", ignore_errors=True)
@@ -292,15 +317,15 @@ def report(rows: list[dict[str, Any]], chosen: argparse.Namespace) -> str:
         f"{chosen.rate:g} tokens a second; {chosen.clients} client process(es) on the same machine. Written by "
         "`python -m tests.benchmarks.front`, which says what the columns mean.",
         "",
-        "| path | instances | streams | offered tok/s | reached tok/s | reached | added TTFT p50 / p99 ms "
+        "| path | instances | workers | streams | offered tok/s | reached tok/s | reached | added TTFT p50 / p99 ms "
         "| added ITL p99 ms | CPU s / 1,000 tokens |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['path']} | {row['instances']} | {row['streams']} | {row['offered']:,.0f} | "
-            f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / row['offered']:.1%} | {row['ttft_p50']:.1f} / "
-            f"{row['ttft_p99']:.1f} | {row['itl_p99']:.1f} | {row['cpu']:.4f} |"
+            f"| {row['path']} | {row['instances']} | {row['workers'] or '-'} | {row['streams']} "
+            f"| {row['offered']:,.0f} | {row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / row['offered']:.1%} "
+            f"| {row['ttft_p50']:.1f} / {row['ttft_p99']:.1f} | {row['itl_p99']:.1f} | {row['cpu']:.4f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ from triton_repo.check.engine import EngineFolder
 from triton_repo.check.faults import Report, did_you_mean, nearest
 from triton_repo.check.models import Model
 from triton_repo.check.scripts import Script
+from triton_repo.serving import SHARED_ENGINE
 
 DEFAULT_ENGINE = "tensorrt_llm"
 # The whole memory of a GPU; the share a backend takes when it is told nothing.
@@ -119,7 +120,8 @@ def check_instances(
     world = engine.world_size if engine is not None else None
     text = model.value("gpu_device_ids")
     groups, read = values.read_groups(text) if text else ([], False)
-    if model.instances > 1 and not text:
+    shared = engine is not None and engine.passport is not None and engine.passport.runtime in SHARED_ENGINE
+    if model.instances > 1 and not text and not shared:
         report.error(
             "instances",
             model.path,

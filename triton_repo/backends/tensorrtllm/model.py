@@ -1,8 +1,9 @@
 """A Triton backend named `tensorrtllm`, written in Python: the tensors, parameters and manners of NVIDIA's C++
 backend, in front of an engine that runs in a process of its own.
 
-The stub stays thin: it turns requests into messages and messages into responses. What starts the engine process is
-in engine.json beside this file; its path and options come from config.pbtxt, which is the file production loads.
+The stub stays thin: it turns requests into messages and messages into responses. Several instances may share the
+engine, since one hands on some 10,000 tokens a second. The engine's path and options come from config.pbtxt, which is
+the file production loads.
 Cancelled clients are noticed every `cancellation_check_period_ms`. An engine process that dies is reported to every
 waiting request at once and started again.
 """
@@ -10,25 +11,17 @@ waiting request at once and started again.
 import contextlib
 import itertools
 import json
-import os
 import queue
-import shutil
-import socket
-import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from trtpipe_wire import Connection
-
-HERE = Path(__file__).resolve().parent
+from trtpipe_engine import Engine
 
 # Sending a response waits about 0.1 ms for the server: several threads, one per request at a time, send together.
 SENDERS = 4
-START_SECONDS = 600.0
 # An engine that dies this often within this time is broken, not unlucky.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -72,11 +65,9 @@ class TritonPythonModel:
         self.normalize_log_probs = _boolean(parameters, "normalize_log_probs", True)
         self.logits_dtype = np.float32
         self.cancel_period = int(parameters.get("cancellation_check_period_ms", 100)) / 1000
-        self.engine = _Engine(parameters, args["model_repository"])
         policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
         self.max_queue_size = int(policy.get("max_queue_size", 0))
-        # Sequences taken in at once: those of a full batch, and those that wait for it.
-        self.most = self.engine.max_batch_size + self.max_queue_size if self.max_queue_size else None
+        self.engine = _engine(parameters, args["model_repository"], self.max_queue_size)
         self.metrics = _Metrics(args["model_name"], args["model_version"])
         self.numbers = itertools.count()
         self.lock = threading.Lock()
@@ -139,20 +130,12 @@ class TritonPythonModel:
                 raise _Refused(f"input_lengths is {int(lengths.reshape(-1)[row])}, input_ids holds {ids.shape[1]}")
             for copy in range(copies):
                 message, blob = _message(request, ids[row], int(lengths.reshape(-1)[row]), row, copy)
-                message["id"] = next(self.numbers)
+                message["id"], message["request_id"] = next(self.numbers), answer.request_id
                 sequence = _Sequence(answer, row, copy, message["prompt"])
                 submissions.append((message, blob, sequence))
         with self.lock:
-            full = self.most is not None and len(self.sequences) + len(submissions) > self.most
-            if not full:
-                for message, _, sequence in submissions:
-                    self.sequences[message["id"]] = sequence
-        if full:
-            # Triton's own queue stays empty, since execute returns at once: the bound has to be kept here.
-            raise _Refused(
-                f"Maximum queue size of {self.max_queue_size} has been reached, please try again later",
-                pb_utils.TritonError.UNAVAILABLE,
-            )
+            for message, _, sequence in submissions:
+                self.sequences[message["id"]] = sequence
         for message, blob, _ in submissions:
             try:
                 self.engine.connection.send(message, blob)
@@ -168,10 +151,8 @@ class TritonPythonModel:
         request_id = request.request_id()
         if not request_id:
             raise _Refused("Trying to stop a request but request ID is not provided")
-        with self.lock:
-            targets = [number for number, s in self.sequences.items() if s.answer.request_id == request_id]
-        for number in targets:
-            self.engine.connection.send({"type": "cancel", "id": number})
+        # It may have come through another instance.
+        self.engine.connection.send({"type": "stop", "request_id": request_id})
         empty = _select(
             request.requested_output_names(),
             {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.zeros((1, 1), np.int32)},
@@ -204,11 +185,24 @@ class TritonPythonModel:
                 if "stats" in message:
                     self.metrics.update(message["stats"])
             elif message["type"] == "refused":
-                with self.lock:
-                    sequence = self.sequences.pop(message["id"])
-                self._sender(sequence).put(sequence.answer.fail, message["error"], pb_utils.TritonError.INVALID_ARG)
+                self._refuse(message)
             elif message["type"] == "failed":
                 self.engine.reason = message["error"]
+
+    def _refuse(self, message):
+        with self.lock:
+            answer = self.sequences.pop(message["id"]).answer
+            others = [number for number, sequence in self.sequences.items() if sequence.answer is answer]
+        if message["full"]:
+            # Triton's own queue stays empty, since execute returns at once: the bound is kept by the engine process.
+            reason = f"Maximum queue size of {self.max_queue_size} has been reached, please try again later"
+            fault = (reason, pb_utils.TritonError.UNAVAILABLE)
+        else:
+            fault = (message["error"], pb_utils.TritonError.INVALID_ARG)
+        self.senders[answer.serial % SENDERS].put(answer.fail, *fault)
+        with contextlib.suppress(OSError):  # the engine's end comes next
+            for number in others:
+                self.engine.connection.send({"type": "cancel", "id": number})
 
     def _deliver(self, entry, blob):
         number = entry["id"]
@@ -250,101 +244,6 @@ class _Refused(Exception):
     def __init__(self, message, code=None):
         super().__init__(message)
         self.code = pb_utils.TritonError.INVALID_ARG if code is None else code
-
-
-class _Engine:
-    """The engine process and the connection to it."""
-
-    def __init__(self, parameters, model_repository):
-        launch = json.loads((HERE / "engine.json").read_text(encoding="utf-8"))
-        self.command = launch["command"]
-        self.environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
-        if launch["python_path"]:
-            self.environment["PYTHONPATH"] = launch["python_path"]
-        if launch["library_path"]:
-            self.environment["LD_LIBRARY_PATH"] = launch["library_path"]
-        path = parameters.get("gpt_model_path", "")
-        # A relative path counts from the root of the model repository.
-        self.path = Path(model_repository).parent / path
-        if not path or not (self.path / "config.json").is_file():
-            raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {self.path})")
-        # Not from config.json, which says it of compiled engines alone.
-        passport = json.loads((self.path / "passport.json").read_text(encoding="utf-8"))
-        self.max_batch_size = int(passport["build_config"]["max_batch_size"])
-        self.options = {
-            "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
-            "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
-            "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
-            "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
-        }
-        tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
-        if tokens.isdigit():
-            self.options["kv_cache_tokens"] = int(tokens)
-        self.process = None
-        self.connection = None
-        self.reason = None
-
-    def start(self):
-        """Start the process and wait until it has loaded; its own words are the error when it cannot."""
-        self.reason = None
-        folder = tempfile.mkdtemp(prefix="trtpipe-engine-")
-        address = str(Path(folder) / "socket")
-        command = [
-            *self.command,
-            "--engine",
-            str(self.path),
-            "--socket",
-            address,
-            "--options",
-            json.dumps(self.options),
-        ]
-        # A call into a killed server never returns and holds the interpreter: the engine process watches for both.
-        command += ["--server", str(os.getppid())]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=self.environment)
-        try:
-            self.connection = self._connect(address)
-            received = self.connection.receive()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        if received is None:
-            raise pb_utils.TritonModelException(self.obituary())
-        if received[0]["type"] != "ready":
-            raise pb_utils.TritonModelException(f"the engine does not load: {received[0]['error']}")
-
-    def _connect(self, address):
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise pb_utils.TritonModelException(self.obituary())
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.connect(address)
-                return Connection(sock)
-            except OSError:
-                sock.close()
-                time.sleep(0.02)
-        self.process.kill()
-        raise pb_utils.TritonModelException(f"the engine process did not answer within {START_SECONDS:.0f} s")
-
-    def obituary(self):
-        """Why the process is gone; its last message when it sent one."""
-        if self.connection is not None:
-            self.connection.close()
-        try:
-            status = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
-        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return self.reason or f"the engine process ended ({cause})"
-
-    def stop(self):
-        self.connection.close()
-        try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 class _Sender:
@@ -525,6 +424,28 @@ class _Metrics:
         stats["kv_fraction"] = stats["kv_used_blocks"] / max(1, stats["kv_max_blocks"])
         for metric, key, _ in self.gauges:
             metric.set(float(stats[key]))
+
+
+def _engine(parameters, model_repository, max_queue_size):
+    path = parameters.get("gpt_model_path", "")
+    # A relative path counts from the root of the model repository.
+    folder = Path(model_repository).parent / path
+    if not path or not (folder / "config.json").is_file():
+        raise pb_utils.TritonModelException(f"gpt_model_path '{path}' holds no engine (looked in {folder})")
+    options = {
+        "policy": parameters.get("batch_scheduler_policy", "guaranteed_no_evict"),
+        "enable_kv_cache_reuse": _boolean(parameters, "enable_kv_cache_reuse", True),
+        "enable_chunked_context": _boolean(parameters, "enable_chunked_context", False),
+        "stats_check_period_ms": int(parameters.get("stats_check_period_ms", 100)),
+    }
+    tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
+    if tokens.isdigit():
+        options["kv_cache_tokens"] = int(tokens)
+    if max_queue_size:
+        # Not from config.json, which says it of compiled engines alone.
+        passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
+        options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size
+    return Engine(folder, options)
 
 
 def _message(request, ids, length, row, copy):
