@@ -57,24 +57,25 @@ class _Peers:
         self._lock = threading.Lock()
         self._descriptors: list[int] = []
         self._connected = 0
+        self._end: threading.Timer | None = None
 
-    def add(self, pid: int) -> None:
-        """Of a number alone one could not be sure: another process may get it."""
+    def came(self, pid: int) -> None:
+        # By its number alone it could not be ended later: another process may have got it.
         with contextlib.suppress(ProcessLookupError):
             self._descriptors.append(os.pidfd_open(pid))
-
-    def came(self) -> None:
         with self._lock:
             self._connected += 1
+            if self._end is not None:
+                self._end.cancel()
 
     def left(self) -> None:
         """After the last, a step that hangs must not keep the process, and the memory of its GPU, for ever."""
         with self._lock:
             self._connected -= 1
             if self._connected == 0:
-                timer = threading.Timer(LAST_STEP_SECONDS, os._exit, (1,))
-                timer.daemon = True
-                timer.start()
+                self._end = threading.Timer(LAST_STEP_SECONDS, os._exit, (1,))
+                self._end.daemon = True
+                self._end.start()
 
     def follow(self, server: int) -> None:
         """A killed server leaves its stubs waiting for it, inside a call that never returns."""
@@ -98,7 +99,6 @@ def main() -> int:
     parser.add_argument("--server", type=int, help="end this process and its stubs with this one")
     args = parser.parse_args()
     peers = _Peers()
-    peers.add(os.getppid())
     if args.server is not None:
         threading.Thread(target=peers.follow, args=(args.server,), daemon=True).start()
     stats_period = float(args.options.pop("stats_check_period_ms", 100)) / 1000
@@ -141,8 +141,7 @@ def _accept(listener: socket.socket, events: queue.SimpleQueue[Event], peers: _P
         if user != os.geteuid():  # anybody on this machine can see the address
             sock.close()
             continue
-        peers.add(pid)
-        peers.came()
+        peers.came(pid)
         stub = _Stub(Connection(sock), number)
         threading.Thread(target=_listen, args=(stub, events, peers), daemon=True).start()
 
