@@ -18,7 +18,6 @@ import queue
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ import numpy as np
 
 from engines.errors import TrtpipeError
 from engines.reference.request import Output, Request, RequestRefused, SamplingParams
-from engines.reference.wire import Connection
+from engines.reference.wire import TAKEN, Connection, peer
 
 if TYPE_CHECKING:
     from engines.reference.runtime import Runtime
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 # How long a new process waits for its first stub, and how long a step may take that nobody waits for any more.
 FIRST_STUB_SECONDS = 60.0
 LAST_STEP_SECONDS = 5.0
-# Exit status when another process has the address already.
-TAKEN = 75
 
 
 class _Stub:
@@ -137,7 +134,7 @@ def _refuse(listener: socket.socket, reason: str) -> None:
 def _accept(listener: socket.socket, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
     for number in itertools.count():
         sock, _ = listener.accept()
-        pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, user = peer(sock)
         if user != os.geteuid():  # anybody on this machine can see the address
             sock.close()
             continue

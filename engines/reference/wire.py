@@ -13,6 +13,15 @@ import threading
 from typing import Any
 
 _PREFIX = struct.Struct("!II")
+_CREDENTIALS = struct.Struct("3i")
+# Exit status of an engine process that found another at its address.
+TAKEN = 75
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a connected local socket: who connected to it, or who listens."""
+    pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
 
 
 class Connection:

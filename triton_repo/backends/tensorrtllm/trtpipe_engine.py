@@ -9,18 +9,15 @@ import hashlib
 import json
 import os
 import socket
-import struct
 import subprocess
 import time
 from pathlib import Path
 
 import triton_python_backend_utils as pb_utils
-from trtpipe_wire import Connection
+from trtpipe_wire import TAKEN, Connection, peer
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 600.0
-# Exit status of an engine process that found another at its address.
-TAKEN = 75
 
 
 class Engine:
@@ -71,7 +68,7 @@ class Engine:
                 self._start_process()
                 time.sleep(0.02)
                 continue
-            pid, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, user = peer(sock)
             if user != os.geteuid():
                 raise pb_utils.TritonModelException(f"a process of user {user} has the engine's address")
             self.connection = Connection(sock)
