@@ -15,7 +15,7 @@ from engines.toolchain import version_key
 from pipeline import config, tritonserver
 from pipeline.executors import DockerExecutor, find_program
 from pipeline.host import visible_gpus
-from pipeline.serve import running
+from pipeline.servers import running
 from pipeline.store import Store, host
 
 # Free disk below which even the demo fails: 0.3 GB a copy of the model, a few copies.

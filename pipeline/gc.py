@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.manifest import read_manifest
 from pipeline.runner import RunFolder
-from pipeline.serve import running
+from pipeline.servers import running
 from pipeline.store import Store
 
 
@@ -27,7 +27,7 @@ class Garbage:
 def find_garbage(store: Store) -> list[Garbage]:
     """What no live run folder or running server refers to. Run folders that were deleted no longer count."""
     kept = {folder.resolve() for run in _runs(store) for folder in _kept(run, store)}
-    kept |= {server.repository.parent.resolve() for server in running(store)}
+    kept |= {served.repository.parent.resolve() for server in running(store) for served in server.served}
     out = []
     for folder in store.artefacts():
         if folder.name.startswith("."):

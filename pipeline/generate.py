@@ -37,7 +37,7 @@ TYPES = {
 }
 
 
-def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str = "ensemble") -> Iterator[str]:
+def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Iterator[str]:
     """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
 
     Raises HostError when the server cannot be reached or goes away, StageFailed with its words when it refuses.

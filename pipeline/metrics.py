@@ -110,8 +110,12 @@ FAMILIES = (
         "nv_trt_llm_disaggregated_serving_metrics", "counter", "ms, requests", "disaggregated_serving_type",
         "kv_cache_transfer_ms", "request_count",
     ),
-    _engine("nv_llm_input_token_len", "histogram", "tokens", "response_metric_type", "total_input_tokens"),
-    _engine("nv_llm_output_token_len", "histogram", "tokens", "response_metric_type", "total_output_tokens"),
+    _engine(
+        "nv_llm_input_token_len", "histogram", "tokens", "response_metric_type", "total_input_tokens", reference=True
+    ),
+    _engine(
+        "nv_llm_output_token_len", "histogram", "tokens", "response_metric_type", "total_output_tokens", reference=True
+    ),
 )  # fmt: skip
 KNOWN = {family.name: family for family in FAMILIES}
 

@@ -1,17 +1,18 @@
-"""Serving a model repository with a real tritonserver: start, prove it with one request, remember it, end it."""
+"""Serving model repositories with a real tritonserver: start, prove it with one request, remember it, end it."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -20,14 +21,20 @@ from engines.passport import Passport, read_passport
 from pipeline import gateway_process, guard, tritonserver
 from pipeline.diagnosis import explain
 from pipeline.executors import DockerExecutor
-from pipeline.folders import write_whole
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.runner import RUNS, RunFolder
+from pipeline.servers import Served, Server, find_running, forget, remember, running
 from pipeline.store import Store
+from pipeline.stubs import Stubs
 from pipeline.tritonserver import Endpoints
-from triton_repo.render import ENGINE_FOLDER, TOKENIZER_FOLDER
+from triton_repo.check import check_repository
+from triton_repo.combine import model_names, rename_models
+from triton_repo.launch import ENGINE_MODEL
+from triton_repo.render import ENGINE_FOLDER
 
 SERVERS = ("auto", "local", "docker")
+# What Triton 2.51 throws now and then when many Python models start on a busy machine; the next start does not.
+START_CRASH = "boost::interprocess::lock_exception"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +66,6 @@ class LaunchOptions:
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
     engine_python: str = sys.executable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A running server, as remembered in the store; with the number and address of its gateway, if it has one."""
-
-    name: str
-    pid: int
-    repository: Path
-    log: Path
-    endpoints: Endpoints
-    gateway_pid: int | None = None
-    gateway_url: str | None = None
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.repository / TOKENIZER_FOLDER
 
 
 def find_repository(target: str | None) -> tuple[str, Path]:
@@ -127,14 +117,19 @@ def choose_server(asked: str, passport: Passport) -> str:
     return usual
 
 
-def launch(name: str, repository: Path, store: Store, options: LaunchOptions) -> tuple[Server, subprocess.Popen[bytes]]:
-    """Start a server for `repository` and wait until it has answered one request.
+def launch(
+    targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None]
+) -> tuple[Server, subprocess.Popen[bytes]]:
+    """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
 
-    Raises HostError (port taken, no tritonserver, no Docker), ArtefactRefused, or StageFailed with the server's own
-    reason.
+    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), ArtefactRefused, or
+    StageFailed with the server's own reason.
     """
-    passport = check_passport(repository)
+    passports = [check_passport(repository) for _, repository in targets]
+    require_alike([target for target, _ in targets], passports)
+    passport = passports[0]
     kind = choose_server(options.server, passport)
+    name = "+".join(target for target, _ in targets)
     for server in running(store):
         if server.name == name:
             raise HostError(
@@ -142,7 +137,14 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
             )
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics)
     folder = store.home / "servers" / name
-    models = link_models(repository, folder / "models")
+    alone = len(targets) == 1
+    served = tuple(
+        Served(name=target, repository=repository, prefix="" if alone else f"{target}.")
+        for target, repository in targets
+    )
+    models = link_models(served, folder)
+    if not alone:
+        _check_together(models, passport, note)
     names = sorted(path.name for path in models.iterdir())
     log = store.home / "logs" / f"serve-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -150,46 +152,105 @@ def launch(name: str, repository: Path, store: Store, options: LaunchOptions) ->
         installation = tritonserver.find_installation()
         backends = folder / "backends"
         tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
-        process = tritonserver.start_local(installation, models, names, backends, endpoints, log)
+        start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
     else:
         assert passport.image is not None
         DockerExecutor(passport.image).require()
-        # The folder of all repositories, where this one is in it: what is loaded later must be seen as well.
-        packages = (store.home / "artefacts" / "package").resolve()
-        reads = [packages if packages in repository.resolve().parents else repository]
-        process = tritonserver.start_docker(
-            passport.image, models, names, reads, endpoints, log,
+        start = partial(
+            tritonserver.start_docker,
+            passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
             # The LLM API starts its own ranks.
             world_size=passport.world_size if passport.runtime == "tensorrt_llm" else 1,
             gpus=options.gpus, shm_size=options.shm_size,
         )  # fmt: skip
-    server = Server(name=name, pid=process.pid, repository=repository, log=log, endpoints=endpoints)
+    process = start_until_ready(start, endpoints, log, note)
+    server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints)
     try:
-        tritonserver.wait_ready(process, endpoints, log)
-        smoke(server)
-        server = _with_gateway(server, passport, options)
-        _remember(store, server)
+        for one in served:
+            smoke(server, one)
+        server = _with_gateway(server, passports, options)
+        remember(store, server)
     except BaseException as error:
         tritonserver.end(process.pid)
+        tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
             raise explain(error, log, "serve") from None
         raise
     return server, process
 
 
-def _with_gateway(server: Server, passport: Passport, options: LaunchOptions) -> Server:
-    """Start the gateway, where one is asked for and the repository has models that it can speak to."""
-    if options.openai is None or passport.runtime == "trtllm_pytorch":
+def start_until_ready(
+    start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None]
+) -> subprocess.Popen[bytes]:
+    """A server that is ready, started once more where it broke down in START_CRASH. Raises StageFailed."""
+    for attempt in (1, 2):
+        process = start()
+        try:
+            tritonserver.wait_ready(process, endpoints, log)
+        except BaseException as error:
+            tritonserver.end(process.pid)
+            tritonserver.remove_shared_memory(endpoints)
+            if not isinstance(error, StageFailed):
+                raise
+            if attempt == 2 or START_CRASH not in error.why:
+                raise explain(error, log, "serve") from None
+            note(f"{error}; starting it again")
+        else:
+            break
+    return process
+
+
+def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
+    """Refuse what one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
+    if len(set(names)) < len(names):
+        raise UsageError("a target is named twice", remedy="name each once")
+    first = passports[0]
+    for name, passport in zip(names, passports, strict=True):
+        if (passport.runtime, passport.image) != (first.runtime, first.image):
+            raise ArtefactRefused(
+                f"{name} is for {passport.runtime} {passport.image or ''}".rstrip(),
+                why=f"{names[0]} is for {first.runtime} {first.image or ''}".rstrip() + ", and a server is of one kind",
+                remedy="serve them by two commands, on ports of their own",
+            )
+        if len(names) > 1 and passport.runtime == "tensorrt_llm" and passport.world_size > 1:
+            raise ArtefactRefused(
+                f"{name} is an engine of {passport.world_size} ranks",
+                why="its ranks are servers of their own, which would load the other models as well",
+                remedy="serve it alone",
+            )
+
+
+def _check_together(models: Path, passport: Passport, note: Callable[[str], None]) -> None:
+    """Each repository was checked when it was made; what they do to each other is seen only now."""
+    for fault in check_repository(models):
+        if fault.rule == "shared-gpu" and passport.gpu == "cpu":
+            continue
+        note(f"{fault.path}, {fault.where}: {fault.what}; {fault.remedy}")
+
+
+def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> list[Path]:
+    """The folders that links in the models lead to."""
+    # That of all repositories, where one is in it: what is loaded later must be seen as well.
+    packages = (store.home / "artefacts" / "package").resolve()
+    reads = {packages if packages in one.repository.resolve().parents else one.repository for one in served}
+    return sorted(reads | ({folder / "renamed"} if any(one.prefix for one in served) else set()))
+
+
+def _with_gateway(server: Server, passports: Sequence[Passport], options: LaunchOptions) -> Server:
+    """Start the gateway, where one is asked for and the repositories have models that it can speak to."""
+    if options.openai is None or passports[0].runtime == "trtllm_pytorch":
         return server
-    limits = passport.build_config
-    served = ServedModel(
-        name=server.name,
-        tokenizer=server.tokenizer,
-        max_input_len=limits["max_input_len"],
-        max_seq_len=limits["max_seq_len"],
-    )
     chosen = GatewayOptions(
-        models=(served,),
+        models=tuple(
+            ServedModel(
+                name=one.name,
+                tokenizer=one.tokenizer,
+                triton_model=one.model(ENGINE_MODEL),
+                max_input_len=passport.build_config["max_input_len"],
+                max_seq_len=passport.build_config["max_seq_len"],
+            )
+            for one, passport in zip(server.served, passports, strict=True)
+        ),
         # What listens everywhere is reached here.
         grpc_url=server.endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
@@ -209,54 +270,80 @@ def _end(server: Server) -> None:
     tritonserver.end(server.pid)
 
 
-def link_models(repository: Path, folder: Path) -> Path:
-    """A folder of links to the repository's models: what is served stays at one place when its content changes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in repository.iterdir() if (path / "config.pbtxt").is_file()}
-    for link in folder.iterdir():
+def link_models(served: Sequence[Served], folder: Path) -> Path:
+    """`folder`/models, links to every model: what is served stays at one place when its content changes."""
+    models, renamed = folder / "models", folder / "renamed"
+    models.mkdir(parents=True, exist_ok=True)
+    renamed.mkdir(exist_ok=True)
+    stale = list(renamed.iterdir())
+    wanted: dict[str, Path] = {}
+    for one in served:
+        if one.prefix:
+            wanted |= rename_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=renamed)))
+        else:
+            wanted |= {name: one.repository / name for name in model_names(one.repository)}
+    for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
     for name, path in wanted.items():
-        partial = folder.with_name(f".{name}.{os.getpid()}")
+        partial = folder / f".{name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
         partial.symlink_to(path)
-        partial.replace(folder / name)
-    return folder
+        partial.replace(models / name)
+    for left in stale:
+        shutil.rmtree(left)
+    return models
 
 
-def reload(store: Store, name: str | None, target: str | None) -> Server:
-    """Give a running server the repository its target has now, model by model, without ending it.
+def reload(store: Store, name: str | None, target: str | None) -> tuple[Server, list[Served]]:
+    """Give a running server the repositories its targets have now, model by model, without ending it; with `target`
+    that one alone. Returns the server and what was loaded.
 
     Raises ArtefactRefused for an engine of another kind, StageFailed with the server's words when a model does not
     load: the server then goes on with what it has.
     """
     server = find_running(store, name)
-    _, repository = find_repository(target or server.name)
+    if target is None:
+        fresh = {one.name: find_repository(one.name)[1] for one in server.served}
+    else:
+        found, repository = find_repository(target)
+        # One that is alone may be replaced by a target of another name.
+        fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
+    for one in server.served:
+        if one.name in fresh:
+            _require_same_kind(one, fresh[one.name])
+    served = tuple(replace(one, repository=fresh.get(one.name, one.repository)) for one in server.served)
+    link_models(served, store.home / "servers" / server.name)
+    renewed = replace(server, served=served)
+    loaded = [one for one in served if one.name in fresh]
+    for one in loaded:
+        names = [one.model(model) for model in model_names(one.repository)]
+        tritonserver.load_models(server.endpoints, names, server.log)
+        smoke(renewed, one)
+    remember(store, renewed)
+    return renewed, loaded
+
+
+def _require_same_kind(served: Served, repository: Path) -> None:
     passport = check_passport(repository)
-    before = read_passport(server.repository / ENGINE_FOLDER)
+    before = read_passport(served.repository / ENGINE_FOLDER)
     if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
         raise ArtefactRefused(
-            f"{server.name} runs {before.runtime} with {before.world_size} rank(s)",
+            f"{served.name} runs {before.runtime} with {before.world_size} rank(s)",
             why=f"the new engine is for {passport.runtime} with {passport.world_size}",
             remedy="stop the server and serve the new one",
         )
-    models = link_models(repository, store.home / "servers" / server.name / "models")
-    tritonserver.load_models(server.endpoints, sorted(path.name for path in models.iterdir()), server.log)
-    renewed = replace(server, repository=repository)
-    smoke(renewed)
-    _remember(store, renewed)
-    return renewed
 
 
-def smoke(server: Server) -> None:
+def smoke(server: Server, served: Served) -> None:
     """One generation through the whole chain: a ready ensemble can still fail on its first request."""
     import httpx
 
-    front = "ensemble" if (server.repository / "ensemble").is_dir() else "tensorrt_llm"
-    length = "max_tokens" if front == "ensemble" else "sampling_param_max_tokens"
+    length = "sampling_param_max_tokens" if served.front == served.model(ENGINE_MODEL) else "max_tokens"
     body = {"text_input": "Hello", length: 1}
     try:
-        response = httpx.post(f"{server.endpoints.http_url}/v2/models/{front}/generate", json=body, timeout=120)
+        url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
+        response = httpx.post(url, json=body, timeout=120)
         reply = response.json()
     except (httpx.HTTPError, ValueError) as error:
         raise StageFailed(
@@ -271,7 +358,8 @@ def attend(
     server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
     ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Stay with a server until Ctrl-C, a TERM signal or its own end; start one that ended by itself `restarts` times.
+    """Stay with a server until Ctrl-C, a TERM signal or its own end; mend it `restarts` times: start it again when it
+    has ended by itself, load a model again whose Python process has died.
 
     `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
     Raises StageFailed when the server ends by itself once more.
@@ -280,28 +368,54 @@ def attend(
     def leave(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
+    def look() -> None:
+        nonlocal restarts
+        while lost := stubs.died():  # again after each: a new process has to be known before it can be missed
+            for model in sorted(lost):
+                if restarts == 0:
+                    note(f"a Python process of {model} has died: until the server starts again its requests fail")
+                    continue
+                restarts -= 1
+                note(f"a Python process of {model} has died; loading it again")
+                try:
+                    tritonserver.revive_model(server.endpoints, model, server.log)
+                    note(f"{model} is loaded again")
+                except StageFailed as error:
+                    note(str(error))
+
+    stubs = Stubs(server.pid)
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         ready()
-        while (status := process.wait()) != 0:
+        while (status := _wait(process, look)) != 0:
             error = explain(_ended(status, server.log), server.log, "serve")
             if restarts == 0:
                 raise error
             restarts -= 1
             note(f"{error}; starting it again")
             _end(server)  # what it left running
-            _forget(store, server)
+            forget(store, server)
             points = server.endpoints
             openai = int(server.gateway_url.rpartition(":")[2]) if server.gateway_url else None
             again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
-            server, process = launch(server.name, server.repository, store, again)
+            server, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
+            stubs = Stubs(server.pid)
             note(f"{server.name} serves again")
     except KeyboardInterrupt:
         stopping()
         _end(server)
     finally:
         signal.signal(signal.SIGTERM, previous)
-        _forget(store, server)
+        forget(store, server)
+
+
+def _wait(process: subprocess.Popen[bytes], look: Callable[[], None]) -> int:
+    """The exit status; until there is one, `look` every second."""
+    while True:
+        try:
+            return process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            look()
 
 
 def _ended(status: int, log: Path) -> StageFailed:
@@ -345,59 +459,5 @@ def stop(store: Store, name: str | None) -> list[Server]:
             raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
     for server in servers:
         _end(server)
-        _forget(store, server)
+        forget(store, server)
     return servers
-
-
-def running(store: Store) -> list[Server]:
-    """Servers started from this store that still run; records of others are dropped."""
-    out = []
-    for path in sorted((store.home / "servers").glob("*.json")):
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            server = Server(
-                name=raw["name"],
-                pid=raw["pid"],
-                repository=Path(raw["repository"]),
-                log=Path(raw["log"]),
-                endpoints=Endpoints(**raw["endpoints"]),
-                gateway_pid=raw["gateway_pid"],
-                gateway_url=raw["gateway_url"],
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            path.unlink(missing_ok=True)
-            continue
-        if tritonserver.alive(server.pid):
-            out.append(server)
-        else:
-            if server.gateway_pid is not None:
-                gateway_process.end(server.gateway_pid)
-            _forget(store, server)
-    return out
-
-
-def find_running(store: Store, name: str | None) -> Server:
-    """The server to talk to: by name, or the only one. Raises UsageError."""
-    servers = running(store)
-    if name is not None:
-        servers = [server for server in servers if server.name == name]
-    if not servers:
-        raise UsageError(
-            f"no server named '{name}' is running" if name else "no server is running", remedy="run `trtpipe serve`"
-        )
-    if len(servers) > 1:
-        raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
-    return servers[0]
-
-
-def _remember(store: Store, server: Server) -> None:
-    value = {**asdict(server), "repository": str(server.repository), "log": str(server.log)}
-    path = store.home / "servers" / f"{server.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(value, indent=2) + "\n")  # `running` drops what it cannot read
-
-
-def _forget(store: Store, server: Server) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        (store.home / "servers" / f"{server.name}.json").unlink()
-    tritonserver.remove_shared_memory(server.endpoints)

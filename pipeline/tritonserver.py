@@ -37,6 +37,8 @@ PROJECT = WIRE.parents[2]
 # Which module executes an engine, by the runtime of its passport.
 RUNTIMES = {"reference": "engines.reference.runtime", "vllm": "engines.vllm_runtime"}
 READY_SECONDS = 600.0
+# A model goes when its last request has been answered.
+UNLOAD_SECONDS = 60.0
 STOP_SECONDS = 30.0
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
 # class of a Python exception stands before its words, its traceback behind them.
@@ -278,26 +280,48 @@ def wait_ready(
 
 def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
     """Load models anew, each keeping its old self until the new one is ready. Raises StageFailed with the reason."""
+    for name in names:
+        _control(endpoints, name, "load", log)
+
+
+def revive_model(endpoints: Endpoints, name: str, log: Path) -> None:
+    """Load a model whose processes have died: one that is loaded and unchanged Triton would leave as it is."""
+    _control(endpoints, name, "unload", log)
+    deadline = time.monotonic() + UNLOAD_SECONDS
+    while True:
+        try:
+            return _control(endpoints, name, "load", log)
+        except StageFailed:  # it is still being unloaded
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _control(endpoints: Endpoints, name: str, verb: str, log: Path) -> None:
     import httpx
 
-    for name in names:
-        url = f"{endpoints.http_url}/v2/repository/models/{name}/load"
-        try:
-            reply = httpx.post(url, json={}, timeout=READY_SECONDS)
-            error = "" if reply.status_code == 200 else str(reply.json().get("error", reply.text))
-        except (httpx.HTTPError, ValueError) as failed:
-            error = str(failed) or type(failed).__name__
-        if error:
-            raise StageFailed(f"{name} does not load", why=error, remedy=f"the server's log is {log}")
+    url = f"{endpoints.http_url}/v2/repository/models/{name}/{verb}"
+    try:
+        reply = httpx.post(url, json={}, timeout=READY_SECONDS)
+        error = "" if reply.status_code == 200 else str(reply.json().get("error", reply.text))
+    except (httpx.HTTPError, ValueError) as failed:
+        error = str(failed) or type(failed).__name__
+    if error:
+        raise StageFailed(f"{name} does not {verb}", why=error, remedy=f"the server's log is {log}")
 
 
 def failure(log: Path) -> str:
-    """Why the server ended: the first model's own reason, else the log's last error, else its last lines."""
+    """Why the server ended: the first model's reason, else what it threw, else its first error, else its last lines."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     found = LOAD_FAILURE.search(text)
     if found:
         return f"model {found['model']}: {found['reason'].strip()}"
+    thrown = re.findall(r"^ *what\(\): *(.+)$", text, re.MULTILINE)
+    if thrown:
+        return f"it crashed: {thrown[-1].strip()}"
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
+    # Every server says the first without a GPU, and lives.
+    errors = [error for error in errors if "CudaDriverHelper" not in error]
     return errors[0] if errors else tail(log)
 
 
@@ -313,6 +337,15 @@ def end(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return left
+
+
+def end_stubs(backends: Path) -> None:
+    """Kill the Python processes that a server which crashed has left: nobody tells them that it is gone."""
+    stub = os.fsencode(backends / "python")
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if path.read_bytes().startswith(stub):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def remove_shared_memory(endpoints: Endpoints) -> None:

@@ -514,6 +514,10 @@ kv cache.
     "stub-silent": LOAD
     + "Internal: Timed out occurred while waiting for the stub process. Failed to initialize model instance "
     'preprocessing_0_0"\n',
+    "grpc-cancellation-race": """\
+E1122 02:13:37.646180210    3155 sync.cc:105]                          ASSERTION FAILED: prior > 0
+Signal (6) received.
+""",
     "server-crashed": """\
 Signal (11) received.
  0# 0x000056053C9D9E3D in /opt/tritonserver/bin/tritonserver

@@ -13,7 +13,7 @@ import pytest
 from engines.errors import HostError, StageFailed
 from pipeline import doctor, tritonserver
 from pipeline.config import load_models
-from pipeline.serve import Server
+from pipeline.servers import Server
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from tests import nvidia_smi
@@ -151,6 +151,6 @@ def test_the_hub_s_settings_without_the_token(
 
 def test_running_servers_are_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoints = Endpoints(host="127.0.0.1", http=8000, grpc=8001, metrics=8002)
-    server = Server(name="x.cpu.bf16", pid=os.getpid(), repository=Path("r"), log=Path("l"), endpoints=endpoints)
+    server = Server(name="x.cpu.bf16", pid=os.getpid(), served=(), log=Path("l"), endpoints=endpoints)
     monkeypatch.setattr(doctor, "running", lambda store: [server])
     assert findings(store)["server x.cpu.bf16"] == ("ok", "http://127.0.0.1:8000")

@@ -279,6 +279,18 @@ def test_a_chat_answer_as_events(folder: Path) -> None:
 
 
 @pytest.mark.loopback
+def test_the_usage_so_far_in_every_chunk(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> list[dict[str, Any]]:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        return await events(client, CHAT, chat("Hi", max_tokens=50, stream_options=options))
+
+    counts = [chunk["usage"]["completion_tokens"] for chunk in ask(saying(folder, "50% 😀!"), folder, scenario)]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == len(tokens_of(folder, "50% 😀!")) + 1
+
+
+@pytest.mark.loopback
 def test_text_completions_both_ways(folder: Path) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         whole = (await client.post(TEXT, json={"model": "llama", "prompt": "Once"})).json()

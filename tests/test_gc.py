@@ -11,7 +11,7 @@ import pytest
 
 from pipeline import gc
 from pipeline.runner import RunFolder
-from pipeline.serve import Server
+from pipeline.servers import Served, Server
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from tests.factories import hf_folder
@@ -126,7 +126,13 @@ def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypat
     build(plan(model), store)
     repository = RunFolder.of("tiny.cpu.fp32").linked("repository")
     endpoints = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
-    server = Server(name="x", pid=os.getpid(), repository=repository, log=Path("x.log"), endpoints=endpoints)
+    server = Server(
+        name="x",
+        pid=os.getpid(),
+        served=(Served(name="x", repository=repository),),
+        log=Path("x.log"),
+        endpoints=endpoints,
+    )
     monkeypatch.setattr(gc, "running", lambda store: [server])
     shutil.rmtree("runs")
     assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]

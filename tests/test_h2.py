@@ -8,15 +8,18 @@ import itertools
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from time import monotonic_ns
 from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import pytest
+import uvloop
 from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from pipeline.bench.wire.stamped import dial as stamped_dial
 from pipeline.h2 import connection as connection_module
 from pipeline.h2 import frames, triton
 from pipeline.h2.connection import OWN_MAX_FRAME, STREAM_WINDOW, Connection, Stream
@@ -35,6 +38,7 @@ from pipeline.h2.status import (
     of_reset,
     of_trailers,
 )
+from tests.wires import HEAD, TAIL, Wire, answer_bytes, prefixed
 
 METHOD = "/test.Test/Ask"
 T = TypeVar("T")
@@ -401,8 +405,6 @@ def test_nobody_listens(host: str) -> None:
 
 @pytest.mark.loopback
 def test_uvloop_is_as_good_a_loop() -> None:
-    uvloop = pytest.importorskip("uvloop")
-
     async def scenario() -> None:
         async with serving_bytes(greet=True) as (port, peer):
             connection = await Connection.open("127.0.0.1", port)
@@ -458,20 +460,6 @@ async def serving_bytes(*, greet: bool = False, first: bytes = b"") -> AsyncIter
         server.close()
         if peer.connected.is_set():
             peer.writer.close()
-
-
-HEAD = Encoder().encode([(":status", "200"), ("content-type", "application/grpc")], huffman=True)
-TAIL = Encoder().encode([("grpc-status", "0"), ("grpc-message", "")])
-
-
-def prefixed(message: bytes) -> bytes:
-    return struct.pack(">BL", 0, len(message)) + message
-
-
-def answer_bytes(stream: int, messages: list[bytes], *, tail: bytes = TAIL) -> bytes:
-    head = frames.header_frames(stream, HEAD, 16384)
-    body = b"".join(frame(frames.DATA, 0, stream, prefixed(message)) for message in messages)
-    return head + body + frames.header_frames(stream, tail, 16384, end_stream=True)
 
 
 @pytest.mark.loopback
@@ -561,36 +549,6 @@ def test_a_connection_lost_in_mid_stream_ends_every_call(how: str) -> None:
 # Frames without a socket
 
 
-class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.closed = False
-
-    def write(self, data: Any) -> None:
-        assert not self.closed
-        self.written += bytes(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """(type, flags, stream, payload) of each frame written since the last look."""
-        data = self.written.removeprefix(frames.PREFACE)
-        self.written = b""
-        out = []
-        while data:
-            high, low, kind, flags, number = frames.HEADER.unpack_from(data)
-            end = 9 + (high << 16 | low)
-            out.append((kind, flags, number, data[9:end]))
-            data = data[end:]
-        return out
-
-
 class Bench:
     """A connection on a wire of the test's own, past its settings."""
 
@@ -603,6 +561,7 @@ class Bench:
         self.connection.connection_made(self.wire)
         self.connection.data_received(frames.settings_frame(settings or {}))
         self.wire.frames()
+        self.streams: list[Stream] = []
         self.got: dict[int, list[bytes]] = {}
         self.status: dict[int, Status] = {}
 
@@ -617,6 +576,7 @@ class Bench:
         stream = self.connection.start(
             METHOD, message, on_data=lambda data, stamp: mine.append(data), on_end=ended, **options
         )
+        self.streams.append(stream)
         self.got[stream.number] = mine
         return stream
 
@@ -1016,6 +976,220 @@ def test_trailers_of_all_codes() -> None:
     for code in Code:
         assert of_trailers({b"grpc-status": b"%d" % code}).code is code
     assert str(of_trailers({b"grpc-status": b"8", b"grpc-message": b"full%21"})) == "RESOURCE_EXHAUSTED: full!"
+
+
+# What goes out together, and when it came
+
+
+def test_calls_begun_under_a_cork_are_one_write_and_share_the_moment_before_it(bench: Bench) -> None:
+    before = monotonic_ns()
+    bench.connection.cork()
+    numbers = [bench.start(b"%d" % place).number for place in range(5)]
+    assert bench.wire.writes == []
+    sent = bench.connection.uncork()
+    assert len(bench.wire.writes) == 1
+    assert before <= sent <= bench.wire.moments[0]
+    sides = [(kind, number, payload) for kind, _, number, payload in bench.wire.frames() if kind == frames.DATA]
+    assert sides == [(frames.DATA, number, prefixed(b"%d" % place)) for place, number in enumerate(numbers)]
+    bench.start(b"by itself")
+    bench.start(b"by itself")
+    assert len(bench.wire.writes) == 2
+
+
+Step = Callable[[Bench], object]
+STEPS: st.SearchStrategy[Step] = st.one_of(
+    st.integers(0, 90_000).map(lambda size: lambda bench: bench.start(b"x" * size)),
+    st.just(lambda bench: bench.start(b"first", half_close=False).send(b"second")),
+    st.integers(0, 3).map(lambda place: lambda bench: [stream.cancel() for stream in bench.streams[place:][:1]]),
+    st.just(lambda bench: bench.feed(frame(frames.PING, 0, 0, b"abcdefgh"))),
+    st.just(lambda bench: bench.feed(frame(frames.WINDOW_UPDATE, 0, 0, struct.pack(">L", 70_000)))),
+    st.just(lambda bench: bench.feed(frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 90_000}))),
+)
+
+
+@given(st.lists(STEPS, max_size=8))
+def test_a_cork_changes_the_writes_and_not_the_bytes(steps: list[Step]) -> None:
+    plain, corked = Bench(), Bench()
+    corked.connection.cork()
+    for made in (plain, corked):
+        for step in steps:
+            step(made)
+    assert corked.wire.writes == []
+    corked.connection.uncork()
+    assert len(corked.wire.writes) == bool(plain.wire.writes)
+    assert corked.wire.take() == plain.wire.take()
+    for made in (plain, corked):
+        made.connection.abort()
+        made.loop.close()
+
+
+def test_a_cork_with_nothing_under_it_writes_nothing(bench: Bench) -> None:
+    bench.connection.cork()
+    before = monotonic_ns()
+    assert before <= bench.connection.uncork() <= monotonic_ns()
+    assert bench.wire.writes == []
+
+
+def test_a_connection_lost_under_a_cork_ends_its_calls(bench: Bench) -> None:
+    bench.connection.cork()
+    stream = bench.start(b"never sent")
+    bench.connection.abort()
+    bench.connection.uncork()
+    assert bench.wire.writes == []
+    assert bench.status[stream.number].code is Code.CANCELLED
+
+
+def test_the_stamp_that_a_read_is_given_is_that_of_its_messages_and_of_the_end(bench: Bench) -> None:
+    stamps: list[int] = []
+    bench.connection.start(
+        METHOD, b"", on_data=lambda data, stamp: stamps.append(stamp), on_end=lambda status, stamp: stamps.append(stamp)
+    )
+    whole = answer_bytes(1, [b"a long message", b"", b"another one"])
+    second = len(frames.header_frames(1, HEAD, 16384)) + 2 * (9 + 5) + 14
+    bench.connection.feed(whole[: second - 1], 1_000)
+    bench.connection.feed(whole[second - 1 : second + 20], 2_000)  # the end of the second, and of the third the start
+    bench.connection.feed(whole[second + 20 : -1], 3_000)
+    bench.connection.feed(whole[-1:], 4_000)
+    assert stamps == [1_000, 2_000, 3_000, 4_000]
+
+
+def test_bytes_that_asyncio_brings_are_stamped_when_they_come(bench: Bench) -> None:
+    stamps: list[int] = []
+    bench.connection.start(
+        METHOD, b"", on_data=lambda data, stamp: stamps.append(stamp), on_end=lambda status, stamp: stamps.append(stamp)
+    )
+    before = monotonic_ns()
+    bench.connection.data_received(answer_bytes(1, [b"a", b"a long message"]))
+    assert before <= stamps[0] <= monotonic_ns()
+    assert stamps == [stamps[0]] * 3
+
+
+def test_whoever_waits_for_room_is_told_of_it() -> None:
+    bench = Bench({frames.MAX_CONCURRENT_STREAMS: 1})
+    rooms: list[bool] = []
+    bench.connection.on_room = lambda: rooms.append(bench.connection.has_room)
+    first = bench.start()
+    assert not bench.connection.has_room
+    bench.feed(answer_bytes(first.number, [b"x"]))
+    assert rooms[-1:] == [True]
+    second = bench.start()
+    rooms.clear()
+    second.cancel()
+    assert rooms[-1:] == [True]
+    bench.start()
+    rooms.clear()
+    bench.feed(frames.settings_frame({frames.MAX_CONCURRENT_STREAMS: 2}))
+    assert rooms[-1:] == [True]
+    rooms.clear()
+    bench.connection.connection_lost(None)
+    assert rooms[-1:] == [False]
+    bench.loop.close()
+
+
+def test_room_may_be_taken_by_whoever_is_told_of_it() -> None:
+    bench = Bench({frames.MAX_CONCURRENT_STREAMS: 2})
+    left = [b"%d" % number for number in range(6)]
+
+    def begin() -> None:
+        while left and bench.connection.has_room:
+            bench.start(left.pop(0))
+
+    bench.connection.on_room = begin
+    begin()
+    for number in range(1, 12, 2):
+        assert bench.connection.in_flight == min(2, 6 - number // 2)
+        bench.feed(answer_bytes(number, [b"x"]))
+    assert [status.ok for status in bench.status.values()] == [True] * 6
+    bench.loop.close()
+
+
+def test_a_write_buffer_is_done_without_only_where_that_is_asked_for(bench: Bench) -> None:
+    assert bench.wire.high is None
+    bench.connection.write_at_once()
+    assert bench.wire.high == 0
+
+
+@pytest.mark.loopback
+def test_written_at_once_the_bytes_are_there_before_the_loop_turns() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            opening = asyncio.ensure_future(Connection.open(*server.getsockname()))
+            peer, _ = await loop.sock_accept(server)
+            with peer:
+                await loop.sock_sendall(peer, frames.settings_frame({}))
+                connection = await opening
+                peer.settimeout(20)
+                greeting = b""
+                while not greeting.endswith(frame(frames.SETTINGS, frames.ACK, 0)):
+                    greeting += peer.recv(1000)
+                connection.write_at_once()
+                call = Call(connection, b"hello")
+                assert prefixed(b"hello") in peer.recv(1000)
+                connection.close()
+                await call.ended
+
+    loop = uvloop.new_event_loop()  # writes at the end of its turn, unless told otherwise
+    try:
+        loop.run_until_complete(asyncio.wait_for(scenario(), 60))
+    finally:
+        loop.close()
+
+
+# Another way to connect
+
+
+@pytest.mark.loopback
+def test_a_connection_that_was_dialled_by_other_means() -> None:
+    async def scenario() -> None:
+        async with serving(count) as (port, _):
+            connection = await Connection.open("127.0.0.1", port, dial=stamped_dial)
+            call = Call(connection, b"50")
+            assert (await call.ended).ok
+            assert call.messages == [b"%d" % number for number in range(50)]
+            assert call.stamps == sorted(call.stamps)
+            connection.close()
+
+    run(scenario())
+
+
+def test_what_a_dial_is_given() -> None:
+    async def scenario() -> None:
+        seen: list[Any] = []
+        wire = Wire()
+
+        async def dial(loop: Any, factory: Callable[[], Connection], host: str, port: int) -> None:
+            seen.append((loop is asyncio.get_running_loop(), host, port))
+            made = factory()
+            made.connection_made(wire)
+            made.feed(frames.settings_frame({frames.MAX_CONCURRENT_STREAMS: 7}), 1)
+
+        connection = await Connection.open("::1", 8001, dial=dial)
+        assert seen == [(True, "::1", 8001)]
+        assert (connection.authority, connection.max_concurrent_streams) == ("[::1]:8001", 7)
+        assert wire.take().startswith(frames.PREFACE)
+
+    run(scenario())
+
+
+def test_a_dial_that_fails_and_one_that_never_ends() -> None:
+    async def fail(loop: Any, factory: Any, host: str, port: int) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    ended: list[str] = []
+
+    async def hang(loop: Any, factory: Any, host: str, port: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    with pytest.raises(ConnectFailed, match="nowhere:1: Connection refused"):
+        run(Connection.open("nowhere", 1, dial=fail))
+    with pytest.raises(ConnectTimeout, match=r"nowhere:1 did not accept the connection within 0\.01 s"):
+        run(Connection.open("nowhere", 1, dial=hang, connect_timeout=0.01))
+    assert ended == ["cancelled"]
 
 
 # Triton's messages

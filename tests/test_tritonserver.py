@@ -55,6 +55,13 @@ error: creating server: Internal - failed to load all models
             'E0101 00:00:00.0 1 server.cc:9] "the second"\n',
             "the first error",
         ),
+        (
+            'E0101 00:00:00.0 1 cuda.cc:1] "CudaDriverHelper has not been initialized"\n'
+            "terminate called after throwing an instance of 'lock_exception'\n  what():  lock_exception\n",
+            "it crashed: lock_exception",
+        ),
+        ('E0101 00:00:00.0 1 cuda.cc:1] "CudaDriverHelper has not been initialized"\nE0101 00:00:00.0 1 a.cc:9] "no"\n',
+         "no"),
         ("tritonserver: error while loading shared libraries:\nlibx.so\n\n", "tritonserver: error while loading "
          "shared libraries: | libx.so"),
         ("", ""),

@@ -133,6 +133,8 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             **text_parameters,
             **skip,
             **watching,
+            "preprocessing_model_name": "preprocessing",
+            "postprocessing_model_name": "postprocessing",
             "accumulate_tokens": _boolean(serving.accumulate_tokens),
             "to_preprocessing": json.dumps(tensors.PASSED_TO_PREPROCESSING),
             "to_engine": json.dumps(tensors.PASSED_TO_ENGINE),
@@ -233,7 +235,13 @@ def _ensemble_steps() -> list[dict[str, Any]]:
         },
         {
             "model": "postprocessing",
-            "inputs": {"TOKENS_BATCH": "_TOKENS_BATCH", "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH"},
+            "inputs": {
+                "TOKENS_BATCH": "_TOKENS_BATCH",
+                "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH",
+                # Which sequence of the request a response belongs to, where there are several.
+                "BATCH_INDEX": "batch_index",
+                "SEQUENCE_INDEX": "sequence_index",
+            },
             "outputs": {"OUTPUT": "text_output"},
         },
     ]

@@ -152,6 +152,8 @@ PREPROCESSING_OUTPUTS: tuple[Tensor, ...] = (
 POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (
     Tensor("TOKENS_BATCH", "TYPE_INT32", (ANY, ANY), optional=False),
     Tensor("SEQUENCE_LENGTH", "TYPE_INT32", (ANY,), optional=False),
+    Tensor("BATCH_INDEX", "TYPE_INT32", (1,)),
+    Tensor("SEQUENCE_INDEX", "TYPE_INT32", (1,)),
     Tensor("STOP", "TYPE_BOOL"),
 )
 

@@ -53,6 +53,7 @@ class Order:
     end_ids: frozenset[int]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     log_probs: bool
     likeliest: bool
 
@@ -266,10 +267,18 @@ class Answer(Response):
     async def _stream(self, send: Send) -> None:
         order = self.order
         head = {"id": order.id, "object": _CHUNK[order.chat], "created": order.created, "model": order.model}
-        usage = ',"usage":null' if order.include_usage else ""
+
+        def usage() -> str:
+            if order.continuous_usage:
+                return f',"usage":{json.dumps(self._usage())}'
+            return ',"usage":null' if order.include_usage else ""
+
+        def end() -> bytes:
+            return f'{closing},"logprobs":null,"finish_reason":null}}]{usage()}}}\n\n'.encode()
+
         opening = "data: " + json.dumps(head, ensure_ascii=False)[:-1]
         content, closing = ('"delta":{"content":', "}") if order.chat else ('"text":', "")
-        suffix = f'{closing},"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
+        suffix = end()
         for choice in self.choices:
             choice.prefix = f'{opening},"choices":[{{"index":{choice.index},{content}'.encode()
         choices = self.choices
@@ -290,17 +299,19 @@ class Answer(Response):
                 piece = choice.take()
                 if piece or choice.entries:
                     if plain:
-                        out.append(choice.prefix + quote(piece).encode() + suffix)
+                        out.append(
+                            choice.prefix + quote(piece).encode() + (end() if order.continuous_usage else suffix)
+                        )
                     else:
                         logprobs = json.dumps(choice.told(), ensure_ascii=False)
-                        rest = f'{closing},"logprobs":{logprobs},"finish_reason":null}}]{usage}}}\n\n'
+                        rest = f'{closing},"logprobs":{logprobs},"finish_reason":null}}]{usage()}}}\n\n'
                         out.append(choice.prefix + quote(piece).encode() + rest.encode())
                 if choice.finish is not None:
                     choice.shown = True
                     left -= 1
                     nothing = '"delta":{}' if order.chat else '"text":""'
                     last = f'"index":{choice.index},{nothing},"logprobs":null,"finish_reason":"{choice.finish}"'
-                    out.append(f'{opening},"choices":[{{{last}}}]{usage}}}\n\n'.encode())
+                    out.append(f'{opening},"choices":[{{{last}}}]{usage()}}}\n\n'.encode())
             if not left:
                 if order.include_usage:
                     out.append(f'{opening},"choices":[],"usage":{json.dumps(self._usage())}}}\n\n'.encode())

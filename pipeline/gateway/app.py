@@ -152,6 +152,7 @@ class Gateway:
             end_ids=frozenset(ends),
             stream=bool(asked.stream),
             include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
         )

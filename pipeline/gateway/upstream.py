@@ -19,6 +19,7 @@ from pipeline.h2.triton import (
     Reader,
     Tensor,
     infer_request,
+    messages,
 )
 
 # Asks Triton for a real gRPC status where it would put an error into the stream as words; older ones take no notice.
@@ -74,8 +75,7 @@ class Upstream:
 
     async def ready(self, model: str) -> bool:
         """Whether the model would answer now."""
-        from tritonclient.grpc import service_pb2
-
+        service_pb2 = messages()
         ask = service_pb2.ModelReadyRequest(name=model).SerializeToString()
         try:
             answer = await asyncio.wait_for(self.pool.unary(MODEL_READY, ask, CALL_SECONDS), CALL_SECONDS)
@@ -88,8 +88,7 @@ class Upstream:
         known = self._models.get(name)
         if known is not None:
             return known
-        from tritonclient.grpc import service_pb2
-
+        service_pb2 = messages()
         ask = service_pb2.ModelConfigRequest(name=name).SerializeToString()
         try:
             answer = await self.pool.unary(MODEL_CONFIG, ask, CALL_SECONDS)

@@ -9,7 +9,7 @@ and must not block.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic_ns
 from typing import cast
 
@@ -36,6 +36,7 @@ from pipeline.h2.status import (
 
 OnData = Callable[[bytes, int], None]
 OnEnd = Callable[[Status, int], None]
+Dial = Callable[[asyncio.AbstractEventLoop, "Callable[[], Connection]", str, int], Awaitable[object]]
 
 # What a stream may send before it hears from us; renewed by half. Far above what tokens need, so that a reader that
 # is late never stops the server; far below what one runaway stream could fill memory with.
@@ -125,6 +126,7 @@ class Connection(asyncio.Protocol):
         self._lookup = self._streams  # empty while a header block is open: nothing may come in between
         self._waiting: dict[int, Stream] = {}  # held back by flow control or by the socket
         self._paused = False
+        self._held: list[bytes] | None = None  # written while corked
         self._next = 1
         self._rest = b""
         self._block: tuple[int, bool, bytearray, int] | None = None  # stream, its last, bytes and frames so far
@@ -141,15 +143,22 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(
-        cls, host: str, port: int, *, loop: asyncio.AbstractEventLoop | None = None, connect_timeout: float = 5.0
-    ) -> Connection:
-        """Connect and exchange settings. Raises ConnectFailed, ConnectTimeout or NotHttp2."""
+        cls, host: str, port: int, *, loop: asyncio.AbstractEventLoop | None = None, connect_timeout: float = 5.0,
+        dial: Dial | None = None,
+    ) -> Connection:  # fmt: skip
+        """Connect and exchange settings; `dial` stands in for `create_connection` of the loop it is given.
+
+        Raises ConnectFailed, ConnectTimeout or NotHttp2.
+        """
         loop = loop or asyncio.get_running_loop()
         authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         connection = cls(authority, loop)
 
+        def made() -> Connection:
+            return connection
+
         async def connect() -> None:
-            await loop.create_connection(lambda: connection, host, port)
+            await (loop.create_connection(made, host, port) if dial is None else dial(loop, made, host, port))
             await connection._greeted
 
         try:
@@ -294,7 +303,10 @@ class Connection(asyncio.Protocol):
         self._shut(ConnectionLost(why), Code.UNAVAILABLE, None)
 
     def data_received(self, data: bytes) -> None:
-        stamp = monotonic_ns()
+        self.feed(data, monotonic_ns())
+
+    def feed(self, data: bytes, stamp: int) -> None:
+        """Bytes of the peer's, with the moment at which they came."""
         self._last_read = stamp
         if self._rest:
             data = self._rest + data
@@ -668,8 +680,28 @@ class Connection(asyncio.Protocol):
 
     # Sending
 
+    def write_at_once(self) -> None:
+        """Hand bytes to the socket when they are written. uvloop before 0.23 would do so at the end of its turn, which
+        is cheaper where many small writes come together, and later than whoever stamps them believes."""
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits(high=0)
+
+    def cork(self) -> None:
+        """Hold back what is written until `uncork`: many calls that begin together are one write."""
+        self._held = []
+
+    def uncork(self) -> int:
+        """Write what was held back; the moment just before."""
+        held, self._held = self._held, None
+        stamp = monotonic_ns()
+        if held:
+            self._write(b"".join(held))
+        return stamp
+
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._closed:
+        if self._held is not None:
+            self._held.append(data)
+        elif self._transport is not None and not self._closed:
             self._transport.write(data)
 
     def _flush(self, stream: Stream) -> None:

@@ -7,10 +7,16 @@ believed of the next one of the same bytes in all other places (a quarter of the
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import struct
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -25,6 +31,22 @@ FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
 _LENGTH = struct.Struct("<I")
+
+
+@cache
+def messages() -> Any:
+    """tritonclient's protobuf messages alone: the package around them loads grpc and more, 0.2 s and 35 MB."""
+    name = "tritonclient.grpc"
+    found = importlib.util.find_spec("tritonclient")
+    if name in sys.modules or found is None or not found.submodule_search_locations:
+        return importlib.import_module(f"{name}.service_pb2")
+    stand_in = ModuleType(name)
+    stand_in.__path__ = [str(Path(folder) / "grpc") for folder in found.submodule_search_locations]
+    sys.modules[name] = stand_in
+    try:
+        return importlib.import_module(f"{name}.service_pb2")
+    finally:
+        del sys.modules[name]
 
 
 class MalformedMessage(ValueError):
@@ -51,9 +73,7 @@ def infer_request(
     parameters: Mapping[str, bool | int | str] | None = None,
 ) -> bytes:
     """A ModelInferRequest. `empty_final` asks for the end of the stream even where it carries no tensors."""
-    from tritonclient.grpc import service_pb2
-
-    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    message = messages().ModelInferRequest(model_name=model, id=request_id)
     if empty_final:
         message.parameters[EMPTY_FINAL].bool_param = True
     for key, value in (parameters or {}).items():
@@ -103,10 +123,9 @@ def parse(message: bytes) -> Reply:
 
 def _decode(message: bytes) -> Any:
     from google.protobuf.message import DecodeError
-    from tritonclient.grpc import service_pb2
 
     try:
-        return service_pb2.ModelStreamInferResponse.FromString(message)
+        return messages().ModelStreamInferResponse.FromString(message)
     except DecodeError as error:
         raise MalformedMessage(str(error)) from None
 

@@ -28,7 +28,7 @@ class Settings:
 class Package:
     name = "package"
     makes = "repository"
-    version = 3
+    version = 4
     inputs: tuple[str, ...] = ("tokenizer", "engine")
 
     def settings(self, plan: Plan) -> Settings:

@@ -23,8 +23,8 @@ from typing import Any
 
 from hpack import Decoder, Encoder
 
+from pipeline.bench.known.frames import FrameServer
 from pipeline.h2 import frames
-from tests.benchmarks.h2_server import FrameServer
 
 WORDS = "The quick brown fox jumps over the lazy dog and goes home to sleep until the sun is up again. "
 
@@ -61,6 +61,7 @@ class Triton(FrameServer):
     clock: dict[str, Any]
 
     def __init__(self, messages: list[bytes], tick: float) -> None:
+        super().__init__()
         self.messages = [frames.PREFIX.pack(0, len(message)) + message for message in messages]
         self.tick = tick
         self.live: dict[int, int] = {}

@@ -97,6 +97,11 @@ class Server:
                 out[instance.removesuffix("_0_0")] = child
         return out
 
+    def last_words(self) -> str:
+        """The end of its log."""
+        (log,) = (self.folder / "home" / "logs").glob("serve-*.log")
+        return log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
     def sample(self, parts: dict[str, psutil.Process]) -> dict[str, float]:
         out: dict[str, float] = {"regions": len(self.regions())}
         for name, process in parts.items():
@@ -156,15 +161,14 @@ async def over_grpc(client: Any, model: str, body: dict[str, Any], leave_after: 
 
     stream = client.stream_infer(requests())
     seen = 0
-    async for result, error in stream:
+    async for _, error in stream:
         if error is not None:
             return "refused"
         seen += 1
         if seen == leave_after:
             stream.cancel()
             return "cancelled"
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            return "answered"
+        # Read on to the stream's own end: one that is dropped between its last response and that is a cancelled one.
     # The stream may be closed before its empty last response is written.
     return "answered" if seen else "empty"
 
@@ -264,6 +268,9 @@ def main() -> int:
             while (state := server.gauges()) != (0, 0) and time.monotonic() < deadline:
                 time.sleep(0.1)
             mapped = server.regions()
+        except BaseException:
+            print(server.last_words(), file=sys.stderr)
+            raise
         finally:
             server.cli("stop")
         left = sum(Path(region).exists() for region in mapped)

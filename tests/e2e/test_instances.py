@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Cli, Served
-from tests.e2e.test_faults import LONG, SOON, ask, idle, processes
+from tests.e2e.test_faults import SOON, ask, idle, processes
 from tests.e2e.test_serve import ACTIVE, until
 from tests.factories import hf_folder
 
@@ -47,11 +47,14 @@ def test_one_engine_serves_all_and_each_answers_alike(shared: Served) -> None:
 
 def test_the_bound_of_the_queue_holds_for_all_instances_together(shared: Served) -> None:
     with ThreadPoolExecutor(4) as pool:
-        # Two run and two wait, for longer than the rest takes.
-        taken = [pool.submit(whole, shared, LONG) for _ in range(4)]
-        assert until(lambda: shared.gauges()[ACTIVE] == 2 and shared.gauges()[WAITING] == 2)
+        # Two run and two wait, for longer than the rest takes. In pairs: of four in one instant the last may find two
+        # waiting before any runs, and be refused.
+        taken = [pool.submit(whole, shared, 4000) for _ in range(2)]
+        assert until(lambda: shared.gauges()[ACTIVE] == 2)
+        taken += [pool.submit(whole, shared, 4000) for _ in range(2)]
+        assert until(lambda: shared.gauges()[WAITING] == 2)
         refused = [whole(shared, 2) for _ in range(2 * INSTANCES)]
-        assert not any(answer.done() for answer in taken)
+        assert not [answer.result() for answer in taken if answer.done()]
         assert all("Maximum queue size of 2 has been reached" in answer["error"] for answer in refused)
         assert not any("error" in answer.result() for answer in taken)
     assert until(lambda: idle(shared), SOON)

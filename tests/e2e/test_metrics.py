@@ -101,12 +101,9 @@ def test_rates_are_those_of_what_was_sent(served: Served) -> None:
     assert front.request_ms is not None
     assert front.queue_ms is not None
     assert 0 < front.queue_ms < front.request_ms < figures.seconds * 1000 / 3
-    if KNOWN["nv_llm_output_token_len"].reference:
-        assert count(engine(figures).output_tokens_per_s) == pytest.approx(5 * 8)
-        sent = sum(reply["num_input_tokens"] for reply in replies)
-        assert count(engine(figures).input_tokens_per_s) == pytest.approx(sent)
-    else:
-        assert (engine(figures).output_tokens_per_s, engine(figures).input_tokens_per_s) == (None, None)
+    assert count(engine(figures).output_tokens_per_s) == pytest.approx(5 * 8)
+    sent = sum(reply["num_input_tokens"] for reply in replies)
+    assert count(engine(figures).input_tokens_per_s) == pytest.approx(sent)
     # A step gives each request a token, and a request's first step reads its prompt and gives the first.
     assert 8 <= count(engine(figures).steps_per_s) <= 5 * 8
 
@@ -163,7 +160,6 @@ def test_once_as_json_agrees_with_what_was_sent(served: Served, capsys: pytest.C
     after = counts(look())
     grown = {name: after[name] - before[name] for name in after}
     assert (grown["ensemble"], grown["tensorrt_llm"], grown["tensorrt_llm_bls"]) == (4, 4, 0)
-    if KNOWN["nv_llm_output_token_len"].reference:
-        assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 32
-        assert grown["input_tokens"] == sum(reply["num_input_tokens"] for reply in replies)
+    assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 32
+    assert grown["input_tokens"] == sum(reply["num_input_tokens"] for reply in replies)
     assert look()["models"][0]["succeeded_per_s"] == 0

@@ -18,6 +18,11 @@ BACKENDS = (
     "repeat", "square", "tensorflow",
 )  # fmt: skip
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
+# Parameters that name another model; ours name the text models too, NVIDIA's script knows them by heart.
+MODEL_KEYS = (
+    "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "context_model_name", "generation_model_name",
+    "preprocessing_model_name", "postprocessing_model_name",
+)  # fmt: skip
 # Folders of a model that are no versions.
 _SKIPPED = ("warmup", "initial_state", "configs")
 
@@ -145,8 +150,7 @@ def called(model: Model) -> set[str]:
     if model.config is None:
         return set()
     steps = {step.model_name for step in model.config.ensemble_scheduling.step}
-    keys = ("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "context_model_name", "generation_model_name")
-    return steps | {value for key in keys if (value := model.value(key))}
+    return steps | {value for key in MODEL_KEYS if (value := model.value(key))}
 
 
 def _role(model: Model) -> str:

@@ -26,7 +26,11 @@ def check_callers(models: dict[str, Model], scripts: dict[str, Script], report: 
             engine = _find(model, "tensorrt_llm_model_name", DEFAULT_ENGINE, models, report)
             _find(model, "tensorrt_llm_draft_model_name", None, models, report)
             _find(model, "multimodal_encoders_name", None, models, report)
-            called = [engine, *(models.get(name) for name in ("preprocessing", "postprocessing"))]
+            texts = [
+                _find(model, f"{name}_model_name", None, models, report) or models.get(name)
+                for name in ("preprocessing", "postprocessing")
+            ]
+            called = [engine, *texts]
             _check_called(model, engine, called, report)
             _check_asked(model, engine, models, scripts.get(model.name, Script()), report)
         elif model.role == "disaggregated":

@@ -123,7 +123,7 @@ class TritonPythonModel:
         copies = int(_scalar(request, "num_return_sequences", 1))
         if len(ids) * copies > 1 and not self.decoupled:
             raise _Refused("several sequences per request need decoupled mode")
-        answer = _Answer(request, sender, streaming, self, sequences=len(ids) * copies)
+        answer = _Answer(request, sender, streaming, self, rows=len(ids), copies=copies)
         submissions = []
         for row in range(len(ids)):
             if not 1 <= int(lengths.reshape(-1)[row]) <= ids.shape[1]:
@@ -153,11 +153,7 @@ class TritonPythonModel:
             raise _Refused("Trying to stop a request but request ID is not provided")
         # It may have come through another instance.
         self.engine.connection.send({"type": "stop", "request_id": request_id})
-        empty = _select(
-            request.requested_output_names(),
-            {"output_ids": np.zeros((1, 1, 0), np.int32), "sequence_length": np.zeros((1, 1), np.int32)},
-        )
-        sender.send(pb_utils.InferenceResponse(empty), flags=FINAL)
+        sender.send(pb_utils.InferenceResponse(), flags=FINAL)
 
     def _watch_clients(self):
         while not self.closing.wait(self.cancel_period):
@@ -208,6 +204,10 @@ class TritonPythonModel:
         number = entry["id"]
         with self.lock:
             sequence = self.sequences.pop(number) if entry["finish"] else self.sequences[number]
+        sequence.generated += len(entry["tokens"])
+        if entry["finish"]:
+            # Here and not where responses are sent: this thread alone uses the metrics, and ends before they do.
+            self.metrics.count(len(sequence.prompt), sequence.generated)
         self._sender(sequence).put(sequence.extend, entry, blob)
 
     def _sender(self, sequence):
@@ -270,7 +270,7 @@ class _Answer:
 
     serials = itertools.count()
 
-    def __init__(self, request, sender, streaming, model, sequences):
+    def __init__(self, request, sender, streaming, model, rows, copies):
         self.serial = next(self.serials)
         self.request_id = request.request_id()
         self.sender = sender
@@ -290,7 +290,8 @@ class _Answer:
                 "num_output_tokens",
             )
         }
-        self.running = sequences
+        self.rows, self.copies = rows, copies
+        self.running = rows * copies
         self.lock = threading.Lock()
         self.closed = False
         self.begun = False  # a response has been sent
@@ -329,7 +330,8 @@ class _Sequence:
         self.cancelled = False
         self.tokens, self.log_probs, self.logits = [], [], []
         self.context_logits = None
-        self.count = 0
+        self.count = 0  # tokens sent
+        self.generated = 0  # tokens received from the engine
         self.arrival = time.monotonic_ns()
         self.first_scheduled = self.first_token = self.last_token = 0
         self.reused = self.allocated = 0
@@ -361,9 +363,11 @@ class _Sequence:
         out = {
             "output_ids": np.array(ids, np.int32).reshape(1, 1, -1),
             "sequence_length": np.array([[len(ids)]], np.int32),
-            "batch_index": np.array([[self.row]], np.int32),
-            "sequence_index": np.array([[self.copy]], np.int32),
         }
+        if answer.rows > 1:
+            out["batch_index"] = np.array([[self.row]], np.int32)
+        if answer.copies > 1:
+            out["sequence_index"] = np.array([[self.copy]], np.int32)
         if flags["log_probs"]:
             cumulative = self.cum_log_prob
             if answer.normalize_log_probs and self.count:
@@ -392,6 +396,10 @@ class _Sequence:
                 "last_token_time_ns": self.last_token,
             }
             out.update({name: np.array([[value]], np.int64) for name, value in times.items()})
+            # Of speculative decoding, which there is none of.
+            out["acceptance_rate"] = np.zeros((1, 1), np.float32)
+            for name in ("total_accepted_draft_tokens", "total_draft_tokens"):
+                out[name] = np.zeros((1, 1), np.int32)
         return out
 
 
@@ -411,6 +419,8 @@ class _Metrics:
           "paused_requests": "paused_requests"}),
         ("nv_trt_llm_general_metrics", "General TRT LLM metrics", "general_type", {"iteration_counter": "iteration"}),
     )  # fmt: skip
+    LENGTHS = (("nv_llm_input_token_len", "total_input_tokens"), ("nv_llm_output_token_len", "total_output_tokens"))
+    BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
 
     def __init__(self, model, version):
         self.gauges = []  # (metric, key of the engine's statistics, family: the metric lives as long as it)
@@ -419,6 +429,17 @@ class _Metrics:
             for value, key in series.items():
                 metric = family.Metric(labels={"model": model, "version": version, label: value})
                 self.gauges.append((metric, key, family))
+        self.lengths = []  # (metric, family)
+        for name, value in self.LENGTHS:
+            kind = pb_utils.MetricFamily.HISTOGRAM
+            family = pb_utils.MetricFamily(name=name, description="TRT LLM response metrics", kind=kind)
+            labels = {"model": model, "version": version, "response_metric_type": value}
+            self.lengths.append((family.Metric(labels=labels, buckets=list(self.BUCKETS)), family))
+
+    def count(self, *lengths):
+        """A request has ended: the tokens of its prompt and of its answer."""
+        for (metric, _), tokens in zip(self.lengths, lengths, strict=True):
+            metric.observe(float(tokens))
 
     def update(self, stats):
         stats["kv_fraction"] = stats["kv_used_blocks"] / max(1, stats["kv_max_blocks"])

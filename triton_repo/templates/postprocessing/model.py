@@ -25,7 +25,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self.tokenizer = text.load_tokenizer(text.resolve_folder(config, "tokenizer_dir", args["model_repository"]))
         self.skip_special_tokens = text.flag(config, "skip_special_tokens", True)
-        self.engine = text.parameter(config, "tensorrt_llm_model_name", "tensorrt_llm")
+        self.engine = text.parameter(config, "tensorrt_llm_model_name")
         self.cancel_period = int(text.parameter(config, "cancellation_check_period_ms", "100")) / 1000
         self.streams = collections.OrderedDict()  # id -> Detokenizer
         self.asked = text.Streams()
@@ -49,11 +49,15 @@ class TritonPythonModel:
             self._look_for_client(stream_id, request)
         tokens = pb_utils.get_input_tensor_by_name(request, "TOKENS_BATCH").as_numpy()
         lengths = pb_utils.get_input_tensor_by_name(request, "SEQUENCE_LENGTH").as_numpy()
+        if stream_id:  # each sequence of a request is a text of its own
+            for name in ("BATCH_INDEX", "SEQUENCE_INDEX"):
+                index = pb_utils.get_input_tensor_by_name(request, name)
+                stream_id = f"{stream_id}/{0 if index is None else int(index.as_numpy().reshape(-1)[0])}"
         pieces = []
         for row, row_lengths in zip(tokens, lengths, strict=True):
             for beam, length in zip(row, row_lengths, strict=True):
                 pieces.append(self._decode(stream_id, beam[:length].tolist(), len(row) * len(tokens)))
-        output = np.array([piece.encode("utf-8") for piece in pieces], dtype=object).reshape(len(tokens), -1)
+        output = np.array([piece.encode("utf-8") for piece in pieces], dtype=object)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", output)])
 
     def _look_for_client(self, stream_id, request):

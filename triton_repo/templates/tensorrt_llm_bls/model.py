@@ -8,6 +8,7 @@ that wait are in Triton's own queue. A second thread asks every `cancellation_ch
 gone. It begins no stream either: it has postprocessing stop the request in the engine.
 """
 
+import collections
 import json
 import threading
 import uuid
@@ -24,7 +25,9 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         self.name = args["model_name"]
-        self.engine = text.parameter(config, "tensorrt_llm_model_name", "tensorrt_llm")
+        self.engine = text.parameter(config, "tensorrt_llm_model_name")
+        self.preprocessing = text.parameter(config, "preprocessing_model_name")
+        self.postprocessing = text.parameter(config, "postprocessing_model_name")
         self.accumulate = text.flag(config, "accumulate_tokens", False)
         self.decoupled = config["model_transaction_policy"]["decoupled"]
         self.to_preprocessing = json.loads(text.parameter(config, "to_preprocessing"))
@@ -65,29 +68,36 @@ class TritonPythonModel:
         prompt = pb_utils.get_input_tensor_by_name(request, "text_input")
         if prompt is None or prompt.as_numpy().size != 1:
             raise _Failed("text_input must hold exactly one prompt")
-        stop_texts = _texts(request, "stop_words")
-        answer = _Answer(text.Detokenizer(self.tokenizer, self.skip_special_tokens), self.accumulate and streaming)
-        asked = self._engine_request(request, call.engine_id)
-        stopped = False
-        for response in self._follow(call, asked):
+        shown = self.accumulate and streaming
+        stops = _texts(request, "stop_words")
+        copies = _number(request, "num_return_sequences", 1)
+        answers = collections.defaultdict(lambda: _Answer(self._detokenizer(), shown, stops))  # by sequence
+        sent = 0
+        for response in self._follow(call, self._engine_request(call)):
             ids = pb_utils.get_output_tensor_by_name(response, "output_ids")
-            if stopped:
-                continue
             if ids is None:
                 # An error in mid-stream reaches a script as a last response without tensors and without its words.
                 raise _Failed("the engine ended the request early", pb_utils.TritonError.UNAVAILABLE)
+            answer = answers[_number(response, "sequence_index", 0)]
+            if answer.stopped:
+                continue
             piece = answer.extend(ids.as_numpy().reshape(-1).tolist())
             if not streaming:
-                call.send(self._response(response, piece + answer.finish()), final=True)
+                sent += 1
+                call.send(self._response(call, response, piece + answer.finish()), final=sent == copies)
                 continue
-            call.send(self._response(response, piece))
-            if any(word in answer.whole for word in stop_texts):
-                stopped = True
+            call.send(self._response(call, response, piece))
+            if len(answers) == copies and all(one.stopped for one in answers.values()):
                 self._stop(call)
-        rest = answer.finish()
-        if rest:
-            call.send(pb_utils.InferenceResponse([_text_tensor(rest)]))
+        for number, answer in answers.items():
+            rest = answer.finish()
+            if rest:
+                place = [pb_utils.Tensor("sequence_index", np.array([[number]], np.int32))] if copies > 1 else []
+                call.send(pb_utils.InferenceResponse([_text_tensor(rest), *place]))
         call.end()
+
+    def _detokenizer(self):
+        return text.Detokenizer(self.tokenizer, self.skip_special_tokens)
 
     def _follow(self, call, asked):
         """The engine's responses, to the last one: what is left unread would stay in the server's memory."""
@@ -119,7 +129,7 @@ class TritonPythonModel:
 
     def _stop(self, call):
         pb_utils.InferenceRequest(
-            model_name="postprocessing",
+            model_name=self.postprocessing,
             request_id=call.engine_id,
             requested_output_names=["OUTPUT"],
             inputs=[
@@ -129,12 +139,13 @@ class TritonPythonModel:
             ],
         ).exec()
 
-    def _engine_request(self, request, engine_id):
+    def _engine_request(self, call):
+        request = call.request
         inputs = []
         for ours, theirs in self.to_preprocessing.items():
             inputs += _renamed(request, ours, theirs)
         prepared = pb_utils.InferenceRequest(
-            model_name="preprocessing", requested_output_names=list(self.preprocessed), inputs=inputs
+            model_name=self.preprocessing, requested_output_names=list(self.preprocessed), inputs=inputs
         ).exec()
         if prepared.has_error():
             raise _Failed(prepared.error().message(), prepared.error().code())
@@ -144,17 +155,17 @@ class TritonPythonModel:
         ]
         for ours, theirs in self.to_engine.items():
             engine_inputs += _renamed(request, ours, theirs)
-        wanted = [name for name in request.requested_output_names() if name in self.declared]
+        wanted = call.wanted & set(self.declared) - {"sequence_index"}
         return pb_utils.InferenceRequest(
             model_name=self.engine,
-            request_id=engine_id,
-            requested_output_names=["output_ids", "sequence_length", *wanted],
+            request_id=call.engine_id,
+            requested_output_names=["output_ids", "sequence_length", "sequence_index", *wanted],
             inputs=engine_inputs,
         )
 
-    def _response(self, response, piece):
+    def _response(self, call, response, piece):
         outputs = [_text_tensor(piece)]
-        for name in self.declared:
+        for name in call.wanted & set(self.declared):
             tensor = pb_utils.get_output_tensor_by_name(response, name)
             if tensor is not None:
                 outputs.append(pb_utils.Tensor(name, tensor.as_numpy()))
@@ -174,6 +185,7 @@ class _Call:
 
     def __init__(self, request):
         self.request = request
+        self.wanted = set(request.requested_output_names())
         self.sender = request.get_response_sender()
         self.engine_id = uuid.uuid4().hex
         self.lock = threading.Lock()
@@ -205,32 +217,48 @@ class _Call:
 
 
 class _Answer:
-    """The text so far, and what each response shows of it: the new piece, or everything when accumulating."""
+    """The text of a sequence so far, and what a response shows of it: the new piece, or everything when accumulating.
+    It ends with the first stop word, wherever its tokens end."""
 
-    def __init__(self, detokenizer, accumulate):
+    def __init__(self, detokenizer, accumulate, stops):
         self._detokenizer = detokenizer
         self._accumulate = accumulate
-        self.whole = ""
+        self._stops = stops
+        self._whole = ""
+        self.stopped = False
 
     def extend(self, ids):
         return self._shown(self._detokenizer.push(ids))
 
     def finish(self):
-        rest = self._detokenizer.flush()
+        rest = "" if self.stopped else self._detokenizer.flush()
         return self._shown(rest) if rest else ""
 
     def _shown(self, piece):
-        self.whole += piece
-        return self.whole if self._accumulate else piece
+        before = len(self._whole)
+        self._whole += piece
+        ends = [self._whole.find(word) + len(word) for word in self._stops if word in self._whole]
+        if ends:
+            self._whole, self.stopped = self._whole[: min(ends)], True
+        return self._whole if self._accumulate else self._whole[before:]
 
 
 def _text_tensor(piece):
-    return pb_utils.Tensor("text_output", np.array([[piece.encode("utf-8")]], dtype=object))
+    return pb_utils.Tensor("text_output", np.array([piece.encode("utf-8")], dtype=object))
 
 
 def _renamed(request, ours, theirs):
     tensor = pb_utils.get_input_tensor_by_name(request, ours)
     return [] if tensor is None else [pb_utils.Tensor(theirs, tensor.as_numpy())]
+
+
+def _number(tensors, name, default):
+    """A scalar of a request or a response."""
+    find = pb_utils.get_input_tensor_by_name
+    if isinstance(tensors, pb_utils.InferenceResponse):
+        find = pb_utils.get_output_tensor_by_name
+    tensor = find(tensors, name)
+    return default if tensor is None else int(tensor.as_numpy().reshape(-1)[0])
 
 
 def _flag(request, name):

@@ -1,0 +1,116 @@
+"""The servers that were started from a store: what each serves and where, remembered in files, asked of the system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.errors import UsageError, suggestion
+from pipeline import gateway_process, tritonserver
+from pipeline.folders import write_whole
+from pipeline.store import Store
+from pipeline.tritonserver import Endpoints
+from triton_repo.combine import model_names
+from triton_repo.render import TOKENIZER_FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One repository in a server.
+
+    name    of the target it comes from, and what the gateway calls it
+    prefix  what the names of its models begin with; empty where it is alone
+    """
+
+    name: str
+    repository: Path
+    prefix: str = ""
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.repository / TOKENIZER_FOLDER
+
+    @property
+    def front(self) -> str:
+        """The model that takes text."""
+        return self.model("ensemble" if "ensemble" in model_names(self.repository) else "tensorrt_llm")
+
+    def model(self, name: str) -> str:
+        """What a model of the repository is called in the server."""
+        return self.prefix + name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A running server, with the number and address of its gateway, if it has one."""
+
+    name: str
+    pid: int
+    log: Path
+    endpoints: Endpoints
+    served: tuple[Served, ...]
+    gateway_pid: int | None = None
+    gateway_url: str | None = None
+
+    def find(self, name: str | None) -> Served:
+        """What is meant: by name, or the only one. Raises UsageError."""
+        names = [served.name for served in self.served]
+        if name is None:
+            if len(names) > 1:
+                raise UsageError(f"{self.name} serves several models", remedy="name one: " + ", ".join(names))
+            return self.served[0]
+        for served in self.served:
+            if served.name == name:
+                return served
+        raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
+
+
+def running(store: Store) -> list[Server]:
+    """Servers started from this store that still run; records of others are dropped."""
+    out = []
+    for path in sorted((store.home / "servers").glob("*.json")):
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            served = tuple(Served(**{**one, "repository": Path(one["repository"])}) for one in raw.pop("served"))
+            server = Server(
+                **{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])}
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            path.unlink(missing_ok=True)
+            continue
+        if tritonserver.alive(server.pid):
+            out.append(server)
+        else:
+            if server.gateway_pid is not None:
+                gateway_process.end(server.gateway_pid)
+            forget(store, server)
+    return out
+
+
+def find_running(store: Store, name: str | None) -> Server:
+    """The server to talk to: by name, or the only one. Raises UsageError."""
+    servers = running(store)
+    if name is not None:
+        servers = [server for server in servers if server.name == name]
+    if not servers:
+        raise UsageError(
+            f"no server named '{name}' is running" if name else "no server is running", remedy="run `trtpipe serve`"
+        )
+    if len(servers) > 1:
+        raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
+    return servers[0]
+
+
+def remember(store: Store, server: Server) -> None:
+    path = store.home / "servers" / f"{server.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n")  # `running` drops what it cannot read
+
+
+def forget(store: Store, server: Server) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        (store.home / "servers" / f"{server.name}.json").unlink()
+    tritonserver.end_stubs(store.home / "servers" / server.name / "backends")
+    tritonserver.remove_shared_memory(server.endpoints)

@@ -1,0 +1,109 @@
+"""Two targets in one real tritonserver, with one gateway in front of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import SIZES, TEXTS, Cli
+from triton_repo.check import check_repository
+
+pytestmark = pytest.mark.real
+
+TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Both:
+    """The running server, and the names of its two targets."""
+
+    cli: Cli
+    record: dict[str, Any]
+    first: str
+    second: str
+
+    def text(self, model: str) -> str:
+        ask = {"text_input": TEXTS[0], "max_tokens": TOKENS}
+        url = f"{self.record['http']}/v2/models/{model}/generate"
+        return str(httpx.post(url, json=ask, timeout=120).json()["text_output"])
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.record['openai']}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def both(cli: Cli, target: str) -> Iterator[Both]:
+    second = "smollm2-135m.cpu.int8-wo"
+    settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
+    options = [option for setting in settings for option in ("--set", setting)]
+    cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "int8-wo", *options)
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
+    cli.ok("serve", target, second, "--detach", *ports)
+    name = f"{target}+{second}"
+    record = next(entry for entry in json.loads(cli.ok("ps", "--json").out) if entry["server"] == name)
+    yield Both(cli, record, target, second)
+    cli.ok("stop", name)
+
+
+def greedy(expected: list[list[int]], model: Path) -> str:
+    from tokenizers import Tokenizer
+
+    return str(Tokenizer.from_file(str(model / "tokenizer.json")).decode(expected[0][:TOKENS]))
+
+
+def test_each_answers_under_its_own_names(both: Both, expected: list[list[int]], smollm2_hf: Path) -> None:
+    asked = {name: both.text(name) for name in (f"{both.first}.ensemble", f"{both.first}.tensorrt_llm_bls")}
+    assert set(asked.values()) == {greedy(expected, smollm2_hf)}
+    assert both.text(f"{both.second}.ensemble") == both.text(f"{both.second}.tensorrt_llm_bls")
+    # Which engine answered: each has a cache of its own.
+    page = httpx.get(both.record["metrics"]).text
+    for name in (both.first, both.second):
+        assert f'nv_inference_request_success{{model="{name}.tensorrt_llm",version="1"}} ' in page
+
+
+def test_the_gateway_offers_both(both: Both) -> None:
+    with both.openai() as client:
+        assert [model.id for model in client.models.list()] == [both.first, both.second]
+        for name in (both.first, both.second):
+            asked = client.completions.create(model=name, prompt=TEXTS[0], max_tokens=TOKENS, temperature=0)
+            assert asked.choices[0].text == both.text(f"{name}.ensemble")
+
+
+def test_commands_ask_which_is_meant(both: Both, tmp_path: Path) -> None:
+    unnamed = both.cli.run("generate", "Hello", "--server", both.record["server"])
+    assert (unnamed.status, unnamed.err.count("\n")) == (2, 1)
+    assert f"serves several models; name one: {both.first}, {both.second}" in unnamed.err
+    where = ["--server", both.record["server"], "--target", both.second]
+    assert both.cli.ok("generate", "What is the capital of France?", *where, "--max-tokens", "8").out
+    report = tmp_path / "report.json"
+    both.cli.run(
+        "bench", *where, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--report", str(report)
+    )
+    asked = json.loads(report.read_text())
+    assert {endpoint["model"] for endpoint in asked["endpoints"]} == {f"{both.second}.ensemble"}
+    assert [level["requests"]["succeeded"] for level in asked["levels"]] == [4, 4]
+
+
+def test_one_is_loaded_anew_while_the_other_serves(both: Both) -> None:
+    done = both.cli.ok("reload", both.second, "--server", both.record["server"])
+    assert done.out.count("\n") == 1
+    assert both.text(f"{both.first}.ensemble")
+    assert both.text(f"{both.second}.ensemble")
+
+
+def test_what_is_served_is_a_sound_repository(both: Both) -> None:
+    faults = check_repository(both.cli.home / "servers" / both.record["server"] / "models")
+    # Two engines would share a GPU, if this were one: the one thing to say.
+    assert [fault.rule for fault in faults] == ["shared-gpu"]
+
+
+def test_a_target_named_twice_is_refused(both: Both) -> None:
+    done = both.cli.run("serve", both.first, both.first)
+    assert (done.status, done.err.strip().splitlines()[-1]) == (2, "error: a target is named twice; name each once")

@@ -1,0 +1,81 @@
+"""Several model repositories in one server: their models under names of their own.
+
+Every repository has a `tensorrt_llm` and an `ensemble`, and Triton takes a name once. So each model's name gets a
+prefix, and with it all that names a model: steps of an ensemble, parameters, paths that count from the root.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+from engines.errors import InputDataError
+from triton_repo.llmapi import SETTINGS
+
+
+def model_names(repository: Path) -> list[str]:
+    """The models of a repository, sorted."""
+    return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+
+
+def rename_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:
+    """Write the models of `repository` into the existing folder `out`, names beginning with `prefix`; weights and code
+    are links. Returns name -> folder.
+
+    Raises InputDataError for a config.pbtxt that Triton could not read either.
+    """
+    names = set(model_names(repository))
+    made = {}
+    for name in sorted(names):
+        folder = made[prefix + name] = out / (prefix + name)
+        folder.mkdir()
+        for source in (repository / name).iterdir():
+            if source.name == "config.pbtxt":
+                (folder / source.name).write_text(_renamed_config(source, names, prefix), encoding="utf-8")
+            elif source.is_dir() and (source / SETTINGS).is_file():
+                _link_llmapi(source, folder / source.name, names, prefix)
+            else:
+                (folder / source.name).symlink_to(source.resolve())
+    return made
+
+
+def _renamed_config(path: Path, names: set[str], prefix: str) -> str:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(path.read_text(encoding="utf-8"), config)
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise InputDataError(f"{path} is no model configuration", why=str(error)) from None
+    config.name = prefix + path.parent.name
+    for step in config.ensemble_scheduling.step:
+        step.model_name = prefix + step.model_name
+    for key, parameter in config.parameters.items():
+        value = parameter.string_value
+        is_model = key.endswith("_model_name") and value in names
+        if is_model or _is_inside(value, names):
+            parameter.string_value = prefix + value
+    return str(text_format.MessageToString(config))
+
+
+def _is_inside(path: str, names: set[str]) -> bool:
+    """Whether a path counts from the repository's root."""
+    first, separator, _ = path.partition("/")
+    return bool(separator) and first in names
+
+
+def _link_llmapi(source: Path, out: Path, names: set[str], prefix: str) -> None:
+    """A version of the LLM API's model: its settings say where the weights are, and it looks for them beside itself."""
+    out.mkdir()
+    for path in source.iterdir():
+        if path.name == "model.py":  # what a link leads to would look for its settings there
+            shutil.copyfile(path, out / path.name)
+        elif path.name != SETTINGS:
+            (out / path.name).symlink_to(path.resolve())
+    settings = yaml.safe_load((source / SETTINGS).read_text(encoding="utf-8"))
+    if _is_inside(settings["model"], names):
+        settings["model"] = prefix + settings["model"]
+    (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
