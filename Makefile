@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -52,6 +52,9 @@ bench-accuracy: $(READY) ## what every recipe costs SmolLM2, on a CPU (a quarter
 
 bench-front: $(READY) ## tokens through Triton and the gateway, from an engine that computes nothing
 	$(BIN)/python -m tests.benchmarks.front .scratch/front --report docs/measurements/front.md
+
+bench-client: $(READY) ## the load tester's own error, cost and speed, against a server of known timing
+	$(BIN)/python -m tests.benchmarks.client --report docs/measurements/client.md
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py

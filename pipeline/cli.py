@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline import __version__
+from pipeline import __version__, cli_bench
 
 if TYPE_CHECKING:
     from engines.errors import TrtpipeError
@@ -56,7 +56,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
     str | None, typer.Argument(help="A target in ./runs, or a model repository; the newest run if left out.")
 ]
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Targets in ./runs, or model repositories; several share one server; the newest run if left out."
+    ),
+]
 ServerName = Annotated[str | None, typer.Option("--server", help="Which running server; the only one if left out.")]
+TargetName = Annotated[str | None, typer.Option("--target", help="Which of its targets, where it serves several.")]
 
 
 # click's base class. A newer typer carries a click of its own, whose classes are not those of `import click`.
@@ -367,7 +374,7 @@ def restore(
 
 @app.command()
 def serve(
-    target: Target = None,
+    targets: Targets = None,
     server: Annotated[
         str, typer.Option(help="auto, local (this environment's tritonserver) or docker (the toolchain's image).")
     ] = "auto",
@@ -406,22 +413,22 @@ def serve(
             remedy="leave --detach out, under a service manager for example",
         )
     store = _store()
-    name, repository = serve.find_repository(target)
+    found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
     )  # fmt: skip
-    console.note(f"starting tritonserver with {name}")
-    running, process = serve.launch(name, repository, store, options)
+    console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
+    running, process = serve.launch(found, store, options, console.note)
 
     def announce(hint: str) -> None:
         points = running.endpoints
         console.table(
             ("endpoint", "where"),
             [
-                ("HTTP", f"{points.http_url}/v2/models/ensemble/generate_stream"),
+                *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
                 ("gRPC", points.grpc_url),
                 ("metrics", points.metrics_url),
                 ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
@@ -442,12 +449,12 @@ def serve(
 @app.command()
 def ps(as_json: Json = False) -> None:
     """List the running servers."""
-    from pipeline import console, serve
+    from pipeline import console, servers
 
-    servers = serve.running(_store())
+    running = servers.running(_store())
     rows = [
         (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, s.gateway_url, str(s.log))
-        for s in servers
+        for s in running
     ]
     columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
     if as_json:
@@ -481,10 +488,11 @@ def reload(
     """Load a target's repository as it is now into a running server, model by model, without ending it."""
     from pipeline import console, serve
 
-    renewed = serve.reload(_store(), server, target)
-    console.result(f"{renewed.name} serves {renewed.repository}")
+    renewed, loaded = serve.reload(_store(), server, target)
+    console.result("\n".join(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
+app.add_typer(cli_bench.app, name="bench")
 deploy_app = typer.Typer(help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
 app.add_typer(deploy_app, name="deploy")
 
@@ -571,10 +579,10 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Follow a server: requests, tokens, KV-cache blocks, queue and latency."""
-    from pipeline import serve
+    from pipeline import servers
     from pipeline import top as following
 
-    found = None if url is not None else serve.find_running(_store(), server)
+    found = None if url is not None else servers.find_running(_store(), server)
     name = found.name if found else str(url)
     where = found.endpoints.metrics_url if found else str(url)
     following.run(where, name, interval=interval, once=once, as_json=as_json)
@@ -600,6 +608,7 @@ def monitoring(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     server: ServerName = None,
+    target: TargetName = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 or none: greedy.")] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
@@ -610,71 +619,24 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
 ) -> None:
     """Stream an answer from a running server."""
-    from pipeline import chat, console, serve
+    from pipeline import chat, console, servers
     from pipeline.generate import Sampling, stream
 
-    found = serve.find_running(_store(), server)
-    template = None if raw else chat.read_template(found.tokenizer)
+    found = servers.find_running(_store(), server)
+    served = found.find(target)
+    template = None if raw else chat.read_template(served.tokenizer)
     if template is not None:
-        prompt = chat.apply_template(found.tokenizer, template, [{"role": "user", "content": prompt}])
+        prompt = chat.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
     sampling = Sampling(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
         repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
     )  # fmt: skip
-    for piece in stream(found.endpoints.grpc_url, prompt, sampling):
+    for piece in stream(found.endpoints.grpc_url, prompt, sampling, model=served.front):
         console.text(piece)
     console.text("\n")
 
 
-@app.command()
-def bench(
-    server: ServerName = None,
-    concurrency: Annotated[str, typer.Option(help="Requests in flight, one level after the other.")] = "1,4,16",
-    protocol: Annotated[str, typer.Option(help="grpc, http, or both.")] = "grpc,http",
-    requests: Annotated[int | None, typer.Option(help="Measured requests per level.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds per level, instead of a number of requests.")] = None,
-    input_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of every answer.")] = 64,
-    model: Annotated[str, typer.Option(help="Served model: ensemble or tensorrt_llm_bls.")] = "ensemble",
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 120.0,
-    report: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("reports/report.json"),
-) -> None:
-    """Measure a running server: TTFT, ITL, TPOT, latency and throughput at each concurrency."""
-    import dataclasses
-
-    from pipeline import console, serve
-    from pipeline.bench import BenchOptions, run_bench
-    from pipeline.bench.report import write_report
-
-    found = serve.find_running(_store(), server)
-    engine = serve.check_passport(found.repository)
-    options = BenchOptions(
-        tokenizer=found.tokenizer / "tokenizer.json",
-        grpc_url=found.endpoints.grpc_url,
-        http_url=found.endpoints.http_url,
-        model=model,
-        protocols=tuple(protocol.split(",")),
-        concurrency=_numbers(concurrency),
-        requests_per_level=requests,
-        duration_s=duration,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        seed=seed,
-        timeout_s=timeout,
-    )
-    with console.bench_progress() as progress:
-        measured = run_bench(options, progress=progress)
-    measured.engine = dataclasses.asdict(engine)
-    write_report(measured, report)
-    console.bench_table(measured)
-    console.result(f"report: {report}")
-    if measured.interrupted:
-        raise KeyboardInterrupt
-    if any(row["failed"] for row in measured.rows()):
-        from engines.errors import StageFailed
-
-        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
+app.command()(cli_bench.compare)
 
 
 @app.command()

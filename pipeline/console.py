@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from engines.inspection import Inspection
     from pipeline.accuracy import Report as AccuracyReport
+    from pipeline.bench.against.compare import Comparison
     from pipeline.bench.options import Progress as BenchProgress
     from pipeline.bench.report import BenchReport
     from pipeline.runner import StageResult
@@ -177,7 +178,7 @@ class BuildReporter:
 
 
 def bench_table(report: BenchReport) -> None:
-    """One row per protocol and concurrency; times in milliseconds as p50/p90/p99."""
+    """One row a level; times in milliseconds as p50/p90/p99."""
 
     def spread(row: dict[str, Any], key: str) -> str | None:
         points = [row[f"{key}_{point}"] for point in ("p50", "p90", "p99")]
@@ -186,18 +187,41 @@ def bench_table(report: BenchReport) -> None:
     def rate(value: float | None) -> str | None:
         return None if value is None else f"{value:.1f}"
 
-    rows = [
+    rows = report.rows()
+    judged = any(row["slo"] is not None for row in rows)
+    cells = [
         (
-            *(row[key] for key in ("protocol", "concurrency", "requests", "failed")),
+            *(row[key] for key in ("protocol", "load", "requests", "failed")),
             *(spread(row, key) for key in ("ttft", "itl", "tpot", "e2e")),
             rate(row["tokens_per_s"]),
             rate(row["requests_per_s"]),
+            *((rate(row["goodput_per_s"]), "met" if row["slo"] else "missed") if judged else ()),
+            *(() if report.valid else ("" if row["valid"] else "INVALID",)),
         )
-        for row in report.rows()
+        for row in rows
     ]
     times = ("TTFT ms", "ITL ms", "TPOT ms", "latency ms")
-    columns = ("protocol", "concurrent", "requests", "failed", *times, "tokens/s", "requests/s")
-    table(columns, rows, numeric=columns[1:])
+    rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
+    columns = ("protocol", "load", "requests", "failed", *times, *rates)
+    table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")])
+
+
+def comparison(compared: Comparison, *, as_json: bool) -> None:
+    """What makes the runs unlike, then the figures, then what they come to."""
+    if as_json:
+        result_json(compared.to_json())
+        return
+    for letter, path in compared.paths.items():
+        result(f"{letter}: {path}")
+    for warning in compared.warnings:
+        result(f"unlike: {warning}")
+    columns, rows = compared.table()
+    table(columns, rows, numeric=[column for column in columns[2:] if not column.endswith(" is")])
+    for line in compared.summary():
+        result(line)
+    for judgement in compared.judgements:
+        verdict = "not fired" if judgement.fired is False else "FIRED"
+        result(f"{verdict}: {judgement.condition}: {judgement.told}")
 
 
 @contextlib.contextmanager
@@ -208,6 +232,18 @@ def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
         yield lambda progress: None
         return
     with console.status("connecting") as status:
-        yield lambda at: status.update(
-            f"{at.protocol} x{at.concurrency}: {at.done} of {at.total or 'as many as fit'}, {at.failed} failed"
-        )
+        yield lambda at: status.update(_bench_line(at))
+
+
+def _bench_line(at: BenchProgress) -> str:
+    live = at.live
+    said = [f"{at.protocol}, {at.label}: {live.done} done"]
+    if at.total:
+        said[0] = f"{at.protocol}, {at.label}: {live.done} of {at.total} done"
+        if live.done:
+            said.append(f"{live.elapsed_s * (at.total - live.done) / live.done:.0f} s left")
+    said += [f"{live.in_flight} in flight", f"{live.responses / max(live.elapsed_s, 1e-9):.0f} responses/s"]
+    if live.first_ns:
+        times = sorted(live.first_ns)
+        said.append(f"first after {times[len(times) // 2] / 1e6:.0f}/{times[len(times) * 99 // 100] / 1e6:.0f} ms")
+    return ", ".join([*said, *([f"{live.failed} failed"] if live.failed else [])])

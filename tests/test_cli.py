@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from engines.errors import StageFailed, UsageError
 from engines.files import write_json
 from engines.passport import Passport
 from pipeline import __version__, cli, tritonserver
-from pipeline.serve import Server, find_repository, find_running, running
+from pipeline.serve import find_repository
+from pipeline.servers import Served, Server, find_running, running
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from tests.factories import CONFIG, hf_folder, write_tokenizer
@@ -31,8 +33,8 @@ from tests.test_runner import SIZES, snapshot
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "ps",
-    "logs", "reload", "stop", "check", "top", "monitoring", "generate", "bench", "models", "gpus", "toolchains",
-    "passport", "export", "import", "gc", "doctor", "deploy",
+    "logs", "reload", "stop", "check", "top", "monitoring", "generate", "compare", "models", "gpus", "toolchains",
+    "passport", "export", "import", "gc", "doctor", "bench", "deploy",
 ]  # fmt: skip
 
 
@@ -604,17 +606,18 @@ def test_the_newest_run_is_served(in_folder: Path) -> None:
 
 
 def remember(store: Store, name: str, pid: int = 1) -> None:
-    from pipeline import serve
+    from pipeline import servers
 
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
-    serve._remember(store, Server(name=name, pid=pid, repository=Path("/r"), log=Path("/l"), endpoints=points))
+    served = tuple(Served(name=one, repository=Path("/r")) for one in name.split("+"))
+    servers.remember(store, Server(name=name, pid=pid, served=served, log=Path("/l"), endpoints=points))
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
     remember(store, "a")
     assert find_running(store, None).name == "a"
-    assert find_running(store, None).tokenizer == Path("/r/preprocessing/1/tokenizer")
+    assert find_running(store, None).find(None).tokenizer == Path("/r/preprocessing/1/tokenizer")
     remember(store, "b")
     assert find_running(store, "b").name == "b"
     with pytest.raises(UsageError) as caught:
@@ -623,6 +626,55 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     table = rows(run("ps").out)
     assert table[0] == ["server", "pid", "http", "grpc", "metrics", "openai", "log"]
     assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "-", "/l"]
+
+
+@pytest.mark.parametrize(
+    ("whys", "starts", "ready"),
+    [
+        (["it crashed: boost::interprocess::lock_exception", ""], 2, True),
+        (["it crashed: boost::interprocess::lock_exception"] * 2, 2, False),
+        (["model x: no such file"], 1, False),
+    ],
+)
+def test_a_server_that_broke_down_at_its_start_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whys: list[str], starts: int, ready: bool
+) -> None:
+    from pipeline.serve import start_until_ready
+
+    left, ended, notes = list(whys), [], []
+
+    def wait_ready(process: Any, endpoints: Endpoints, log: Path) -> None:
+        why = left.pop(0)
+        if why:
+            raise StageFailed("tritonserver does not start", why=why)
+
+    monkeypatch.setattr(tritonserver, "wait_ready", wait_ready)
+    monkeypatch.setattr(tritonserver, "end", ended.append)
+    process = SimpleNamespace(pid=1)
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+
+    def start() -> Any:
+        return process
+
+    if ready:
+        assert start_until_ready(start, points, tmp_path / "log", notes.append) is process
+    else:
+        with pytest.raises(StageFailed, match="tritonserver does not start"):
+            start_until_ready(start, points, tmp_path / "log", notes.append)
+    assert len(whys) - len(left) == starts
+    assert len(ended) == starts - ready
+    assert len(notes) == starts - 1
+
+
+def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "chat+draft")
+    server = find_running(store, None)
+    assert server.find("draft").name == "draft"
+    with pytest.raises(UsageError, match="serves several models; name one: chat, draft"):
+        server.find(None)
+    with pytest.raises(UsageError, match="does not serve 'draf'; did you mean 'draft'"):
+        server.find("draf")
 
 
 def test_records_of_dead_servers_and_damaged_ones_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,39 +1,37 @@
-"""RequestRecords -> metrics. Pure functions; every metric is an entry with its unit, formula and undefined case.
+"""Records -> metrics. Every metric has a name, a unit, a formula and a case in which it is undefined.
 
-Names are aiperf's where it has the metric. What differs is said in the formula. Warm-up requests and failed
-requests are in no metric. An undefined value is None, never 0.
+Names are aiperf's where it has the metric. What differs is said in the formula. Warm-up requests and failed requests
+are in no latency. An undefined value is None, never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline.bench.record import RequestRecord
+from pipeline.bench.records import NONE, Records
 
-PERCENTILES = (50, 90, 99)
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
+PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
+INTERVALS = ("mean", "p50", "p90", "p99")
+RESAMPLES = 200
 STATISTICS = (
     "Percentiles are taken from all raw values with linear interpolation between the two nearest ranks "
-    "(Hyndman and Fan type 7); std is the population's (divided by n); n is the number of values."
+    "(Hyndman and Fan type 7); std is the population's (divided by n); n is the number of values. Intervals are of "
+    f"95%, by {RESAMPLES} bootstrap resamples of whole requests, since the values of one request are alike."
 )
 WINDOW = (
-    "From the moment the last slot ended its warm-up until the first slot found no further request to send: "
-    "every slot is busy with measured requests throughout. Open at the start, closed at the end. None if there is "
-    "no such time."
+    "Closed loop: from the moment the last place ended its warm-up until the first found no further request to send: "
+    "every place is busy with measured requests throughout. Open loop: the measured part of the schedule. Open "
+    "at the start, closed at the end. None if there is no such time."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """A metric with any number of values a request. `values` takes a successful, settled record."""
-
-    name: str
-    unit: str
-    formula: str
-    undefined: str
-    values: Callable[[RequestRecord], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,63 +45,123 @@ class Window:
     def seconds(self) -> float:
         return (self.stop_ns - self.start_ns) / 1e9
 
-    def holds(self, stamp_ns: int | None) -> bool:
-        return stamp_ns is not None and self.start_ns < stamp_ns <= self.stop_ns
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """Values of one metric, and the request that each belongs to (its index in Records)."""
+
+    values: Floats
+    owners: Ints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
-    """A metric with one value a level, from all its records and its window."""
+class Distribution:
+    """A metric with any number of values a request."""
 
     name: str
     unit: str
     formula: str
     undefined: str
-    value: Callable[[Sequence[RequestRecord], Window], float]
+    values: Callable[[Records], Values]
 
 
-def _ms(start_ns: int | None, stop_ns: int) -> list[float]:
-    return [] if start_ns is None else [(stop_ns - start_ns) / 1e6]
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A metric with one value a level."""
+
+    name: str
+    unit: str
+    formula: str
+    undefined: str
+    value: Callable[[Records, Window], float | None]
 
 
-def _first(record: RequestRecord) -> int:
-    return record.content[0].stamp_ns
+# Distributions
 
 
-def _last(record: RequestRecord) -> int:
-    return record.content[-1].stamp_ns
+def _per_request(numbers: Callable[[Records, Ints], Any]) -> Callable[[Records], Values]:
+    """Of a function that gives a value for each of some requests, which have at least one response."""
+    import numpy as np
+
+    def values(records: Records) -> Values:
+        owners = np.flatnonzero(records.good())
+        return Values(values=np.asarray(numbers(records, owners), dtype=np.float64), owners=owners)
+
+    return values
 
 
-def _chunk_gaps(record: RequestRecord) -> list[float]:
-    return [(after.stamp_ns - before.stamp_ns) / 1e6 for before, after in pairwise(record.content)]
+def _first(records: Records, owners: Ints) -> Ints:
+    out: Ints = records.stamps[records.offsets[owners]]
+    return out
 
 
-def _token_gaps(record: RequestRecord) -> list[float]:
-    if not record.counted_by_server:
-        return []
-    gaps = zip(_chunk_gaps(record), record.content[1:], strict=True)
-    return [gap / (response.tokens or 1) for gap, response in gaps for _ in range(response.tokens or 1)]
+def _last(records: Records, owners: Ints) -> Ints:
+    out: Ints = records.stamps[records.offsets[owners + 1] - 1]
+    return out
 
 
-def _time_per_output_token(record: RequestRecord) -> list[float]:
-    tokens = record.output_tokens or 0
-    return [(_last(record) - _first(record)) / 1e6 / (tokens - 1)] if tokens > 1 else []
+def _gaps(records: Records) -> tuple[Floats, Ints, Ints]:
+    """(gap in ms, tokens of the response after it, request) of each gap between two responses of a good request."""
+    import numpy as np
+
+    counts = np.diff(records.offsets)
+    owners = np.repeat(np.arange(len(records)), counts)
+    inner = owners[1:] == owners[:-1] if len(owners) else np.zeros(0, dtype=np.bool_)
+    inner &= records.good()[owners[1:]] if len(owners) else inner
+    gaps = np.diff(records.stamps)[inner] / 1e6 if len(records.stamps) else np.zeros(0)
+    return gaps, records.tokens[1:][inner], owners[1:][inner]
 
 
+def _chunk_gaps(records: Records) -> Values:
+    gaps, _, owners = _gaps(records)
+    return Values(values=gaps, owners=owners)
+
+
+def _token_gaps(records: Records) -> Values:
+    import numpy as np
+
+    gaps, tokens, owners = _gaps(records)
+    known = tokens > 0
+    times = tokens[known]
+    return Values(values=np.repeat(gaps[known] / times, times), owners=np.repeat(owners[known], times))
+
+
+def _time_per_output_token(records: Records) -> Values:
+    import numpy as np
+
+    owners = np.flatnonzero(records.good() & (records.output_tokens > 1))
+    spans = (_last(records, owners) - _first(records, owners)) / 1e6
+    return Values(values=spans / (records.output_tokens[owners] - 1), owners=owners)
+
+
+def _from(moment: str, until: Callable[[Records, Ints], Ints]) -> Callable[[Records], Values]:
+    return _per_request(lambda records, owners: (until(records, owners) - getattr(records, moment)[owners]) / 1e6)
+
+
+def _per_user(records: Records) -> Values:
+    import numpy as np
+
+    owners = np.flatnonzero(records.good())
+    seconds = (_last(records, owners) - records.sent[owners]) / 1e9
+    positive = seconds > 0
+    return Values(values=records.output_tokens[owners][positive] / seconds[positive], owners=owners[positive])
+
+
+_NOBODY = "no successful request"
 DISTRIBUTIONS = (
     Distribution(
         name="time_to_first_token",
         unit="ms",
         formula="first response with tokens - request sent",
-        undefined="no successful request",
-        values=lambda record: _ms(record.sent_ns, _first(record)),
+        undefined=_NOBODY,
+        values=_from("sent", _first),
     ),
     Distribution(
         name="time_to_first_token_from_due",
         unit="ms",
-        formula="first response with tokens - slot free (what the client itself delayed is included)",
-        undefined="no successful request",
-        values=lambda record: _ms(record.due_ns, _first(record)),
+        formula="first response with tokens - request due (what the client itself delayed is included)",
+        undefined=_NOBODY,
+        values=_from("due", _first),
     ),
     Distribution(
         name="inter_chunk_latency",
@@ -119,7 +177,7 @@ DISTRIBUTIONS = (
             "gap before a response / tokens in that response; one value a token, tokens of the first response left "
             "out. (NVIDIA's inter_token_latency, one mean a request, is time_per_output_token here.)"
         ),
-        undefined="no successful request with two responses, or the server did not count the tokens of each",
+        undefined="no successful request with two responses, or nobody says how many tokens each had",
         values=_token_gaps,
     ),
     Distribution(
@@ -133,54 +191,83 @@ DISTRIBUTIONS = (
         name="request_latency",
         unit="ms",
         formula="last response with tokens - request sent (an empty final response is not waited for)",
-        undefined="no successful request",
-        values=lambda record: _ms(record.sent_ns, _last(record)),
+        undefined=_NOBODY,
+        values=_from("sent", _last),
     ),
     Distribution(
         name="request_latency_from_due",
         unit="ms",
-        formula="last response with tokens - slot free (what the client itself delayed is included)",
-        undefined="no successful request",
-        values=lambda record: _ms(record.due_ns, _last(record)),
+        formula="last response with tokens - request due (what the client itself delayed is included)",
+        undefined=_NOBODY,
+        values=_from("due", _last),
     ),
     Distribution(
         name="dispatch_delay",
         unit="ms",
-        formula="request sent - slot free: the client's own lateness",
-        undefined="no successful request",
-        values=lambda record: [] if record.sent_ns is None else _ms(record.due_ns, record.sent_ns),
+        formula="request sent - request due: the client's own lateness, waiting for a free place included",
+        undefined=_NOBODY,
+        values=_from("due", lambda records, owners: records.sent[owners]),
+    ),
+    Distribution(
+        name="output_token_throughput_per_user",
+        unit="tokens/s",
+        formula="output tokens / request_latency; one value a request",
+        undefined=_NOBODY,
+        values=_per_user,
+    ),
+    Distribution(
+        name="input_sequence_length",
+        unit="tokens",
+        formula="tokens of a prompt, special ones included",
+        undefined=_NOBODY,
+        values=_per_request(lambda records, owners: records.input_tokens[owners]),
     ),
     Distribution(
         name="output_sequence_length",
         unit="tokens",
         formula="tokens of an answer; token_count_source says who counted",
-        undefined="no successful request",
-        values=lambda record: [float(record.output_tokens or 0)],
+        undefined=_NOBODY,
+        values=_per_request(lambda records, owners: records.output_tokens[owners]),
     ),
 )
 
 
-def _window_tokens(record: RequestRecord, window: Window) -> float:
-    inside = [response for response in record.content if window.holds(response.stamp_ns)]
-    if record.counted_by_server:
-        return sum(response.tokens or 0 for response in inside)
-    return (record.output_tokens or 0) * len(inside) / len(record.content)
+# Rates
 
 
-def _output_token_throughput(records: Sequence[RequestRecord], window: Window) -> float:
-    return sum(_window_tokens(record, window) for record in successful(records)) / window.seconds
+def _output_tokens(records: Records, window: Window) -> float:
+    """Tokens of successful requests that arrived in the window. Where nobody counts those of each response, an
+    answer's are spread evenly over its responses."""
+    import numpy as np
+
+    counts = np.diff(records.offsets)
+    owners = np.repeat(np.arange(len(records)), counts)
+    inside = ~records.failed[owners] & (records.stamps > window.start_ns) & (records.stamps <= window.stop_ns)
+    spread = records.output_tokens[owners] / np.maximum(1, counts[owners])
+    return float(np.where(records.tokens == NONE, spread, records.tokens)[inside].sum())
 
 
-def _request_throughput(records: Sequence[RequestRecord], window: Window) -> float:
-    return sum(window.holds(record.end_ns) for record in successful(records)) / window.seconds
+def _ended_inside(records: Records, window: Window) -> NDArray[np.bool_]:
+    """Successful requests. Those of warm-up too: an open loop's end within the window just as its last ones end after
+    it, and without them a server would seem slower the longer its answers take."""
+    return ~records.failed & (records.end > window.start_ns) & (records.end <= window.stop_ns)
 
 
-def _effective_concurrency(records: Sequence[RequestRecord], window: Window) -> float:
-    busy = 0
-    for record in records:
-        if record.sent_ns is not None and record.end_ns is not None:
-            busy += max(0, min(record.end_ns, window.stop_ns) - max(record.sent_ns, window.start_ns))
-    return busy / (window.stop_ns - window.start_ns)
+def _total_tokens(records: Records, window: Window) -> float:
+    return _output_tokens(records, window) + float(records.input_tokens[_ended_inside(records, window)].sum())
+
+
+def _effective_concurrency(records: Records, window: Window) -> float:
+    import numpy as np
+
+    there = (records.sent != NONE) & (records.end != NONE)
+    busy = np.minimum(records.end, window.stop_ns) - np.maximum(records.sent, window.start_ns)
+    return float(np.maximum(0, busy)[there].sum()) / (window.stop_ns - window.start_ns)
+
+
+def _error_rate(records: Records, window: Window) -> float | None:
+    measured = int(records.measured().sum())
+    return None if measured == 0 else float((records.failed & records.measured()).sum()) / measured
 
 
 RATES = (
@@ -188,18 +275,25 @@ RATES = (
         name="output_token_throughput",
         unit="tokens/s",
         formula=(
-            "tokens that arrived within the window, of successful requests / seconds of the window. Where the "
-            "server does not count, an answer's tokens are spread evenly over its responses with text."
+            "tokens that arrived within the window, of successful requests, those of warm-up too / seconds of the "
+            "window. Where nobody counts the tokens of each response, an answer's are spread evenly over its responses."
         ),
         undefined="no window",
-        value=_output_token_throughput,
+        value=lambda records, window: _output_tokens(records, window) / window.seconds,
+    ),
+    Rate(
+        name="total_token_throughput",
+        unit="tokens/s",
+        formula="output tokens as above, and prompts of requests that ended within the window / seconds of the window",
+        undefined="no window",
+        value=lambda records, window: _total_tokens(records, window) / window.seconds,
     ),
     Rate(
         name="request_throughput",
         unit="requests/s",
-        formula="successful requests whose stream ended within the window / seconds of the window",
+        formula="successful requests, those of warm-up too, whose stream ended within the window / its seconds",
         undefined="no window",
-        value=_request_throughput,
+        value=lambda records, window: float(_ended_inside(records, window).sum()) / window.seconds,
     ),
     Rate(
         name="effective_concurrency",
@@ -208,50 +302,76 @@ RATES = (
         undefined="no window",
         value=_effective_concurrency,
     ),
+    Rate(
+        name="error_rate",
+        unit="",
+        formula="failed measured requests / measured requests",
+        undefined="no window",
+        value=_error_rate,
+    ),
 )
 
 
-def successful(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Measured requests without a failure."""
-    return [record for record in records if not record.warmup and record.failure is None]
-
-
-def measured_window(records: Sequence[RequestRecord], concurrency: int) -> Window | None:
-    """The window of a level; see WINDOW. `records` are those that ended, in any order."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for record in records:
-        if not record.warmup and record.end_ns is not None:
-            first[record.slot] = min(first.get(record.slot, record.due_ns), record.due_ns)
-            last[record.slot] = max(last.get(record.slot, record.end_ns), record.end_ns)
-    if len(first) < concurrency:
-        return None
-    window = Window(start_ns=max(first.values()), stop_ns=min(last.values()))
-    return window if window.stop_ns > window.start_ns else None
-
-
-def summarise(values: Sequence[float]) -> dict[str, float | int | None]:
-    """n, mean, std, min, max and PERCENTILES of raw values; all but n are None when there are none."""
+def closed_window(records: Records, concurrency: int) -> Window | None:
+    """The window of a closed loop; see WINDOW."""
     import numpy as np
 
-    names = ["mean", "std", "min", "max", *(f"p{percent}" for percent in PERCENTILES)]
-    if len(values) == 0:
-        return {"n": 0, **dict.fromkeys(names)}
-    array = np.asarray(values, dtype=np.float64)
+    mine = records.measured() & (records.end != NONE)
+    slots = np.unique(records.slot[mine])
+    if len(slots) < concurrency:
+        return None
+    start = max(int(records.due[mine & (records.slot == slot)].min()) for slot in slots)
+    stop = min(int(records.end[mine & (records.slot == slot)].max()) for slot in slots)
+    return Window(start_ns=start, stop_ns=stop) if stop > start else None
+
+
+def percentile_name(percent: float) -> str:
+    return f"p{percent:g}"
+
+
+def summarise(found: Values, *, intervals: bool = True) -> dict[str, Any]:
+    """n, mean, std, min, max, PERCENTILES and bootstrap intervals; all but n are None when there are no values."""
+    import numpy as np
+
+    names = ["mean", "std", "min", "max", *(percentile_name(percent) for percent in PERCENTILES)]
+    array = found.values
+    if len(array) == 0:
+        return {"n": 0, **dict.fromkeys(names), "interval": None}
     numbers = [array.mean(), array.std(), array.min(), array.max(), *np.percentile(array, PERCENTILES)]
-    return {"n": len(values), **{name: float(number) for name, number in zip(names, numbers, strict=True)}}
+    out: dict[str, Any] = {"n": len(array)}
+    out |= {name: float(number) for name, number in zip(names, numbers, strict=True)}
+    return {**out, "interval": bootstrap(found) if intervals else None}
 
 
-def level_metrics(records: Sequence[RequestRecord], concurrency: int) -> dict[str, dict[str, float | int | None]]:
+def bootstrap(found: Values) -> dict[str, list[float]] | None:
+    """95% intervals of INTERVALS, from resampled requests; None for fewer than two of them."""
+    import numpy as np
+
+    owners = np.unique(found.owners)
+    if len(owners) < 2:
+        return None
+    rng = np.random.default_rng(0)
+    # Each resample draws as many requests as there are. A request drawn k times weighs its values k times, so a
+    # weighted rank over values sorted once stands for sorting every resample.
+    order = np.argsort(found.values, kind="stable")
+    ranked = found.values[order]
+    position = np.searchsorted(owners, found.owners)[order]
+    draws = np.empty((RESAMPLES, len(INTERVALS)))
+    points = np.array([float(name[1:]) / 100 for name in INTERVALS[1:]])
+    for row in draws:
+        weights = np.bincount(rng.integers(0, len(owners), len(owners)), minlength=len(owners))[position]
+        total = np.cumsum(weights)
+        row[0] = (ranked * weights).sum() / total[-1]
+        row[1:] = ranked[np.searchsorted(total, points * total[-1])]
+    low, high = np.percentile(draws, (2.5, 97.5), axis=0)
+    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(INTERVALS)}
+
+
+def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:
     """All metrics of one level: a summary for each distribution, {"value": number or None} for each rate."""
-    good = successful(records)
-    window = measured_window(records, concurrency)
-    out = {
-        metric.name: summarise([value for record in good for value in metric.values(record)])
-        for metric in DISTRIBUTIONS
-    }
+    out = {metric.name: summarise(metric.values(records)) for metric in DISTRIBUTIONS}
     for rate in RATES:
-        out[rate.name] = {"value": None if window is None else rate.value(records, window)}
+        out[rate.name] = {"value": None if window is None else rate.value(records, window), "interval": None}
     return out
 
 

@@ -2,103 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engines.errors import UsageError, suggestion
+from pipeline.bench.driver import Live
+from pipeline.bench.slo import Objective
+from pipeline.bench.wire.connect import TRANSPORTS, Wiring
+from pipeline.bench.work.loads import Closed, Load, Replay
+from pipeline.bench.work.work import Work
 
-PROTOCOLS = ("grpc", "http")
+PROTOCOLS = ("grpc", "http", "completions", "chat")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where one protocol is spoken, the model's name there, and where the server's metrics are, if they are known."""
+
+    protocol: str
+    url: str
+    model: str
+    metrics_url: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            raise UsageError(f"unknown protocol '{self.protocol}'", remedy=suggestion(self.protocol, PROTOCOLS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Options of one run. Raises UsageError for what cannot be measured.
 
-    tokenizer           the served model's tokenizer.json: makes prompts, counts output where the server does not
-    grpc_url            host:port of Triton's gRPC endpoint
-    http_url            http://host:port of Triton's HTTP endpoint
-    model               served model with the inputs and outputs of NVIDIA's `ensemble`
-    protocols           of `grpc`, `http`, in this order; empty: every one whose URL is given
-    concurrency         requests kept in flight, one level after the other
-    requests_per_level  measured requests of a level; None: the larger of 20 and 4 x concurrency
-    duration_s          measure for this many seconds at full load instead of a number of requests
-    warmup              full-length requests of every slot before its measured ones; 0 measures the start-up burst too
-    input_tokens        length of every prompt in tokens, the special ones that the tokenizer adds included
-    output_tokens       length of every answer in tokens
-    seed                of the prompts
-    timeout_s           a request that has not ended after this many seconds has failed
+    targets          one after the other, each under every load
+    tokenizer        the served model's tokenizer.json: makes prompts, counts output where the server does not
+    loads, work      when requests leave, and what they ask
+    objectives       each level is judged by them
+    repeat           how often each level is measured
+    seed             of prompts and of times
+    timeout_s        a request that has not ended after this many seconds has failed
+    token_timeout_s  so has one of which nothing has come for this many
     """
 
+    targets: tuple[Target, ...]
     tokenizer: Path
-    grpc_url: str | None = None
-    http_url: str | None = None
-    model: str = "ensemble"
-    protocols: tuple[str, ...] = ()
-    concurrency: tuple[int, ...] = (1, 4, 16)
-    requests_per_level: int | None = None
-    duration_s: float | None = None
-    warmup: int = 1
-    input_tokens: int = 64
-    output_tokens: int = 64
+    loads: tuple[Load, ...] = (Closed(concurrency=1), Closed(concurrency=4), Closed(concurrency=16))
+    work: Work = field(default_factory=Work)
+    wiring: Wiring = field(default_factory=Wiring)
+    objectives: tuple[Objective, ...] = ()
+    repeat: int = 1
     seed: int = 0
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
+    token_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for protocol in self.protocols:
-            if protocol not in PROTOCOLS:
-                raise UsageError(f"unknown protocol '{protocol}'", remedy=suggestion(protocol, PROTOCOLS))
-            if self.url(protocol) is None:
-                raise UsageError(
-                    f"no {protocol} URL to measure", remedy=f"give the {protocol} URL or drop the protocol"
-                )
-        if not self.grpc_url and not self.http_url:
-            raise UsageError("no URL to measure", remedy="give the gRPC URL (host:8001), the HTTP URL or both")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise UsageError("concurrency must be one or more positive numbers", remedy="give for example 1,4,16")
-        for name in ("input_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}", remedy="give a positive number")
-        if self.warmup < 0:
-            raise UsageError(f"warmup is {self.warmup}", remedy="give 0 or more requests per slot")
-        if not self.timeout_s > 0:
-            raise UsageError(f"timeout_s is {self.timeout_s}", remedy="give a positive number of seconds")
-        if self.duration_s is not None:
-            if self.requests_per_level is not None:
-                raise UsageError("both requests_per_level and duration_s are given", remedy="give one of them")
-            if not self.duration_s > 0:
-                raise UsageError(f"duration_s is {self.duration_s}", remedy="give a positive number of seconds")
-        elif self.requests_per_level is not None and self.requests_per_level < 2 * (most := max(self.concurrency)):
-            # Below that no stretch of time exists in which all slots serve measured requests.
+        if not self.targets:
+            raise UsageError("there is nothing to measure", remedy="name a protocol: " + ", ".join(PROTOCOLS))
+        if not self.loads:
+            raise UsageError("there is no load", remedy="give for example --concurrency 1,4,16")
+        if self.wiring.transport not in TRANSPORTS:
             raise UsageError(
-                f"{self.requests_per_level} requests are too few for a throughput at concurrency {most}",
-                remedy=f"give at least {2 * most}, twice the concurrency",
+                f"unknown transport '{self.wiring.transport}'", remedy=suggestion(self.wiring.transport, TRANSPORTS)
             )
+        if self.repeat < 1:
+            raise UsageError(f"repeat is {self.repeat}", remedy="give 1 or more")
+        for name in ("timeout_s", "token_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} is {getattr(self, name)}", remedy="give a positive number of seconds")
+        if self.work.sessions is not None and any(isinstance(load, Replay) for load in self.loads):
+            raise UsageError("a trace brings its own requests", remedy="leave the sessions out")
 
-    def url(self, protocol: str) -> str | None:
-        return self.grpc_url if protocol == "grpc" else self.http_url
+    def to_json(self) -> dict[str, Any]:
+        """For the report: enough to run it again."""
+        return {
+            "targets": [vars(target) for target in self.targets],
+            "tokenizer": str(self.tokenizer),
+            "loads": [load.entry() for load in self.loads],
+            "work": _plain(vars(self.work)),
+            "wiring": {key: value for key, value in vars(self.wiring).items() if key != "headers"},  # may hold a key
+            "objectives": [vars(objective) for objective in self.objectives],
+            **{name: getattr(self, name) for name in ("repeat", "seed", "timeout_s", "token_timeout_s")},
+        }
 
-    def chosen_protocols(self) -> tuple[str, ...]:
-        return self.protocols or tuple(protocol for protocol in PROTOCOLS if self.url(protocol))
 
-    def requests_at(self, concurrency: int) -> int | None:
-        """Measured requests of a level; None when a duration decides."""
-        if self.duration_s is not None:
-            return None
-        return max(20, 4 * concurrency) if self.requests_per_level is None else self.requests_per_level
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if hasattr(value, "__dict__") and not isinstance(value, Path):
+        return _plain(vars(value))
+    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a level stands.
-
-    warmed  warm-up requests that have ended
-    done    measured requests that have ended, of `total` (None when a duration decides)
-    failed  requests of either sort that failed
-    """
+    """Where a level stands. `total` measured requests; None when a duration decides."""
 
     protocol: str
-    concurrency: int
-    warmed: int
-    done: int
+    label: str
     total: int | None
-    failed: int
+    live: Live

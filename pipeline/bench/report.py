@@ -2,89 +2,120 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError
-from pipeline.bench.metrics import STATISTICS, WINDOW, definitions, level_metrics, measured_window
-from pipeline.bench.record import RequestRecord
+from pipeline.bench.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
+from pipeline.bench.records import Records
+from pipeline.bench.series import histograms, series
+from pipeline.bench.slo import GOODPUT, Objective, judge
+from pipeline.bench.verdict import SelfCheck
 
 # Raised when a key changes its meaning or goes; new keys do not raise it.
-SCHEMA = "trtpipe.bench/1"
+SCHEMA = "trtpipe.bench/2"
 # Distinct messages kept of each class of failure; the count is of all.
 MESSAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult:
-    """One protocol at one concurrency.
+    """One protocol under one load.
 
-    requests               measured, succeeded, failed, warmup, warmup_failed
-    errors                 of measured and warm-up requests, by class: kind, count, messages (a few)
-    window_s               seconds over which the rates are taken; None if there was no such time
-    token_count_source     `server` (num_output_tokens), `tokenizer` (whole text), `mixed`, None without success
-    wrong_length           successful requests with another number of tokens than asked for
-    metrics                as `metrics.level_metrics` gives them
-    stopped                why the level ended early, None if it did not
-    interrupted            Ctrl-C came; requests in flight then are not counted
+    requests            measured, succeeded, failed, warmup, warmup_failed, and cut: abandoned when the level ended
+    errors              of measured and warm-up requests, by class: kind, count, messages (a few)
+    window_s            seconds over which the rates are taken; None if there was no such time
+    token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
+    wrong_length        successful requests with another number of tokens than asked for
+    metrics             as `metrics.level_metrics` gives them, and goodput
+    slo                 None where no objective was given
+    client, verdict     as `verdict.examine` gives them
+    server              as `server_side.summarise` gives it; None where its metrics are not at hand
+    stopped             why the level ended early, None if it did not
+    interrupted         Ctrl-C came
     """
 
     protocol: str
-    concurrency: int
+    label: str
+    load: dict[str, Any]
+    repeat: int
     requests: dict[str, int]
     errors: list[dict[str, Any]]
     window_s: float | None
     token_count_source: str | None
     wrong_length: int
-    metrics: dict[str, dict[str, float | int | None]]
+    metrics: dict[str, dict[str, Any]]
+    slo: dict[str, Any] | None
+    client: dict[str, Any]
+    server: dict[str, Any] | None
+    verdict: dict[str, Any]
     stopped: str | None
     interrupted: bool
+    series: dict[str, Any] | None
+    histograms: dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class BenchReport:
     """A whole run. `partial` when it was interrupted or a level ended early.
 
-    engine  the passport of what is served
+    engine   the passport of what is served
+    records  of each result, in their order
     """
 
+    command: list[str]
     options: dict[str, Any]
-    tokenizer_sha256: str
+    tokenizer_sha256: str | None
     started: str
     engine: dict[str, Any] | None = None
+    repository_sha256: str | None = None
     finished: str = ""
     interrupted: bool = False
     endpoints: list[dict[str, Any]] = field(default_factory=list)
     results: list[LevelResult] = field(default_factory=list)
+    records: list[Records] = field(default_factory=list)
 
     @property
     def partial(self) -> bool:
         return self.interrupted or any(result.stopped for result in self.results)
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def valid(self) -> bool:
+        return all(result.verdict["valid"] for result in self.results)
+
+    def verdict(self) -> dict[str, Any]:
+        reasons = []
+        for result in self.results:
+            for reason in result.verdict["reasons"]:
+                reasons.append({**reason, "what": f"{result.protocol}, {result.label}: {reason['what']}"})
+        return {"valid": not reasons, "reasons": reasons}
+
+    def to_json(self, records: str | None = None) -> dict[str, Any]:
         """report.json as a value. Times of day are ISO 8601 in UTC; units are those of `metrics`."""
         return {
             "schema": SCHEMA,
+            "verdict": self.verdict(),
             "partial": self.partial,
+            "command": self.command,
             "started": self.started,
             "finished": self.finished,
             "options": self.options,
+            "seed": self.options.get("seed"),
             "tokenizer_sha256": self.tokenizer_sha256,
             "engine": self.engine,
+            "repository_sha256": self.repository_sha256,
             "endpoints": self.endpoints,
             "client": client_versions(),
             "host": host(),
-            "metrics": definitions(),
+            "metrics": {**definitions(), **GOODPUT},
             "statistics": STATISTICS,
             "window": WINDOW,
-            "results": [vars(result) for result in self.results],
+            "records": records,
+            "levels": [vars(result) for result in self.results],
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -97,90 +128,77 @@ class BenchReport:
         }
         rows = []
         for result in self.results:
-            row: dict[str, Any] = {"protocol": result.protocol, "concurrency": result.concurrency}
+            row: dict[str, Any] = {"protocol": result.protocol, "load": result.label, "repeat": result.repeat}
             row |= {"requests": result.requests["succeeded"], "failed": result.requests["failed"]}
             for key, name in short.items():
                 row |= {f"{key}_{point}": result.metrics[name][point] for point in ("p50", "p90", "p99")}
             row["tokens_per_s"] = result.metrics["output_token_throughput"]["value"]
             row["requests_per_s"] = result.metrics["request_throughput"]["value"]
+            row["goodput_per_s"] = result.metrics.get("request_goodput", {"value": None})["value"]
+            row["slo"] = None if result.slo is None else result.slo["met"]
+            row["valid"] = result.verdict["valid"]
             rows.append(row)
         return rows
 
 
 def level_result(
-    records: Sequence[RequestRecord],
-    *,
-    protocol: str,
-    concurrency: int,
-    stopped: str | None = None,
-    interrupted: bool = False,
-) -> LevelResult:
-    """Evaluate the settled records of one level."""
-    measured = [record for record in records if not record.warmup]
-    good = [record for record in measured if record.failure is None]
-    warmups = [record for record in records if record.warmup]
-    sources = {"server" if record.counted_by_server else "tokenizer" for record in good}
-    window = measured_window(records, concurrency)
+    records: Records, window: Window | None, check: SelfCheck, *, protocol: str, label: str, load: dict[str, Any],
+    repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
+    stopped: str | None = None, interrupted: bool = False,
+) -> LevelResult:  # fmt: skip
+    """Evaluate the records of one level."""
+    measured, good, failed = records.measured(), records.good(), records.failed
+    sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
+    metrics = level_metrics(records, window)
+    outcome = judge(records, window, list(objectives)) if objectives else None
+    if outcome is not None:
+        metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}
+        metrics["token_goodput"] = {"value": outcome.token_goodput, "interval": None}
     return LevelResult(
         protocol=protocol,
-        concurrency=concurrency,
+        label=label,
+        load=load,
+        repeat=repeat,
         requests={
-            "measured": len(measured),
-            "succeeded": len(good),
-            "failed": len(measured) - len(good),
-            "warmup": len(warmups),
-            "warmup_failed": sum(record.failure is not None for record in warmups),
+            "measured": int(measured.sum()),
+            "succeeded": int(good.sum()),
+            "failed": int((measured & failed).sum()),
+            "warmup": int(records.warmup.sum()),
+            "warmup_failed": int((records.warmup & failed).sum()),
+            "cut": cut,
         },
         errors=_errors(records),
         window_s=None if window is None else window.seconds,
         token_count_source="mixed" if len(sources) > 1 else next(iter(sources), None),
-        wrong_length=sum(record.output_tokens != record.max_tokens for record in good),
-        metrics=level_metrics(records, concurrency),
+        wrong_length=int((records.output_tokens != records.max_tokens)[good].sum()),
+        metrics=metrics,
+        slo=None if outcome is None else outcome.to_json(),
+        client=check.figures,
+        server=server,
+        verdict=check.verdict(),
         stopped=stopped,
         interrupted=interrupted,
+        series=series(records),
+        histograms=histograms(records),
     )
 
 
-def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+def _errors(records: Records) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
-    for record in records:
-        if record.failure is None:
+    for failure in records.failures:
+        if failure is None:
             continue
-        entry = kinds.setdefault(record.failure.kind, {"kind": record.failure.kind, "count": 0, "messages": []})
+        entry = kinds.setdefault(failure.kind, {"kind": failure.kind, "count": 0, "messages": []})
         entry["count"] += 1
-        if record.failure.message not in entry["messages"] and len(entry["messages"]) < MESSAGES:
-            entry["messages"].append(record.failure.message)
+        if failure.message not in entry["messages"] and len(entry["messages"]) < MESSAGES:
+            entry["messages"].append(failure.message)
     return sorted(kinds.values(), key=lambda entry: (-entry["count"], entry["kind"]))
-
-
-def write_report(report: BenchReport, path: Path) -> None:
-    """Write report.json under a temporary name beside it and rename. Raises HostError."""
-    text = json.dumps(report.to_dict(), indent=4, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                # A temporary file is private; a report is an ordinary file.
-                Path(file.name).chmod(0o644)
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise HostError(
-            f"report {path} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
-        ) from None
 
 
 def client_versions() -> dict[str, str | None]:
     """Versions of what sends and stamps; None for what is not installed."""
     versions: dict[str, str | None] = {}
-    for name in ("trtpipe", "tritonclient", "grpcio", "httpx", "numpy", "tokenizers"):
+    for name in ("trtpipe", "uvloop", "hpack", "tritonclient", "numpy", "tokenizers"):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,44 +1,48 @@
-"""One run: connect, try one request, then every protocol at every concurrency."""
+"""One run: connect, try one request, then every target under every load."""
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import hashlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import signal
+import sys
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
+from typing import TYPE_CHECKING
 
 from engines.errors import StageFailed
-from pipeline.bench.client import Transport
-from pipeline.bench.load import ClosedLoop, ClosedLoopDriver
-from pipeline.bench.options import BenchOptions, Progress
-from pipeline.bench.record import RequestRecord, settle
-from pipeline.bench.report import BenchReport, level_result
-from pipeline.bench.transports import connect
-from pipeline.bench.workload import count_tokens, load_tokenizer, prompts
+from pipeline.bench.asking import Asker
+from pipeline.bench.driver import Limits, Live
+from pipeline.bench.level import OPENED, LevelRun
+from pipeline.bench.options import BenchOptions, Progress, Target
+from pipeline.bench.report import BenchReport
+from pipeline.bench.wire.connect import connect
+from pipeline.bench.wire.transport import Client
+from pipeline.bench.work.loads import Closed, Load
+from pipeline.bench.work.texts import count_tokens, load_tokenizer
+from pipeline.bench.work.workload import Render, Workload
 
-# Nanoseconds between two reports of progress: they are made in the loop that measures.
-PROGRESS_EVERY_NS = 250_000_000
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
-def run(options: BenchOptions, progress: Callable[[Progress], None] | None) -> BenchReport:
+def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
+    import uvloop
+
     tokenizer = load_tokenizer(options.tokenizer)
     report = BenchReport(
-        options={**asdict(options), "tokenizer": str(options.tokenizer)},
+        command=sys.argv,
+        options=options.to_json(),
         tokenizer_sha256=hashlib.sha256(options.tokenizer.read_bytes()).hexdigest(),
         started=_now(),
     )
-    # One source for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
-    source = prompts(tokenizer, tokens=options.input_tokens, seed=options.seed)
-    session = _Session(options, source, partial(count_tokens, tokenizer), report, progress)
+    session = _Session(options, report, tokenizer, render, progress)
+    loop = uvloop.new_event_loop()
     try:
-        asyncio.run(session.run())
-    except KeyboardInterrupt:
-        report.interrupted = True
-        session.finish_level(interrupted=True)
+        loop.add_signal_handler(signal.SIGINT, session.interrupt)
+        loop.run_until_complete(session.run())
+    finally:
+        loop.close()
     report.finished = _now()
     return report
 
@@ -51,132 +55,80 @@ class _Session:
     """Holds the level in progress, so that an interrupt finds it."""
 
     def __init__(
-        self,
-        options: BenchOptions,
-        source: Iterator[str],
-        count: Callable[[str], int],
-        report: BenchReport,
+        self, options: BenchOptions, report: BenchReport, tokenizer: Tokenizer, render: Render | None,
         progress: Callable[[Progress], None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._options = options
-        self._prompts = source
-        self._count = count
         self._report = report
+        self._count = partial(count_tokens, tokenizer)
+        self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
+        # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
+        self._workload = Workload(options.work, tokenizer, options.seed, render)
+        self._asker = Asker()
         self._progress = progress
-        self._level: tuple[str, ClosedLoopDriver] | None = None
+        self._running: LevelRun | None = None
+
+    def interrupt(self) -> None:
+        self._report.interrupted = True
+        if self._running is not None:
+            self._running.interrupt()
 
     async def run(self) -> None:
-        transports: list[Transport] = []
+        options = self._options
+        clients: list[tuple[Client, Target]] = []
         try:
             # All of them first: a wrong second URL should not cost the time of the first.
-            for protocol in self._options.chosen_protocols():
-                transport = await connect(protocol, self._options.url(protocol) or "", self._options.model)
-                transports.append(transport)
-                await self._try_one(transport)
-                self._report.endpoints.append(_endpoint_entry(transport))
-            for transport in transports:
-                for concurrency in self._options.concurrency:
-                    await self._run_level(transport, concurrency)
+            for target in options.targets:
+                client = await connect(target.protocol, target.url, target.model, self._tokenize, options.wiring)
+                clients.append((client, target))
+                await self._try_one(client)
+                self._report.endpoints.append(client.described())
+            for client, target in clients:
+                for load in options.loads:
+                    for repeat in range(options.repeat):
+                        if self._report.interrupted:
+                            return
+                        await self._measure(client, target, load, repeat)
         finally:
-            for transport in transports:
-                await transport.close()
+            for client, _ in clients:
+                await client.sender.close()
 
-    async def _try_one(self, transport: Transport) -> None:
+    async def _try_one(self, client: Client) -> None:
         """A model that is ready may still fail on its first request; then nothing is worth measuring."""
-        load = ClosedLoop(concurrency=1, requests=1, warmup=0)
-        driver = self._driver(load, transport, self._prompts)
-        await driver.run()
-        (record,) = driver.records
-        settle(record, self._count)
-        if record.failure is not None:
+        one = self._level_run(client, Closed(concurrency=1, requests=2, warmup=0), None)
+        await one.run()
+        _, records = one.result(self._count, [], 0)
+        failure = records.failures[0] if records.failures else None
+        if failure is not None:
             raise StageFailed(
-                f"the first request to '{transport.endpoint.model}' at {transport.endpoint.url} failed",
-                why=f"{record.failure.kind}: {record.failure.message}",
+                f"the first request over {client.codec.protocol} failed",
+                why=f"{failure.kind}: {failure.message}",
                 remedy="see the server's log",
             )
 
-    async def _run_level(self, transport: Transport, concurrency: int) -> None:
+    async def _measure(self, client: Client, target: Target, load: Load, repeat: int) -> None:
+        self._running = self._level_run(client, load, self._reporter(client, load), target.metrics_url)
+        await self._running.run()
+        result, records = self._running.result(self._count, list(self._options.objectives), repeat)
+        self._running = None
+        self._report.results.append(result)
+        self._report.records.append(records)
+
+    def _level_run(
+        self, client: Client, load: Load, watch: Callable[[Live], None] | None, metrics_url: str | None = None
+    ) -> LevelRun:
         options = self._options
-        load = ClosedLoop(
-            concurrency=concurrency,
-            requests=options.requests_at(concurrency),
-            duration_s=options.duration_s,
-            warmup=options.warmup,
-        )
-        total = load.total_requests(options.output_tokens)
-        # Made before the clock starts where their number is known. With a duration they are made one by one, and
-        # what that takes (0.2 ms for 64 tokens) shows as dispatch_delay.
-        source = self._prompts if total is None else iter(list(islice(self._prompts, total)))
-        driver = self._driver(load, transport, source)
-        self._level = (transport.endpoint.protocol, driver)
-        await driver.run()
-        self.finish_level(interrupted=False)
+        places = load.concurrency if isinstance(load, Closed) else OPENED
+        limits = Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))
+        return LevelRun(
+            load, client, self._asker, self._workload, limits=limits, seed=options.seed, metrics_url=metrics_url,
+            watch=watch,
+        )  # fmt: skip
 
-    def _driver(self, load: ClosedLoop, transport: Transport, source: Iterator[str]) -> ClosedLoopDriver:
-        return ClosedLoopDriver(
-            load,
-            transport,
-            source,
-            input_tokens=self._options.input_tokens,
-            output_tokens=self._options.output_tokens,
-            timeout_s=self._options.timeout_s,
-            finished=self._reporter(load, transport.endpoint.protocol),
-        )
-
-    def _reporter(self, load: ClosedLoop, protocol: str) -> Callable[[RequestRecord], None] | None:
+    def _reporter(self, client: Client, load: Load) -> Callable[[Live], None] | None:
         callback = self._progress
         if callback is None:
             return None
-        warmed = done = failed = 0
-        shown_ns = 0
-
-        def finished(record: RequestRecord) -> None:
-            nonlocal warmed, done, failed, shown_ns
-            warmed += record.warmup
-            done += not record.warmup
-            failed += record.failure is not None
-            now = time.perf_counter_ns()
-            if now - shown_ns >= PROGRESS_EVERY_NS or done == load.requests:
-                shown_ns = now
-                callback(
-                    Progress(
-                        protocol=protocol,
-                        concurrency=load.concurrency,
-                        warmed=warmed,
-                        done=done,
-                        total=load.requests,
-                        failed=failed,
-                    )
-                )
-
-        return finished
-
-    def finish_level(self, *, interrupted: bool) -> None:
-        """Turn the level in progress, if any, into a result."""
-        if self._level is None:
-            return
-        protocol, driver = self._level
-        self._level = None
-        for record in driver.records:
-            settle(record, self._count)
-        self._report.results.append(
-            level_result(
-                driver.records,
-                protocol=protocol,
-                concurrency=driver.load.concurrency,
-                stopped=driver.stopped,
-                interrupted=interrupted,
-            )
-        )
-
-
-def _endpoint_entry(transport: Transport) -> dict[str, object]:
-    endpoint = transport.endpoint
-    return {
-        "protocol": endpoint.protocol,
-        "url": endpoint.url,
-        "server": f"{endpoint.server_name} {endpoint.server_version}",
-        "model": endpoint.model,
-        "model_versions": list(endpoint.model_versions),
-        "inputs_not_declared": endpoint.undeclared_inputs,
-    }
+        total = load.measured_requests if isinstance(load, Closed) else None
+        protocol = client.codec.protocol
+        return lambda live: callback(Progress(protocol=protocol, label=load.label, total=total, live=live))

@@ -21,8 +21,8 @@ from typing import Any
 
 from hpack import Encoder
 
+from pipeline.bench.known.frames import FrameServer
 from pipeline.h2 import frames
-from tests.benchmarks.h2_server import FrameServer
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -44,6 +44,7 @@ class Server(FrameServer):
     """As much of a gRPC server as the benchmark needs: bytes made beforehand, one write for all streams a tick."""
 
     def __init__(self, tokens: int, tick: float) -> None:
+        super().__init__()
         self.tick = tick
         self.messages = [response(token, final=token + 1 == tokens) for token in range(tokens)]
         self.streams: list[int] = []

@@ -1,0 +1,151 @@
+"""In what the reports of a comparison differ besides their results: said before the numbers, so that none is missed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# Who was asked and how much was measured do not make runs unlike; loads are told by level, tokenizers by their digest.
+_NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report")
+# Of the machine that the load came from.
+_HOST = ("cpu", "usable_cores")
+# Mean lengths that differ by more are told.
+LENGTH_SHARE = 0.01
+_LONGEST = 60
+_DIGEST = re.compile("[0-9a-f]{64}")
+UNTOLD = "does not say"
+
+
+def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
+    """A line for each difference. `reports` by their letters."""
+    return [*_faults(reports), *_measured(reports), *_settings(reports), *_notes(reports)]
+
+
+def level_differences(place: str, levels: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+    """The same of the repeats of one level, by the letters of their reports."""
+    out = []
+    for metric in ("input_sequence_length", "output_sequence_length"):
+        means = {
+            letter: _mean([level["metrics"].get(metric, {}).get("mean") for level in mine])
+            for letter, mine in levels.items()
+        }
+        known = [mean for mean in means.values() if mean is not None]
+        if known and max(known) > min(known) * (1 + LENGTH_SHARE):
+            out.append(f"{place}: mean {metric}: {_sides(means)}")
+    sources = {
+        letter: ", ".join(dict.fromkeys(str(level["token_count_source"]) for level in mine))
+        for letter, mine in levels.items()
+    }
+    if len(set(sources.values())) > 1:
+        out.append(f"{place}: tokens counted by: {_sides(sources)}")
+    for letter, mine in levels.items():
+        for level in mine:
+            if level["stopped"] or level["interrupted"]:
+                out.append(f"{place}: {letter} ended early: {level['stopped'] or 'interrupted'}")
+            if level["wrong_length"]:
+                out.append(f"{place}: {letter} has {level['wrong_length']} answers of another length than asked for")
+    return out
+
+
+def load_differences(place: str, loads: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The same of the loads of one level."""
+    return [f"{place}: {line}" for line in _differing_keys("load", loads, told_by_all=False)]
+
+
+def _faults(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    for letter, report in reports.items():
+        if report["verdict"]["valid"] is False:
+            for reason in report["verdict"]["reasons"] or [{"what": "no reason is given", "why": ""}]:
+                told = f"{reason['what']}: {reason['why']}" if reason["why"] else reason["what"]
+                yield f"{letter} is INVALID, its client was part of what it measured: {told}"
+        if report.get("partial"):
+            yield f"{letter} is partial: it was interrupted, or levels ended early"
+
+
+def _measured(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    yield from _differing("tool", {letter: _tool(report) for letter, report in reports.items()})
+    for key in ("model", "server"):
+        told = {
+            letter: ", ".join(sorted({str(entry[key]) for entry in report["endpoints"] if entry.get(key)})) or None
+            for letter, report in reports.items()
+        }
+        yield from _differing(key, told)
+    engines = {letter: _flat(report["engine"]) for letter, report in reports.items() if report.get("engine")}
+    yield from _differing_keys("engine", engines, told_by_all=False)
+    if engines and len(engines) < len(reports):
+        yield f"engine: {', '.join(letter for letter in reports if letter not in engines)} {UNTOLD}"
+    for key in ("repository_sha256", "tokenizer_sha256", "seed"):
+        yield from _differing(key, {letter: report.get(key) for letter, report in reports.items()})
+
+
+def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    options = {
+        letter: {key: value for key, value in _flat(report["options"]).items() if key not in _NOT_COMPARED}
+        for letter, report in reports.items()
+    }
+    # Tools name their options differently: what one alone has is no difference.
+    alike = len({_tool(report) for report in reports.values()}) == 1
+    yield from _differing_keys("option", options, told_by_all=not alike)
+    hosts = {letter: report.get("host") or {} for letter, report in reports.items()}
+    for key in _HOST:
+        yield from _differing(f"client's {key}", {letter: host.get(key) for letter, host in hosts.items()})
+
+
+def _notes(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    for letter, report in reports.items():
+        for note in report.get("notes", ()):
+            yield f"{letter}: {note}"
+
+
+def _tool(report: dict[str, Any]) -> str:
+    tool = report.get("tool") or {"name": "trtpipe", "version": (report.get("client") or {}).get("trtpipe")}
+    return f"{tool['name']} {tool['version'] or '(version unknown)'}"
+
+
+def _differing_keys(what: str, found: Mapping[str, dict[str, Any]], *, told_by_all: bool) -> Iterator[str]:
+    for key in dict.fromkeys(key for values in found.values() for key in values):
+        if not told_by_all or all(key in values for values in found.values()):
+            yield from _differing(f"{what} {key}", {letter: values.get(key) for letter, values in found.items()})
+
+
+def _differing(what: str, values: Mapping[str, Any]) -> Iterator[str]:
+    if len({json.dumps(_plain(value), sort_keys=True) for value in values.values()}) > 1:
+        yield f"{what}: {_sides(values)}"
+
+
+def _plain(value: Any) -> Any:
+    """16.0 is 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _sides(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{letter} {_told(value)}" for letter, value in values.items())
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return UNTOLD
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    if _DIGEST.fullmatch(text):
+        return text[:12]
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under dotted names."""
+    out: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            out |= _flat(inner, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = inner
+    return out
+
+
+def _mean(numbers: Sequence[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,36 @@
+"""Requests as bytes, made before the clock starts."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+from pipeline.bench.exchange import Exchange
+from pipeline.bench.wire.transport import Codec
+from pipeline.bench.work.workload import Ask, Asks
+
+
+class Asker:
+    """Turns what is to be asked into requests, each with an id of its own."""
+
+    def __init__(self) -> None:
+        self._run = secrets.token_hex(4)  # a server may remember the ids of an earlier run
+        self._numbers = itertools.count()
+
+    def make(self, codec: Codec, ask: Ask, max_tokens: int | None = None) -> Exchange:
+        """A request, with another output length if one is given."""
+        length = ask.output_tokens if max_tokens is None else max_tokens
+        options = {**ask.options, **({"min_tokens": length} if "min_tokens" in ask.options else {})}
+        identity = f"{self._run}-{next(self._numbers)}"
+        message = codec.encode(identity, ask.prompt, length, options)
+        exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
+        exchange.ask = ask
+        return exchange
+
+    def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:
+        """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
+        last, or where the answer failed."""
+        if exchange.failure is not None or exchange.ask is None:
+            return None
+        ask = asks.next_turn(exchange.ask, codec.text(exchange))
+        return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

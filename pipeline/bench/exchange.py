@@ -1,0 +1,89 @@
+"""One request while the clock runs: bytes and stamps as they come. Nothing is parsed before the run is over.
+
+All stamps are integers in nanoseconds of `time.monotonic_ns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.bench.work.workload import Ask
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request does not count. `kind` is the class that the report counts by.
+
+    Kinds: ConnectFailed, ConnectionLost, TruncatedStream, ServerError (an error told inside the stream),
+    MalformedResponse, EmptyOutput, Timeout, Stalled, `http NNN`, `grpc STATUS`.
+    """
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, kind: str, message: str) -> Failure:
+        # One line each: a server's traceback belongs in its own log.
+        return cls(kind, " ".join(message.split()))
+
+
+class Exchange:
+    """One request.
+
+    message       its bytes, made before the clock started
+    input_tokens  length of the prompt
+    max_tokens    output length asked for
+    slot          which place of a closed loop it took; -1 in an open loop
+    warmup        sent to bring the server into its stride; in no distribution
+    due_ns        it could have left
+    sent_ns       just before its first byte; None if it never came to that
+    data, stamps  what came, a read or a message at a time
+    chunked       data has HTTP/1.1's chunks in it
+    end_ns        its stream ended or failed
+    call          the sender's own
+    ask           what it was made from
+    """
+
+    __slots__ = (
+        "ask", "call", "chunked", "data", "due_ns", "end_ns", "failure", "id", "input_tokens", "max_tokens", "message",
+        "on_ended", "sent_ns", "slot", "stamps", "warmup",
+    )  # fmt: skip
+
+    def __init__(self, identity: str, message: bytes, *, input_tokens: int, max_tokens: int) -> None:
+        self.id = identity
+        self.message = message
+        self.input_tokens = input_tokens
+        self.max_tokens = max_tokens
+        self.slot = -1
+        self.warmup = False
+        self.due_ns = 0
+        self.sent_ns: int | None = None
+        self.end_ns: int | None = None
+        self.failure: Failure | None = None
+        self.data: list[bytes] = []
+        self.stamps: list[int] = []
+        self.chunked = False
+        self.call: Any = None
+        self.ask: Ask | None = None
+        self.on_ended: Callable[[Exchange], None] | None = None
+
+    def receive(self, data: bytes, stamp_ns: int) -> None:
+        self.data.append(data)
+        self.stamps.append(stamp_ns)
+
+    def end(self, stamp_ns: int, failure: Failure | None = None) -> None:
+        """Its stream is over. Only the first end counts."""
+        if self.end_ns is not None:
+            return
+        self.end_ns = stamp_ns
+        self.failure = failure
+        self.call = None
+        if self.on_ended is not None:
+            self.on_ended(self)
+
+    def fail(self, kind: str, message: str) -> None:
+        self.end(monotonic_ns(), Failure.of(kind, message))

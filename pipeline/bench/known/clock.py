@@ -1,0 +1,168 @@
+"""When tokens are due, and the one alarm that wakes for them.
+
+All answers tick at one rate, so their next tokens are due in the order in which the last ones were: two plain queues,
+one for first tokens and one for all others, are always in order. The alarm is a timerfd, since the timers of an event
+loop have a grain of a millisecond; it is set to absolute times, so a late token makes no other one late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Protocol
+
+from engines.errors import HostError, UsageError
+
+# The least between two wake-ups: where tokens are closer, those due meanwhile go out together. Never early.
+GRAIN_NS = 50_000
+_FAR = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The first response of a request is due `ttft_s` after the whole request has been read; each one after it
+    `itl_s` later for every token of a response. So token k is due at arrival + ttft_s + k * itl_s, and with several
+    tokens a response all of them when the first one is.
+    """
+
+    ttft_s: float
+    itl_s: float
+    tokens_per_response: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ttft_s < 0 or self.itl_s < 0:
+            raise UsageError("tokens cannot be due before their request", remedy="give times of zero or more")
+        # A response of a thousand tokens still fits into one frame of any peer.
+        if not 1 <= self.tokens_per_response <= 1000:
+            raise UsageError(
+                f"{self.tokens_per_response} tokens a response are not possible", remedy="give a number from 1 to 1000"
+            )
+
+    @property
+    def first_ns(self) -> int:
+        return round(self.ttft_s * 1e9)
+
+    @property
+    def step_ns(self) -> int:
+        """From one response to the next."""
+        return round(self.itl_s * 1e9) * self.tokens_per_response
+
+
+class Alarm:
+    """A file descriptor that becomes readable at a set time of `time.monotonic_ns`."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "timerfd_create"):
+            raise HostError("this system has no timerfd", remedy="run the server of known timing on Linux")
+        self._settime = libc.timerfd_settime
+        self.fd = libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)  # 1 is CLOCK_MONOTONIC
+        if self.fd < 0:
+            raise HostError("no timer can be made", why=os.strerror(ctypes.get_errno()), remedy="close other programs")
+        self._spec = (ctypes.c_long * 4)()  # interval, then time: seconds and nanoseconds of each
+        self._given = ctypes.c_int(self.fd), ctypes.c_int(1), ctypes.byref(self._spec), None  # 1: absolute
+
+    def set(self, at_ns: int) -> None:
+        """Ring at `at_ns`, or at once if that has passed, and no longer for what was set before."""
+        self._spec[2], self._spec[3] = divmod(at_ns, 1_000_000_000)
+        self._settime(*self._given)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Rings(Protocol):
+    """What the schedule needs of an alarm."""
+
+    def set(self, at_ns: int) -> None: ...
+
+
+class Flushes(Protocol):
+    """What the schedule needs of a connection: it is told when all that is to go out together has been put there."""
+
+    def flush(self) -> None: ...
+
+
+class Due(Protocol):
+    """What the schedule needs of an answer. `due_ns` is the schedule's own.
+
+    left   ticks to come, the last one included; zero takes the answer off the schedule
+    """
+
+    due_ns: int
+    left: int
+
+    def begin(self) -> None:
+        """The first tick has come; it follows at once."""
+
+    def tick(self) -> None:
+        """A tick that others follow."""
+
+    def end(self) -> None:
+        """The last tick."""
+
+
+class Schedule:
+    """Calls answers at their times, then flushes the connections that put themselves into `outbox`."""
+
+    def __init__(self, timing: Timing, alarm: Rings, clock: Callable[[], int] = monotonic_ns) -> None:
+        self.timing = timing
+        self.clock = clock
+        self.outbox: list[Flushes] = []
+        self._alarm = alarm
+        self._set_for = _FAR
+        self._first: deque[Due] = deque()
+        self._following: deque[Due] = deque()
+
+    def add(self, answer: Due, arrival_ns: int) -> None:
+        """Arrivals must not go back in time."""
+        answer.due_ns = arrival_ns + self.timing.first_ns
+        self._first.append(answer)
+        if answer.due_ns < self._set_for:
+            self._set(answer.due_ns)
+
+    def wake(self) -> None:
+        """The alarm has rung."""
+        now = self.clock()
+        self._run(now)
+        self.flush()
+        heads = [queue[0].due_ns for queue in (self._first, self._following) if queue]
+        self._set(max(min(heads), now + GRAIN_NS) if heads else _FAR)
+
+    def flush(self) -> None:
+        outbox = self.outbox
+        for link in outbox:
+            link.flush()
+        outbox.clear()
+
+    def _run(self, now: int) -> None:
+        """Everything that is due, in the order in which it was: what is appended is in order then as well."""
+        step = self.timing.step_ns
+        first = self._first
+        following = self._following
+        while True:
+            more = bool(first) and first[0].due_ns <= now
+            limit = first[0].due_ns if more else now
+            while following and following[0].due_ns <= limit:
+                answer = following.popleft()
+                answer.left = left = answer.left - 1
+                if left > 0:
+                    answer.tick()
+                    answer.due_ns += step
+                    following.append(answer)
+                elif left == 0:
+                    answer.end()
+            if not more:
+                return
+            answer = first.popleft()
+            if answer.left:
+                answer.begin()
+                following.appendleft(answer)
+
+    def _set(self, at_ns: int) -> None:
+        self._set_for = at_ns
+        self._alarm.set(at_ns)

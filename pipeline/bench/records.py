@@ -1,0 +1,161 @@
+"""What a level left behind, as columns: one entry a request, and the stamps of all responses in one array.
+
+Times are nanoseconds of `time.monotonic_ns`; NONE stands for a moment that never came and a number nobody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.bench.exchange import Exchange, Failure
+from pipeline.bench.wire.transport import Answer, BadAnswer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+NONE = -1
+# Who counted the tokens of an answer.
+SERVER, USAGE, TOKENIZER = "server", "usage", "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """n requests, m responses with tokens.
+
+    ids, failures, sources  n strings, n Failures or None, n of SERVER, USAGE, TOKENIZER or None
+    slot, due, sent, end    n
+    input_tokens, max_tokens, output_tokens  n; the last is NONE for a failed request
+    offsets                 n + 1; the responses of request i are offsets[i] to offsets[i + 1]
+    stamps                  m, in the order of their arrival within a request
+    tokens                  m, tokens of each response; NONE where nobody says
+    """
+
+    ids: list[str]
+    failures: list[Failure | None]
+    sources: list[str | None]
+    warmup: NDArray[np.bool_]
+    slot: Ints
+    due: Ints
+    sent: Ints
+    end: Ints
+    input_tokens: Ints
+    max_tokens: Ints
+    output_tokens: Ints
+    offsets: Ints
+    stamps: Ints
+    tokens: Ints
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def failed(self) -> NDArray[np.bool_]:
+        import numpy as np
+
+        return np.array([failure is not None for failure in self.failures], dtype=np.bool_)
+
+    def measured(self) -> NDArray[np.bool_]:
+        return ~self.warmup
+
+    def good(self) -> NDArray[np.bool_]:
+        """Measured requests without a failure."""
+        return ~self.warmup & ~self.failed
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """Each request as a value for a file."""
+        columns = ("due", "sent", "end")
+        for i, identity in enumerate(self.ids):
+            a, b = int(self.offsets[i]), int(self.offsets[i + 1])
+            tokens = self.tokens[a:b].tolist()
+            failure = self.failures[i]
+            output = int(self.output_tokens[i])
+            yield {
+                "id": identity,
+                "warmup": bool(self.warmup[i]),
+                **{f"{name}_ns": _known(int(getattr(self, name)[i])) for name in columns},
+                "stamps_ns": self.stamps[a:b].tolist(),
+                "tokens": None if NONE in tokens else tokens,
+                "input_tokens": int(self.input_tokens[i]),
+                "output_tokens": _known(output),
+                "max_tokens": int(self.max_tokens[i]),
+                "failure": failure and {"kind": failure.kind, "message": failure.message},
+            }
+
+
+def _known(value: int) -> int | None:
+    return None if value == NONE else value
+
+
+def settle(
+    exchanges: Sequence[Exchange], decode: Callable[[Exchange], Answer], count_tokens: Callable[[str], int]
+) -> Records:
+    """Read what exchanges that have ended brought, and forget their bytes.
+
+    The tokens of an answer are the server's counts summed, else its usage, else `count_tokens` of the whole text; never
+    the number of responses, of which one may carry several. An answer that ended well but brought no token becomes a
+    failure, since none of its latencies exists.
+    """
+    import numpy as np
+
+    failures: list[Failure | None] = []
+    sources: list[str | None] = []
+    totals: list[int] = []
+    offsets = [0]
+    stamps: list[int] = []
+    tokens: list[int] = []
+    for exchange in exchanges:
+        failure, source, total = exchange.failure, None, NONE
+        answer = Answer([], [])
+        if failure is None:
+            try:
+                answer = decode(exchange)
+            except BadAnswer as error:
+                failure = Failure.of(error.kind, str(error))
+            else:
+                answer, source, total = _count(answer, count_tokens)
+                if not total or not answer.stamps_ns:
+                    failure = Failure.of(
+                        "EmptyOutput", f"the stream ended without a token of the {exchange.max_tokens} asked for"
+                    )
+                    answer, source, total = Answer([], []), None, NONE
+        exchange.data.clear()
+        failures.append(failure)
+        sources.append(source)
+        totals.append(total)
+        stamps += answer.stamps_ns
+        tokens += [NONE] * len(answer.stamps_ns) if answer.tokens is None else answer.tokens
+        offsets.append(len(stamps))
+
+    def column(values: Sequence[int | None]) -> Ints:
+        return np.array([NONE if value is None else value for value in values], dtype=np.int64)
+
+    return Records(
+        ids=[exchange.id for exchange in exchanges],
+        failures=failures,
+        sources=sources,
+        warmup=np.array([exchange.warmup for exchange in exchanges], dtype=np.bool_),
+        slot=column([exchange.slot for exchange in exchanges]),
+        due=column([exchange.due_ns for exchange in exchanges]),
+        sent=column([exchange.sent_ns for exchange in exchanges]),
+        end=column([exchange.end_ns for exchange in exchanges]),
+        input_tokens=column([exchange.input_tokens for exchange in exchanges]),
+        max_tokens=column([exchange.max_tokens for exchange in exchanges]),
+        output_tokens=np.array(totals, dtype=np.int64),
+        offsets=np.array(offsets, dtype=np.int64),
+        stamps=np.array(stamps, dtype=np.int64),
+        tokens=np.array(tokens, dtype=np.int64),
+    )
+
+
+def _count(answer: Answer, count_tokens: Callable[[str], int]) -> tuple[Answer, str, int]:
+    if answer.tokens is not None:
+        return answer, SERVER, sum(answer.tokens)
+    source, total = (TOKENIZER, count_tokens(answer.text)) if answer.usage is None else (USAGE, answer.usage)
+    if total == len(answer.stamps_ns):  # then each carried one
+        answer = answer._replace(tokens=[1] * total)
+    return answer, source, total

@@ -1,0 +1,150 @@
+"""How wrong is the client on this machine, and how much can it take? Measured against a server of known timing.
+
+The server runs on another core where there is one, so that only the client's own work can make it late. Every figure
+holds what was reported against what that server did in the same run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.bench.known.child import KnownProcess
+from pipeline.bench.known.clock import Timing
+from pipeline.bench.known.script import Truth
+from pipeline.bench.options import BenchOptions, Target
+from pipeline.bench.records import NONE, Records
+from pipeline.bench.run import run
+from pipeline.bench.wire.connect import Wiring
+from pipeline.bench.work.loads import Closed
+from pipeline.bench.work.work import Work
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TTFT_S = 0.05
+OUTPUT_TOKENS = 64
+CEILING_STREAMS, CEILING_ITL_S = 256, 0.002
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One protocol at one number of streams. Errors are what was reported less what the server did, in ms.
+
+    itl_p99_said, itl_p99_true  the 99th percentile of the gaps, as reported and as they were
+    reached                tokens/s, as a share of what so many streams without any delay would give
+    cpu_s_per_1000_tokens  of the client
+    """
+
+    protocol: str
+    streams: int
+    ttft_p50: float
+    ttft_p99: float
+    itl_mean: float
+    itl_p99_said: float
+    itl_p99_true: float
+    reached: float
+    cpu_s_per_1000_tokens: float
+
+
+def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring, *, requests: int | None = None) -> Finding:
+    """Measure one protocol with `streams` in flight. Raises HostError when the server does not start."""
+    with tempfile.TemporaryDirectory() as scratch, _apart() as core:
+        folder = Path(scratch)
+        timing = Timing(ttft_s=TTFT_S, itl_s=itl_s)
+        server = KnownProcess.start(timing, folder / "truth.jsonl", cpu=core)
+        try:
+            url = f"127.0.0.1:{server.grpc_port}" if protocol == "grpc" else f"http://127.0.0.1:{server.http_port}"
+            api = "/v1" if protocol in ("completions", "chat") else ""
+            options = BenchOptions(
+                targets=(Target(protocol=protocol, url=url + api, model="ensemble"),),
+                tokenizer=write_tokenizer(folder),
+                loads=(Closed(concurrency=streams, requests=requests),),
+                work=Work(input_tokens=32, output_tokens=OUTPUT_TOKENS),
+                wiring=wiring,
+            )
+            report = run(options, None, None)
+        finally:
+            truth = {one.id: one for one in server.stop()}
+    (result,), (records,) = report.results, report.records
+    first, said, true = errors(records, truth)
+    throughput = result.metrics["output_token_throughput"]["value"] or 0.0
+    full = streams * OUTPUT_TOKENS / (TTFT_S + (OUTPUT_TOKENS - 1) * itl_s)
+    ttft_p50, ttft_p99 = _percentiles(first, 50, 99)
+    return Finding(
+        protocol=protocol,
+        streams=streams,
+        ttft_p50=ttft_p50,
+        ttft_p99=ttft_p99,
+        itl_mean=float(said.mean() - true.mean()),
+        itl_p99_said=_percentiles(said, 99)[0],
+        itl_p99_true=_percentiles(true, 99)[0],
+        reached=throughput / full,
+        cpu_s_per_1000_tokens=result.client["cpu_s_per_1000_tokens"],
+    )
+
+
+def ceiling(protocol: str, wiring: Wiring) -> float:
+    """Tokens a second at which a core of the client would be full, by what they cost it when many come at once."""
+    found = measure(protocol, CEILING_STREAMS, CEILING_ITL_S, wiring, requests=8 * CEILING_STREAMS)
+    return 1000 / found.cpu_s_per_1000_tokens
+
+
+def errors(
+    records: Records, truth: Mapping[str, Truth]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """(time to first token less the server's own, gaps as reported, gaps as they were), in ms, of good requests."""
+    import numpy as np
+
+    first: list[float] = []
+    said: list[NDArray[np.int64]] = []
+    true: list[NDArray[np.int64]] = []
+    for i in np.flatnonzero(records.good()).tolist():
+        known = truth[records.ids[i]]
+        stamps = records.stamps[records.offsets[i] : records.offsets[i + 1]]
+        assert records.sent[i] != NONE
+        first.append((int(stamps[0] - records.sent[i]) - (known.stamps_ns[0] - known.arrival_ns)) / 1e6)
+        said.append(np.diff(stamps))
+        true.append(np.diff(np.array(known.stamps_ns, dtype=np.int64)))
+    return np.array(first), np.concatenate(said) / 1e6, np.concatenate(true) / 1e6
+
+
+def _percentiles(values: NDArray[np.float64], *points: float) -> Sequence[float]:
+    import numpy as np
+
+    return [float(value) for value in np.percentile(values, points)]
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[int | None]:
+    """Keep this process on one core; gives another one for the server, None where there is none."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield None
+        return
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        yield cores[1]
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of words, since the known server reads none."""
+    letters = "abcdefghijklmnop"
+    words = [a + b + c for a in letters for b in letters for c in letters]
+    made: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(["?", *words])}, "unk_token": "?"},
+    }  # fmt: skip
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(made), encoding="utf-8")
+    return path

@@ -1,0 +1,79 @@
+"""Asking an HTTP server who it is, before anything is measured."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engines.errors import HostError, UsageError
+from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class Site:
+    """An HTTP server: the URL as it was given, and its parts."""
+
+    url: str
+    host: str
+    port: int
+    path: str
+    tls: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, url: str, headers: Mapping[str, str] | None = None) -> Site:
+        """Raises UsageError."""
+        try:
+            parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+            (host or "").encode("idna")
+        except ValueError:
+            parts, host, port = urllib.parse.urlsplit(""), None, 0
+        if parts.scheme not in ("http", "https") or not host:
+            raise UsageError(f"'{url}' is not an HTTP URL", remedy="give one such as http://localhost:8000")
+        return cls(url, host, port, parts.path.rstrip("/"), parts.scheme == "https", headers or {})
+
+    @property
+    def origin(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
+    def ask(self, method: str, path: str, what: str) -> tuple[int, Any]:
+        """Status and JSON (None if it is none) of an answer. Raises HostError when nothing answers."""
+        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
+        try:
+            connection.request(method, self.path + path, headers=dict(self.headers))
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise HostError(
+                f"no {what} answers over HTTP at {self.url}",
+                why=reason or type(error).__name__,
+                remedy="start one with `trtpipe serve`, or give the URL of one that runs",
+            ) from None
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(body)
+        except ValueError:
+            return response.status, None
+
+    def post(self, path: str, identity: str, body: Mapping[str, Any]) -> bytes:
+        """A request with a JSON body, whole."""
+        data = json.dumps(body, ensure_ascii=False).encode()
+        lines = [
+            f"POST {self.path}{path} HTTP/1.1",
+            f"Host: {self.origin.partition('//')[2]}",
+            "Content-Type: application/json",
+            "Accept-Encoding: identity",
+            f"Content-Length: {len(data)}",
+            f"X-Request-Id: {identity}",
+            *(f"{name}: {value}" for name, value in self.headers.items()),
+        ]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + data

@@ -1,0 +1,95 @@
+"""An OpenAI-compatible server: /v1/completions or /v1/chat/completions, streamed.
+
+The chunk with the role alone, the one with the reason of the end and the one with the usage carry no token. A chunk may
+hold several, so the whole answer is counted by the server's usage, or here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from engines.errors import HostError, UsageError, suggestion
+from pipeline.bench.exchange import Exchange
+from pipeline.bench.wire.http_setup import Site
+from pipeline.bench.wire.sse import events
+from pipeline.bench.wire.transport import Answer, BadAnswer
+
+
+class OpenAiHttp:
+    """Codec. Made by `find`."""
+
+    def __init__(self, site: Site, model: str, chat: bool) -> None:
+        self.protocol = "chat" if chat else "completions"
+        self._site = site
+        self._model = model
+        self._chat = chat
+        self._path = "/chat/completions" if chat else "/completions"
+
+    @classmethod
+    def find(cls, site: Site, model: str, *, chat: bool) -> OpenAiHttp:
+        """Ask a server for its model; the site is the API's, http://host:9000/v1. Raises HostError, UsageError."""
+        status, listing = site.ask("GET", "/models", "OpenAI-compatible server")
+        if status == 401:
+            raise UsageError(f"{site.url} asks for a key", remedy="give it in TRTPIPE_API_KEY")
+        try:
+            names = [entry["id"] for entry in listing["data"]]
+        except (KeyError, TypeError):
+            raise HostError(
+                f"what answers at {site.url} is no OpenAI-compatible server",
+                why=f"GET {site.path}/models gives status {status} and no list",
+                remedy="give the URL of its API, such as http://localhost:9000/v1",
+            ) from None
+        if model not in names:
+            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=suggestion(model, names))
+        return cls(site, model, chat)
+
+    def described(self) -> dict[str, Any]:
+        return {"protocol": self.protocol, "url": self._site.url, "server": "OpenAI-compatible", "model": self._model}
+
+    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
+        ask = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        body: dict[str, Any] = {"model": self._model, **ask, "max_tokens": max_tokens, "stream": True}
+        sampled = {"temperature", "top_k", "top_p"} & set(options)
+        body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}
+        return self._site.post(self._path, identity, body)
+
+    def decode(self, exchange: Exchange) -> Answer:
+        stamps: list[int] = []
+        texts: list[str] = []
+        usage: int | None = None
+        done = False
+        for event, stamp in events(exchange):
+            if event == b"[DONE]":
+                done = True
+                continue
+            try:
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    error = chunk["error"]
+                    raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
+                if chunk.get("usage"):
+                    usage = int(chunk["usage"]["completion_tokens"])
+                choices = chunk["choices"]
+                text = self._text(choices[0]) if choices else ""
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise BadAnswer("MalformedResponse", f"{error!r} in {event[:200]!r}") from None
+            if text:
+                stamps.append(stamp)
+                texts.append(text)
+        if not done:
+            raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
+        return Answer(stamps, None, "".join(texts), usage)
+
+    def text(self, exchange: Exchange) -> str:
+        try:
+            return self.decode(exchange).text
+        except BadAnswer:
+            return ""
+
+    def _text(self, choice: dict[str, Any]) -> str:
+        if not self._chat:
+            return str(choice["text"])
+        delta = choice["delta"]
+        return str(delta.get("content") or delta.get("reasoning_content") or "")

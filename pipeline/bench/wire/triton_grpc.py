@@ -1,0 +1,154 @@
+"""Triton over gRPC: ModelStreamInfer's messages, and what its server says of a model."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from engines.errors import HostError, UsageError
+from pipeline.bench.exchange import Exchange
+from pipeline.bench.wire.endpoint import ENGINE, Endpoint, Value, model_error
+from pipeline.bench.wire.transport import Answer, BadAnswer
+from pipeline.h2.triton import (
+    MODEL_METADATA,
+    REPOSITORY_INDEX,
+    SERVER_METADATA,
+    MalformedMessage,
+    Reader,
+    Tensor,
+    infer_request,
+    messages,
+    pack_strings,
+    unpack_strings,
+)
+
+_PACKING = {
+    "BOOL": "?", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I",
+    "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d",
+}  # fmt: skip
+
+# Asks a method with a message for its answer. Raises CallRefused for another status than OK, HostError for no answer.
+Ask = Callable[[str, bytes], Awaitable[bytes]]
+
+
+class CallRefused(Exception):
+    """The server's own word."""
+
+
+class TritonGrpc:
+    """Codec. Made by `find`."""
+
+    protocol = "grpc"
+
+    def __init__(self, endpoint: Endpoint, tokenize: Callable[[str], list[int]]) -> None:
+        self._endpoint = endpoint
+        self._tokenize = tokenize
+        family = endpoint.family()
+        self._output, self._is_engine = family.output, family is ENGINE
+        self._count = family.count if family.count in endpoint.outputs else None
+
+    @classmethod
+    async def find(cls, ask: Ask, url: str, model: str, tokenize: Callable[[str], list[int]]) -> TritonGrpc:
+        """Ask a server for its model. Raises HostError, UsageError, StageFailed."""
+        return cls(await _endpoint(ask, url, model), tokenize)
+
+    def described(self) -> dict[str, Any]:
+        return self._endpoint.described()
+
+    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
+        inputs = self._endpoint.inputs
+        values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
+        tensors = [_tensor(name, value, *inputs[name]) for name, value in values.items()]
+        outputs = [self._output, *([self._count] if self._count else ())]
+        return infer_request(self._endpoint.model, tensors, outputs, request_id=identity)
+
+    def decode(self, exchange: Exchange) -> Answer:
+        reader = Reader()
+        output, count, is_engine = self._output, self._count, self._is_engine
+        stamps: list[int] = []
+        tokens: list[int] = []
+        texts: list[bytes] = []
+        final = False
+        for message, stamp in zip(exchange.data, exchange.stamps, strict=True):
+            try:
+                outputs, last, error = reader.read(message)
+                if error:
+                    raise BadAnswer("ServerError", error)
+                final = final or last
+                if not outputs:
+                    continue  # the final flag may ride on the last tokens or come alone: not a token then
+                data = outputs[output]
+                if is_engine:
+                    number = len(data) // 4
+                elif count is not None:
+                    (number,) = struct.unpack_from("<i", outputs[count])
+                else:
+                    (piece,) = unpack_strings(data)
+                    texts.append(piece)
+                    number = bool(piece)
+            except (MalformedMessage, KeyError, ValueError, struct.error) as error:
+                raise BadAnswer("MalformedResponse", repr(error)) from None
+            if number:
+                stamps.append(stamp)
+                tokens.append(number)
+        if not final:
+            raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} responses without a final one")
+        if is_engine or count is not None:
+            return Answer(stamps, tokens)
+        return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
+
+    def text(self, exchange: Exchange) -> str:
+        reader = Reader()
+        try:
+            outputs = [reader.read(message).outputs for message in exchange.data]
+            pieces = [piece for one in outputs if self._output in one for piece in unpack_strings(one[self._output])]
+        except MalformedMessage:
+            return ""
+        return "" if self._is_engine else b"".join(pieces).decode(errors="replace")
+
+
+async def _endpoint(ask: Ask, url: str, model: str) -> Endpoint:
+    service_pb2 = messages()
+    try:
+        server = service_pb2.ServerMetadataResponse.FromString(await ask(SERVER_METADATA, b""))
+    except CallRefused as error:
+        raise HostError(
+            f"what answers at {url} is not Triton's gRPC endpoint",
+            why=str(error),
+            remedy="give the address of Triton's gRPC port (8001 by default)",
+        ) from None
+    try:
+        about = service_pb2.ModelMetadataRequest(name=model).SerializeToString()
+        metadata = service_pb2.ModelMetadataResponse.FromString(await ask(MODEL_METADATA, about))
+    except CallRefused:
+        try:
+            listing = service_pb2.RepositoryIndexResponse.FromString(await ask(REPOSITORY_INDEX, b""))
+        except CallRefused:  # not every server has one
+            listing = service_pb2.RepositoryIndexResponse()
+        index = [(entry.name, entry.state, entry.reason) for entry in listing.models]
+        raise model_error(model, url, index) from None
+    return Endpoint(
+        protocol="grpc",
+        url=url,
+        server_name=server.name,
+        server_version=server.version,
+        model=model,
+        model_versions=tuple(metadata.versions),
+        inputs={tensor.name: (tensor.datatype, len(tensor.shape)) for tensor in metadata.inputs},
+        outputs=frozenset(tensor.name for tensor in metadata.outputs),
+    )
+
+
+def _tensor(name: str, value: Value, dtype: str, rank: int) -> Tensor:
+    values = value if isinstance(value, list) else [value]
+    # [1, n] where the model has a batch dimension; a scalar is one element.
+    shape = (*[1] * (rank - 1), len(values))
+    try:
+        if dtype == "BYTES":
+            data = pack_strings([str(one) for one in values])
+        else:
+            data = struct.pack(f"<{len(values)}{_PACKING[dtype]}", *values)
+    except (struct.error, KeyError) as error:
+        raise UsageError(f"input '{name}' is of type {dtype}", why=f"{value!r}: {error}") from None
+    return Tensor(name, dtype, shape, data)

@@ -1,0 +1,116 @@
+"""Triton over HTTP: POST /v2/models/<model>/generate_stream, answered by server-sent events.
+
+Triton sends one `data: {json}` event for each response, no [DONE] and no final flag: the end of the chunked body
+is the end of the answer. The status is fixed by the first response, so a later failure is an `error` object
+inside a 200 stream.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engines.errors import HostError
+from pipeline.bench.exchange import Exchange
+from pipeline.bench.wire.endpoint import Endpoint, model_error
+from pipeline.bench.wire.http_setup import Site
+from pipeline.bench.wire.sse import events
+from pipeline.bench.wire.transport import Answer, BadAnswer
+
+# A quote inside a JSON string has a backslash before it, so these bytes stand for the key wherever they are.
+_ERROR = b'"error":'
+
+
+class TritonHttp:
+    """Codec. Made by `find`."""
+
+    protocol = "http"
+
+    def __init__(self, site: Site, endpoint: Endpoint, tokenize: Callable[[str], list[int]]) -> None:
+        self._site = site
+        self._endpoint = endpoint
+        self._tokenize = tokenize
+        self._path = f"/v2/models/{urllib.parse.quote(endpoint.model, safe='')}/generate_stream"
+        family = endpoint.family()
+        self._output = family.output
+        self._count = family.count if family.count in endpoint.outputs else None
+        self._counted = None if self._count is None else re.compile(rb'"%b":\[?(\d+)' % self._count.encode())
+
+    @classmethod
+    def find(cls, site: Site, model: str, tokenize: Callable[[str], list[int]]) -> TritonHttp:
+        """Ask a server for its model. Raises HostError, UsageError, StageFailed."""
+        return cls(site, _endpoint(site, model), tokenize)
+
+    def described(self) -> dict[str, Any]:
+        return self._endpoint.described()
+
+    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
+        values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
+        return self._site.post(self._path, identity, {"id": identity, **values})
+
+    def decode(self, exchange: Exchange) -> Answer:
+        stamps: list[int] = []
+        tokens: list[int] = []
+        texts: list[str] = []
+        for event, stamp in events(exchange):
+            found = None if self._counted is None else self._counted.search(event)
+            counted = found is not None and _ERROR not in event
+            number = int(found[1]) if found and counted else self._read(event, texts)
+            if number:
+                stamps.append(stamp)
+                tokens.append(number)
+        return Answer(stamps, tokens) if not texts else Answer(stamps, None, "".join(texts))
+
+    def text(self, exchange: Exchange) -> str:
+        texts: list[str] = []
+        try:
+            for event, _ in events(exchange):
+                self._read(event, texts)
+        except BadAnswer:
+            return ""
+        return "".join(texts)
+
+    def _read(self, event: bytes, texts: list[str]) -> int:
+        """Tokens of an event in which the server does not count: ids, or 1 for some text, which is kept."""
+        try:
+            value = json.loads(event)
+            if "error" in value:
+                raise BadAnswer("ServerError", str(value["error"]))
+            out = value[self._output]  # Triton unwraps arrays of one element
+            if self._output == "output_ids":
+                return len(out) if isinstance(out, list) else 1
+            if not isinstance(out, str):
+                raise TypeError(f"{self._output} is a {type(out).__name__}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadAnswer("MalformedResponse", f"{error!r} in {event[:200]!r}") from None
+        texts.append(out)
+        return bool(out)
+
+
+def _endpoint(site: Site, model: str) -> Endpoint:
+    _, server = site.ask("GET", "/v2", "Triton")
+    if not isinstance(server, dict) or "version" not in server:
+        raise HostError(
+            f"what answers at {site.url} is not Triton's HTTP endpoint",
+            why="GET /v2 gives no server metadata",
+            remedy="give the URL of Triton's HTTP port (8000 by default)",
+        )
+    status, metadata = site.ask("GET", f"/v2/models/{urllib.parse.quote(model, safe='')}", "Triton")
+    if status != 200 or not isinstance(metadata, dict):
+        _, index = site.ask("POST", "/v2/repository/index", "Triton")
+        listed = index if isinstance(index, list) else []  # not every server has an index
+        entries = [(entry["name"], entry.get("state", ""), entry.get("reason", "")) for entry in listed]
+        raise model_error(model, site.url, entries)
+    return Endpoint(
+        protocol="http",
+        url=site.url,
+        server_name=server.get("name", ""),
+        server_version=server["version"],
+        model=model,
+        model_versions=tuple(metadata.get("versions", ())),
+        inputs={tensor["name"]: (tensor["datatype"], len(tensor["shape"])) for tensor in metadata["inputs"]},
+        outputs=frozenset(tensor["name"] for tensor in metadata["outputs"]),
+    )

@@ -1,0 +1,281 @@
+"""`trtpipe bench`: from words on a command line to what the load tester takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pipeline.bench.options import Target
+    from pipeline.bench.work.loads import Load
+    from pipeline.bench.work.work import Work
+    from pipeline.servers import Served, Server
+
+app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    server: Annotated[str | None, typer.Option(help="Which running server; the only one if left out.")] = None,
+    target: Annotated[str | None, typer.Option(help="Which of its targets, where it serves several.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="Of grpc, http (generate_stream), completions, chat; one after the other.")
+    ] = "grpc,http",
+    model: Annotated[str, typer.Option(help="Of Triton: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
+    grpc_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: host:8001.")] = None,
+    http_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: http://host:8000.")] = None,
+    openai_url: Annotated[str | None, typer.Option(help="A server that is not ours: http://host:9000/v1.")] = None,
+    openai_model: Annotated[str | None, typer.Option(help="The model's name there.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="The tokenizer.json of a model that is not ours.")] = None,
+    metrics_url: Annotated[str | None, typer.Option(help="Its Prometheus page: http://host:8002/metrics.")] = None,
+    load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file.")] = None,
+    concurrency: Annotated[str | None, typer.Option(help="Requests in flight, one level after the other.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Or requests a second, whatever the server does.")] = None,
+    arrivals: Annotated[str | None, typer.Option(help="With --rate: constant, poisson or gamma.")] = None,
+    burstiness: Annotated[float | None, typer.Option(help="With gamma: 1 is Poisson, more is smoother.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="With --rate or --trace: more than that wait.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Or the moments and lengths of a Mooncake trace.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="With --trace: how many times faster.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Measured requests per level.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds per level, instead of a number of requests.")] = None,
+    ramp: Annotated[float | None, typer.Option(help="Seconds over which places of a closed loop begin.")] = None,
+    input_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of a prompt: 128, normal:128,32, lognormal:128,0.5, uniform:64,256, ...")
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts from a file: text lines, or JSONL.")] = None,
+    sharegpt: Annotated[Path | None, typer.Option(help="Prompts from conversations in ShareGPT's form.")] = None,
+    sampling: Annotated[list[str] | None, typer.Option("--sampling", help="Of every request: top_p=0.9.")] = None,
+    natural_end: Annotated[bool, typer.Option("--natural-end", help="Let answers end where they end.")] = False,
+    slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:p99<200ms, itl:30ms; may be repeated.")] = None,
+    repeat: Annotated[int, typer.Option(help="How often each level is measured.")] = 1,
+    transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
+    connections: Annotated[int, typer.Option(help="Of gRPC.")] = 1,
+    kernel_timestamps: Annotated[
+        bool, typer.Option("--kernel-timestamps", help="Stamp what comes when it reaches the machine.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 300.0,
+    token_timeout: Annotated[float, typer.Option(help="Seconds without a token after which it has.")] = 60.0,
+    report: Annotated[Path, typer.Option(help="CSV and requests go beside it.")] = Path("reports/report.json"),
+) -> None:
+    """Measure a server: TTFT, ITL, TPOT, latency, throughput and goodput, at each load."""
+    from engines.errors import StageFailed
+    from pipeline import chat, console, serve
+    from pipeline.bench.files import write_report
+    from pipeline.bench.options import BenchOptions
+    from pipeline.bench.run import run
+    from pipeline.bench.slo import parse_objective
+    from pipeline.bench.wire.connect import Wiring
+
+    if context.invoked_subcommand is not None:
+        return
+    levels, work = _load(
+        load,
+        {"concurrency": _list(concurrency), "rate": _list(rate), "trace": trace and str(trace), "arrivals": arrivals,
+         "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
+         "duration_s": duration, "ramp_s": ramp},
+        {"input_tokens": input_tokens, "output_tokens": output_tokens, "prompts": prompts and str(prompts),
+         "sharegpt": sharegpt and str(sharegpt), "options": _sampling(sampling or []) or None,
+         "ignore_eos": False if natural_end else None},
+    )  # fmt: skip
+    urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
+    served: Served | None = None
+    if not any(urls.values()):
+        found, served = _served(server, target)
+        urls = _urls(found)
+        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
+        model, openai_model = served.model(model), openai_model or served.name
+        metrics_url = found.endpoints.metrics_url
+    options = BenchOptions(
+        targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
+        tokenizer=_tokenizer(tokenizer),
+        loads=levels,
+        work=work,
+        wiring=Wiring(
+            transport=transport, connections=connections, kernel_stamps=kernel_timestamps, headers=_headers()
+        ),
+        objectives=tuple(parse_objective(text) for text in slo or ()),
+        repeat=repeat,
+        seed=seed,
+        timeout_s=timeout,
+        token_timeout_s=token_timeout,
+    )
+    template = chat.read_template(options.tokenizer.parent)
+    render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
+    with console.bench_progress() as progress:
+        measured = run(options, render, progress)
+    if served is not None:
+        measured.engine = vars(serve.check_passport(served.repository))
+    places = write_report(measured, report)
+    console.bench_table(measured)
+    for reason in measured.verdict()["reasons"]:
+        console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
+    for result in measured.results:
+        said = result.server and result.server["output_tokens"]
+        if said and said["agree"] is False:
+            console.note(
+                f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
+                f"the client {said['client']}"
+            )
+    console.result("report: " + "  ".join(str(place) for place in places))
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    if any(result.requests["failed"] for result in measured.results):
+        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
+    if not measured.valid:
+        raise StageFailed(
+            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{report} says in what"
+        )
+
+
+@app.command()
+def selftest(
+    protocol: Annotated[str, typer.Option(help="Of grpc, http, completions, chat.")] = "grpc,http",
+    streams: Annotated[str, typer.Option(help="Requests in flight.")] = "16,256",
+    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.")] = 10.0,
+    transport: Annotated[str, typer.Option(help="own or tritonclient.")] = "own",
+    kernel_timestamps: Annotated[bool, typer.Option("--kernel-timestamps", help="As in a measurement.")] = False,
+) -> None:
+    """How wrong this client is on this machine, and how many tokens a second it can take: against a server of its own
+    whose timing is known."""
+    from pipeline import console
+    from pipeline.bench.selftest import ceiling, measure
+    from pipeline.bench.wire.connect import Wiring
+
+    rows = []
+    wiring = Wiring(transport=transport, kernel_stamps=kernel_timestamps)
+    for one in protocol.split(","):
+        for count in _list(streams) or ():
+            found = measure(one, int(count), itl / 1e3, wiring)
+            rows.append(
+                (one, found.streams, f"{found.ttft_p50:.2f}", f"{found.ttft_p99:.2f}", f"{found.itl_mean:.3f}",
+                 f"{found.itl_p99_said:.2f}/{found.itl_p99_true:.2f}", f"{found.reached:.1%}")
+            )  # fmt: skip
+    errors = ("TTFT p50 error ms", "p99 error ms", "ITL mean error ms", "ITL p99 said/true ms")
+    columns = ("protocol", "in flight", *errors, "load reached")
+    console.table(columns, rows, numeric=columns[1:])
+    limits = [f"{one} {ceiling(one, wiring):,.0f}" for one in protocol.split(",")]
+    console.result("tokens/s that a core of this client can take: " + ", ".join(limits))
+
+
+def compare(
+    reports: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf, GenAI-Perf "
+            "or `vllm bench serve --save-result`; or folders with one."
+        ),
+    ],
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help="Fail if this is so at any level: 'p99_ttft > 1.1x', 'p50_itl > 20ms', 'error_rate > 1%'."),
+    ] = None,
+    price_per_hour: Annotated[
+        str | None, typer.Option(help="What an hour costs, for all reports or one each: 2.5,3.9.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Set measurements side by side: what changed, and whether it is more than chance."""
+    from pipeline import console
+    from pipeline.bench.against.compare import compare as compare_reports
+
+    compared = compare_reports(reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or ())
+    console.comparison(compared, as_json=as_json)
+    refusal = compared.refusal()
+    if refusal is not None:
+        raise refusal
+
+
+def _list(text: str | None) -> list[float] | None:
+    """Numbers separated by commas; whole ones stay whole. Raises UsageError."""
+    from engines.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        return [int(word) if word.strip().isdigit() else float(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"'{text}' is no list of numbers", remedy="give for example 1,4,16") from None
+
+
+def _sampling(words: list[str]) -> dict[str, Any]:
+    import yaml
+
+    from engines.errors import UsageError
+
+    out = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise UsageError(f"'{word}' is no option", remedy="give NAME=VALUE, such as top_p=0.9")
+        out[name] = yaml.safe_load(value)
+    return out
+
+
+def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
+    """The levels and their work, from a load file or from options. Raises UsageError."""
+    from engines.errors import UsageError
+    from pipeline.load_files import find_load, parse_levels, parse_work
+
+    when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
+    if name is not None:
+        if when or what:
+            option = next(iter([*when, *what])).replace("_", "-")
+            raise UsageError(f"--load says what --{option} would", remedy="leave one of them out")
+        found = find_load(name)
+        return found.levels, found.work
+    if not {"rate", "trace"} & set(when):
+        when.setdefault("concurrency", [1, 4, 16])
+    levels = parse_levels(when, "options", Path(), UsageError)
+    return levels, parse_work(what, "options", Path(), levels, UsageError)
+
+
+def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
+    from pipeline import servers
+    from pipeline.store import Store, default_home
+
+    found = servers.find_running(Store(default_home()), server)
+    return found, found.find(target)
+
+
+def _urls(server: Server) -> dict[str, str | None]:
+    openai = f"{server.gateway_url}/v1" if server.gateway_url else None
+    points = server.endpoints
+    return {"grpc": points.grpc_url, "http": points.http_url, "completions": openai, "chat": openai}
+
+
+def _targets(
+    protocols: str, urls: dict[str, str | None], model: str, openai_model: str, metrics_url: str | None
+) -> tuple[Target, ...]:
+    from engines.errors import UsageError
+    from pipeline.bench.options import Target
+
+    out = []
+    for protocol in protocols.split(","):
+        url = urls.get(protocol, "")
+        if url is None:
+            option = {"grpc": "--grpc-url", "http": "--http-url"}.get(protocol, "--openai-url")
+            raise UsageError(f"there is no address for {protocol}", remedy=f"give {option}, or another --protocol")
+        name = model if protocol in ("grpc", "http") else openai_model
+        out.append(Target(protocol=protocol, url=url, model=name, metrics_url=metrics_url))
+    return tuple(out)
+
+
+def _tokenizer(path: Path | None) -> Path:
+    from engines.errors import UsageError
+
+    if path is None:
+        raise UsageError(
+            "prompts of a known length need a tokenizer", remedy="give --tokenizer, the model's tokenizer.json"
+        )
+    return path
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("TRTPIPE_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,199 @@
+"""How wrong `trtpipe bench` is, what it costs and how fast it is: the command against a server of known timing.
+
+The server keeps to one core and the command to another. Each figure holds what the command's own report says against
+what the server did in the same run, and is the median of several runs:
+
+    TTFT error        reported time to first token less the server's own (its write less the request's arrival); ms
+    ITL mean error    mean of all reported gaps less the mean of the true ones; ms
+    ITL p99           99th percentile of the gaps, reported / true; ms
+    load              tokens/s in the window, of what the streams would give without any delay
+    CPU s             of the command for 1,000 tokens between its first request and its last token
+    start             from the command's start to the arrival of its first request; s
+    tail              from the last token to the command's end, reports written; s
+    PSS               of the command while it measures; MB
+
+An open loop's arrivals are held against the line of even gaps that fits them best.
+
+    python -m tests.benchmarks.client [--runs 3] [--levels 16:10,256:10,1000:20] [--report FILE.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.bench.known.child import KnownProcess
+from pipeline.bench.known.clock import Timing
+from pipeline.bench.known.script import Truth
+from pipeline.bench.selftest import write_tokenizer
+
+TTFT_S, TOKENS = 0.05, 64
+COMMAND = [str(Path(sys.executable).with_name("trtpipe")), "bench"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of the command left: its report, its requests, the truth, and when it began and ended."""
+
+    level: dict[str, Any]
+    requests: list[dict[str, Any]]
+    truth: dict[str, Truth]
+    began_ns: int
+    ended_ns: int
+    pss: float
+
+
+def command(protocol: str, timing: Timing, words: Sequence[str], scratch: Path) -> Run:
+    cores = sorted(os.sched_getaffinity(0))
+    server = KnownProcess.start(timing, scratch / "truth.jsonl", cpu=cores[-1])
+    report = scratch / "report.json"
+    tokenizer = write_tokenizer(scratch)
+    url = f"http://127.0.0.1:{server.http_port}"
+    where = {"grpc": ["--grpc-url", f"127.0.0.1:{server.grpc_port}"], "http": ["--http-url", url]}.get(
+        protocol, ["--openai-url", f"{url}/v1", "--openai-model", "ensemble"]
+    )
+    options = ["--protocol", protocol, *where, "--tokenizer", str(tokenizer), "--input-tokens", "32"]
+    options += ["--output-tokens", str(TOKENS), "--report", str(report), *words]
+    began = time.monotonic_ns()
+    process = subprocess.Popen(
+        ["taskset", "-c", str(cores[0]), *COMMAND, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    largest = [0.0]
+    watcher = threading.Thread(target=_watch, args=(process, largest), daemon=True)
+    watcher.start()
+    _, words_said = process.communicate()
+    ended = time.monotonic_ns()
+    truth = {one.id: one for one in server.stop()}
+    if not report.is_file():
+        raise SystemExit(words_said.decode())
+    (level,) = json.loads(report.read_text())["levels"]
+    lines = (scratch / "report.requests.jsonl").read_text().splitlines()
+    return Run(level, [json.loads(line) for line in lines], truth, began, ended, largest[0])
+
+
+def _watch(process: subprocess.Popen[bytes], largest: list[float]) -> None:
+    while process.poll() is None:
+        try:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
+        except OSError:
+            return
+        pss = next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
+        largest[0] = max(largest[0], pss)
+        time.sleep(0.5)
+
+
+def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Path) -> dict[str, float]:
+    """The figures of one closed loop."""
+    words = ["--concurrency", str(streams), "--requests", str(max(128, 128_000 // TOKENS))]
+    run = command(
+        protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), [*words, *(["--kernel-timestamps"] if kernel else [])], scratch
+    )
+    good = [one for one in run.requests if not one["warmup"] and one["failure"] is None]
+    first, said, true = [], [], []
+    for one in good:
+        known = run.truth[one["id"]]
+        first.append((one["stamps_ns"][0] - one["sent_ns"] - (known.stamps_ns[0] - known.arrival_ns)) / 1e6)
+        said.append(np.diff(one["stamps_ns"]) / 1e6)
+        true.append(np.diff(np.array(known.stamps_ns)) / 1e6)
+    gaps, real = np.concatenate(said), np.concatenate(true)
+    last = max(one["stamps_ns"][-1] for one in good)
+    throughput = run.level["metrics"]["output_token_throughput"]["value"] or 0.0
+    return {
+        "ttft_p50": float(np.percentile(first, 50)),
+        "ttft_p99": float(np.percentile(first, 99)),
+        "itl_mean": float(gaps.mean() - real.mean()),
+        "itl_p99_said": float(np.percentile(gaps, 99)),
+        "itl_p99_true": float(np.percentile(real, 99)),
+        "load": throughput / (streams * TOKENS / (TTFT_S + (TOKENS - 1) * itl_s)),
+        "cpu": run.level["client"]["cpu_s_per_1000_tokens"],
+        "start": (min(known.arrival_ns for known in run.truth.values()) - run.began_ns) / 1e9,
+        "tail": (run.ended_ns - last) / 1e9,
+        "pss": run.pss,
+    }
+
+
+def opened(protocol: str, rate: int, arrivals: str, scratch: Path) -> dict[str, float]:
+    """Arrivals of an open loop as the server saw them: rate, CV of the gaps, and how far off an even line."""
+    words = ["--rate", str(rate), "--arrivals", arrivals, "--duration", "5"]
+    run = command(protocol, Timing(ttft_s=0.005, itl_s=0.0005), words, scratch)
+    mine = {one["id"] for one in run.requests if not one["warmup"]}
+    moments = np.sort([known.arrival_ns for name, known in run.truth.items() if name in mine]) / 1e6
+    gaps = np.diff(moments)
+    line = moments - np.arange(len(moments)) * 1e3 / rate
+    return {
+        "rate": float(1e3 / gaps.mean()),
+        "cv": float(gaps.std() / gaps.mean()),
+        "off": float(np.percentile(np.abs(line - np.median(line)), 99)),
+    }
+
+
+def median(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--levels", default="16:10,256:10,1000:20", help="streams:ms between tokens")
+    parser.add_argument("--protocols", default="grpc,http,chat")
+    parser.add_argument("--report", type=Path)
+    args = parser.parse_args()
+    lines = [
+        "# The load tester itself",
+        "",
+        f"{datetime.now(timezone.utc):%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores, Python "
+        f"{platform.python_version()}; medians of {args.runs} runs. Written by "
+        "`python -m tests.benchmarks.client`, which says what the columns mean.",
+        "",
+        "| protocol | in flight | ms a token | stamps | TTFT error p50 / p99 ms | ITL mean error ms "
+        "| ITL p99 said / true ms | load | CPU s / 1,000 tokens | start s | tail s | PSS MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        for protocol in args.protocols.split(","):
+            for level in args.levels.split(","):
+                streams, itl = level.split(":")
+                for kernel in (False, True):
+                    runs = [closed(protocol, int(streams), float(itl) / 1e3, kernel, scratch) for _ in range(args.runs)]
+                    one = median(runs)
+                    lines.append(
+                        f"| {protocol} | {streams} | {itl} | {'kernel' if kernel else 'read'} "
+                        f"| {one['ttft_p50']:.2f} / {one['ttft_p99']:.2f} | {one['itl_mean']:.3f} "
+                        f"| {one['itl_p99_said']:.2f} / {one['itl_p99_true']:.2f} | {one['load']:.1%} "
+                        f"| {one['cpu']:.4f} | {one['start']:.2f} | {one['tail']:.2f} | {one['pss']:.0f} |"
+                    )
+                    print(lines[-1], flush=True)
+        lines += [
+            "",
+            "| protocol | asked, requests/s | arrivals | got | CV of gaps | off an even line, p99 ms |",
+            "|---|---|---|---|---|---|",
+        ]
+        for protocol in args.protocols.split(","):
+            for rate, arrivals in ((200, "constant"), (2000, "constant"), (200, "poisson")):
+                one = median([opened(protocol, rate, arrivals, scratch) for _ in range(args.runs)])
+                off = f"{one['off']:.2f}" if arrivals == "constant" else "-"
+                lines.append(f"| {protocol} | {rate} | {arrivals} | {one['rate']:.1f} | {one['cv']:.3f} | {off} |")
+                print(lines[-1], flush=True)
+    text = "\n".join(lines) + "\n"
+    if args.report:
+        args.report.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,527 @@
+"""Reports side by side: ratios and intervals against resampling by hand, what is said of unlike runs, and gates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.errors import InputDataError, UsageError
+from pipeline import cli
+from pipeline.bench.against import raw
+from pipeline.bench.against.compare import Cell, Comparison, compare
+from pipeline.bench.against.conditions import ALIASES, Kind, parse
+from pipeline.bench.against.resample import RESAMPLES, Resampler, repeats
+from tests.bench_reports import GOOD, LATE, failed, level, line, lines, report, save, saved
+
+KNOWN = {
+    "time_to_first_token": Kind(unit="ms", is_rate=False),
+    "inter_token_latency": Kind(unit="ms", is_rate=False),
+    "request_latency": Kind(unit="ms", is_rate=False),
+    "output_sequence_length": Kind(unit="tokens", is_rate=False),
+    "output_token_throughput": Kind(unit="tokens/s", is_rate=True),
+    "request_throughput": Kind(unit="requests/s", is_rate=True),
+    "error_rate": Kind(unit="", is_rate=True),
+}
+
+
+def cell(found: Comparison, metric: str, statistic: str, letter: str = "B") -> Cell:
+    cells = [row.cells[letter] for row in found.rows if (row.metric, row.statistic) == (metric, statistic)]
+    assert len(cells) == 1
+    return cells[0]
+
+
+@pytest.fixture
+def run(in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    def trtpipe(*arguments: object) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/trtpipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return trtpipe
+
+
+# Ratios and intervals
+
+
+def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a", lines(60, seed=1), lines(60, seed=2))
+    found = compare([path, path])
+    assert found.warnings == ()
+    assert {row.place for row in found.rows} == {"grpc, 1 in flight", "grpc, 2 in flight"}
+    ratios = [row.cells["B"].ratio for row in found.rows if row.cells["A"].value]
+    assert len(ratios) > 60
+    assert set(ratios) == {1.0}
+    assert not any(row.cells["B"].significant for row in found.rows)
+    assert found.refusal() is None
+
+
+def test_ratios_of_known_times(tmp_path: Path) -> None:
+    a = [line(number, 1000.0 * number, 50.0, [10.0] * 4) for number in range(20)]
+    b = [line(number, 1000.0 * number, 75.0, [5.0] * 4) for number in range(20)]
+    found = compare([saved(tmp_path / "a", a), saved(tmp_path / "b", b)])
+    ttft = cell(found, "time_to_first_token", "p99")
+    assert (ttft.value, ttft.ratio, ttft.interval) == (75.0, 1.5, (1.5, 1.5))
+    assert (ttft.significant, ttft.better) == (True, False)
+    assert cell(found, "inter_token_latency", "p50").ratio == pytest.approx(0.5)
+    assert cell(found, "inter_token_latency", "p50").better is True
+    # 50 + 4 * 10 and 75 + 4 * 5 ms
+    assert cell(found, "request_latency", "mean").ratio == pytest.approx(95 / 90)
+    # Answers of equal length: longer or shorter would be neither better nor worse.
+    assert cell(found, "output_sequence_length", "mean").better is None
+
+
+def test_intervals_are_those_of_resampling_by_hand() -> None:
+    """Percentiles of one value a request come from a Beta distribution, those of gaps from groups of ranks."""
+    requests = lines(40, seed=3, spread=0.5, tokens=12)
+    resampler = Resampler(raw.requests(requests), closed=True, seed=(0,))
+    ttft = np.array([(one["stamps_ns"][0] - one["sent_ns"]) / 1e6 for one in requests])
+    gaps = np.array([np.diff(one["stamps_ns"]) / 1e6 for one in requests])
+    picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
+    for share, statistic in ((50, "p50"), (90, "p90"), (99, "p99")):
+        for metric, expected in (
+            ("time_to_first_token", np.percentile(ttft[picked], share, axis=1)),
+            (
+                "inter_chunk_latency",
+                np.percentile(gaps[picked].reshape(20_000, -1), share, axis=1, method="inverted_cdf"),
+            ),
+        ):
+            drawn = resampler.draws(metric, statistic, 0.0)
+            assert drawn is not None
+            assert len(drawn) == RESAMPLES
+            for edge in (2.5, 50, 97.5):
+                near = pytest.approx(np.percentile(expected, edge), rel=0.05)
+                assert np.percentile(drawn, edge) == near, (metric, statistic, edge)
+    mean = resampler.draws("time_to_first_token", "mean", 0.0)
+    assert mean is not None
+    assert np.std(mean) == pytest.approx(np.std(ttft[picked].mean(axis=1)), rel=0.1)
+
+
+def test_a_rate_varies_as_the_requests_do() -> None:
+    requests = lines(40, seed=3, spread=0.5)
+    found = raw.requests(requests)
+    tokens, seconds = np.full(40, 8.0), np.array([(one["end_ns"] - one["sent_ns"]) / 1e9 for one in requests])
+    picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
+    expected = tokens[picked].sum(axis=1) / seconds[picked].sum(axis=1)
+    value = tokens.sum() / seconds.sum()
+    closed = Resampler(found, closed=True, seed=(0,)).draws("output_token_throughput", "value", value)
+    assert closed is not None
+    assert np.percentile(closed, (2.5, 97.5)) == pytest.approx(np.percentile(expected, (2.5, 97.5)), rel=0.05)
+    # An open loop's rate is that of its schedule: requests of equal length all count the same.
+    opened = Resampler(found, closed=False, seed=(0,)).draws("output_token_throughput", "value", value)
+    assert opened is not None
+    assert opened == pytest.approx(value, rel=1e-6)
+    assert Resampler(found, closed=True, seed=(0,)).draws("request_goodput", "value", 3.0) is None
+
+
+def test_large_levels_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = raw.requests(lines(50, seed=4))
+    whole = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
+    monkeypatch.setattr("pipeline.bench.against.resample._AT_ONCE", 50 * 300)
+    blocks = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
+    assert whole is not None
+    assert blocks is not None
+    assert len(blocks) == RESAMPLES
+    assert np.percentile(blocks, (2.5, 50, 97.5)) == pytest.approx(np.percentile(whole, (2.5, 50, 97.5)), rel=0.02)
+
+
+def test_chance_alone_is_seldom_significant(tmp_path: Path) -> None:
+    """Of levels drawn from one distribution about one in twenty differs."""
+    levels = [lines(60, seed=seed, tokens=3) for seed in range(120)]
+    a, b = saved(tmp_path / "a", *levels[:60]), saved(tmp_path / "b", *levels[60:])
+    found = compare([a, b])
+    told = [
+        row.cells["B"].significant
+        for row in found.rows
+        if (row.metric, row.statistic) in {("time_to_first_token", "mean"), ("request_latency", "p50")}
+    ]
+    assert len(told) == 120
+    assert 1 <= told.count(True) <= 14
+
+
+def test_the_same_seed_gives_the_same_intervals(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / name, lines(30, seed=seed)) for seed, name in enumerate("ab")]
+    first, again, other = (compare(paths, seed=seed).to_json()["rows"] for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+def test_errors_have_no_ratio_to_none_but_a_verdict(tmp_path: Path) -> None:
+    good = lines(50, seed=1)
+    bad = [*good[:40], *(failed(number, 0.0) for number in range(10))]
+    found = cell(compare([saved(tmp_path / "a", good), saved(tmp_path / "b", bad)]), "error_rate", "value")
+    assert (found.value, found.ratio, found.interval) == (pytest.approx(0.2), None, None)
+    assert (found.significant, found.better) == (True, False)
+
+
+def test_without_requests_nothing_is_said_of_significance(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", lines(50, seed=1))
+    b = save(tmp_path / "b", report([level(lines(50, seed=2, ttft_ms=500))]))
+    found = compare([a, b])
+    assert found.from_records == {"A": True, "B": False}
+    ttft = cell(found, "time_to_first_token", "p50")
+    assert ttft.ratio is not None
+    assert ttft.ratio > 5
+    assert (ttft.interval, ttft.significant, ttft.better) == (None, None, None)
+    assert found.summary() == [
+        "B against A: from summaries, no significance: the requests of both are needed for it"
+    ]  # fmt: skip
+
+
+def test_repeats_are_averaged_and_their_own_spread_counts(tmp_path: Path) -> None:
+    def repeated(name: str, *times: float) -> Path:
+        runs = [lines(50, seed=seed, ttft_ms=ttft, spread=0.05) for seed, ttft in enumerate(times)]
+        return save(tmp_path / name, report([level(one, repeat=at) for at, one in enumerate(runs)]), runs)
+
+    steady, shaky = repeated("steady", 100, 100, 100), repeated("shaky", 90, 110, 103)
+    found = compare([steady, shaky])
+    mean = cell(found, "time_to_first_token", "mean")
+    assert mean.value == pytest.approx(101, rel=0.02)
+    # Each run alone is known to 1 %, but the runs differ by 20 %.
+    assert mean.interval is not None
+    assert mean.interval[1] - mean.interval[0] > 0.1
+    assert mean.significant is False
+    one = np.linspace(1, 2, RESAMPLES)
+    assert repeats([one], (0,)) is one
+
+
+def test_cost_of_a_million_tokens(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    levels = [level(requests), level(requests)]
+    for found, tokens_per_s in zip(levels, (1000.0, 500.0), strict=True):
+        found["metrics"]["output_token_throughput"]["value"] = tokens_per_s
+    a, b = (
+        save(tmp_path / name, report([found]), [requests]) for name, found in zip("ab", levels, strict=True)
+    )  # fmt: skip
+    one_price = compare([a, b], price_per_hour=[3.6])
+    assert cell(one_price, "cost_per_million_output_tokens", "value", "A").value == pytest.approx(1.0)
+    assert cell(one_price, "cost_per_million_output_tokens", "value").ratio == pytest.approx(2.0)
+    two = compare([a, b], price_per_hour=[3.6, 1.8], fail_if=["cost > 1.01", "cost > 1.01x"])
+    assert cell(two, "cost_per_million_output_tokens", "value").ratio == pytest.approx(1.0)
+    assert two.refusal() is None
+    assert "cost_per_million_output_tokens" not in {row.metric for row in compare([a, b]).rows}
+    for prices, says in (([1.0, 2.0, 3.0], "3 prices for 2 reports"), ([0.0], "not positive")):
+        with pytest.raises(UsageError, match=says):
+            compare([a, b], price_per_hour=prices)
+
+
+# Which levels meet
+
+
+def test_levels_meet_by_protocol_and_load(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    a = report([level(requests, concurrency=16), level(requests, concurrency=4), level(requests, rate=20.0)])
+    b = report(
+        [
+            level(requests, rate=20),
+            level(requests, concurrency=16.0),
+            level(requests, concurrency=8),
+            level(requests, concurrency=4, protocol="openai"),
+        ]
+    )
+    found = compare([save(tmp_path / "a", a), save(tmp_path / "b", b)])
+    assert {row.place for row in found.rows} == {"grpc, 16 in flight", "grpc, 20 requests/s"}
+    assert {line for line in found.warnings if "in flight" in line} == {
+        "grpc, 4 in flight: not in B", "grpc, 8 in flight: only in B", "openai, 4 in flight: only in B"
+    }  # fmt: skip
+
+
+def test_loads_that_differ_in_small_things_meet_and_it_is_said(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    loads = [{"kind": "closed", "concurrency": 4, **more} for more in ({"warmup": 1, "ramp_s": None}, {"warmup": 2})]
+    a, b = (save(tmp_path / name, report([level(requests, load=load)])) for name, load in zip("ab", loads, strict=True))
+    found = compare([a, b])
+    assert found.rows
+    assert list(found.warnings) == ["grpc, 1 in flight: load warmup: A 1, B 2"]
+
+
+def test_chat_is_one_of_the_openai_protocols(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    a = save(tmp_path / "a", report([level(requests), level(requests, protocol="openai")]))
+    b = save(tmp_path / "b", report([level(requests), level(requests, protocol="chat")]))
+    found = compare([a, b])
+    assert {row.place for row in found.rows} == {"grpc, 1 in flight", "openai, 1 in flight"}
+    assert found.warnings == ("openai, 1 in flight: protocol: A openai, B chat",)
+
+
+def test_one_protocol_against_another_meets_by_load(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    a, b = (save(tmp_path / protocol, report([level(requests, protocol=protocol)])) for protocol in ("grpc", "openai"))
+    found = compare([a, b])
+    assert {row.place for row in found.rows} == {"1 in flight"}
+    assert found.warnings == ("protocol: A grpc, B openai; levels are matched by their load alone",)
+
+
+def test_no_level_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    a, b = (save(tmp_path / str(size), report([level(requests, concurrency=size)])) for size in (1, 2))
+    found = compare([a, b], fail_if=["p99_ttft > 2x"])
+    assert "nothing is compared" in found.warnings[-1]
+    assert str(found.refusal()) == "the comparison fails: p99_ttft > 2x (no level in common)"
+
+
+def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / name, lines(50, seed=seed, ttft_ms=ttft)) for seed, (name, ttft) in enumerate(
+        (("a", 50), ("b", 100), ("c", 25)))]  # fmt: skip
+    found = compare(paths, fail_if=["p50_ttft > 1.5x"])
+    assert cell(found, "time_to_first_token", "mean", "B").ratio == pytest.approx(2, rel=0.1)
+    assert cell(found, "time_to_first_token", "mean", "C").ratio == pytest.approx(0.5, rel=0.1)
+    assert [(one.letter, one.fired) for one in found.judgements] == [("B", True), ("C", False)]
+    columns, rows = found.table()
+    assert [column for column in columns if column in "ABC"] == ["", "A", "B", "C"]
+    assert all(len(row) == len(columns) for row in rows)
+
+
+# What makes runs unlike
+
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"engine": {"gpu": "A100", "tensorrt_llm": "1.2.1", "build": {"max_batch_size": 64}}},
+        "engine gpu: A H100, B A100",
+    ),
+    (
+        {"engine": {"gpu": "H100", "tensorrt_llm": "1.2.1", "build": {"max_batch_size": 8}}},
+        "engine build.max_batch_size: A 64, B 8",
+    ),
+    ({"engine": None}, "engine: B does not say"),
+    ({"seed": 3}, "seed: A 0, B 3"),
+    ({"options": {"input_tokens": 32, "output_tokens": 8}}, "option input_tokens: A 16, B 32"),
+    ({"options": {"input_tokens": 16}}, "option output_tokens: A 8, B does not say"),
+    ({"repository_sha256": "0" * 64}, "repository_sha256: A abababababab, B 000000000000"),
+    ({"tokenizer_sha256": "1" * 64}, "tokenizer_sha256: A cdcdcdcdcdcd, B 111111111111"),
+    ({"partial": True}, "B is partial: it was interrupted, or levels ended early"),
+    (
+        {"verdict": {**LATE, "reasons": [{**LATE["reasons"][0], "what": "grpc: the event loop was late"}]}},
+        "B is INVALID, its client was part of what it measured: grpc: the event loop was late: by 31.0 ms",
+    ),
+    ({"endpoints": [{"protocol": "grpc", "model": "other", "server": "triton 2.51.0"}]}, "model: A ensemble, B other"),
+    ({"endpoints": [{"protocol": "grpc", "model": "ensemble", "server": "vllm"}]}, "server: A triton 2.51.0, B vllm"),
+    ({"host": {"cpu": "EPYC", "usable_cores": 1}}, "client's usable_cores: A 2, B 1"),
+    ({"client": {"trtpipe": "0.16.0"}}, "tool: A trtpipe 0.15.0, B trtpipe 0.16.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "says"), CHANGES, ids=[says.partition(":")[0] for _, says in CHANGES])
+def test_every_difference_of_the_runs_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    requests = lines(20, seed=1)
+    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([level(requests)], **changes))
+    (told,) = compare([a, b]).warnings
+    assert told.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"token_count_source": "tokenizer"}, "tokens counted by: A server, B tokenizer"),
+        ({"stopped": "too many failures"}, "B ended early: too many failures"),
+        ({"interrupted": True}, "B ended early: interrupted"),
+        ({"wrong_length": 3}, "B has 3 answers of another length than asked for"),
+    ],
+)
+def test_differences_of_levels_are_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    requests = lines(20, seed=1)
+    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([level(requests, **changes)]))
+    assert compare([a, b]).warnings == (f"grpc, 1 in flight: {says}",)
+
+
+def test_lengths_and_repeats_that_differ_are_said(tmp_path: Path) -> None:
+    short, long = lines(20, seed=1, tokens=8), lines(20, seed=1, tokens=16)
+    a = save(tmp_path / "a", report([level(short)]))
+    b = save(tmp_path / "b", report([level(long), level(long, repeat=1)]))
+    assert compare([a, b]).warnings == (
+        "grpc, 1 in flight: mean output_sequence_length: A 8, B 16",
+        "grpc, 1 in flight: repeats: A 1, B 2",
+    )
+
+
+def test_a_metric_in_another_unit_is_not_compared(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    other = report([level(requests)])
+    other["metrics"]["request_latency"]["unit"] = "s"
+    found = compare([save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", other)])
+    assert "request_latency" not in {row.metric for row in found.rows}
+    assert found.warnings == ("request_latency: not compared, since its unit differs",)
+
+
+# Conditions
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "statistic", "limit", "relative"),
+    [
+        ("p99_ttft > 1.1x", "time_to_first_token", "p99", 1.1, True),
+        ("throughput<0.95x", "output_token_throughput", "value", 0.95, True),
+        ("  p50_itl   >=  20 ms ", "inter_token_latency", "p50", 20.0, False),
+        ("mean_e2e > 1.5s", "request_latency", "mean", 1500.0, False),
+        ("max_latency > 500us", "request_latency", "max", 0.5, False),
+        ("p99.9_request_latency > 3x", "request_latency", "p99.9", 3.0, True),
+        ("error_rate > 1%", "error_rate", "value", 0.01, False),
+        ("error_rate > 0.01", "error_rate", "value", 0.01, False),
+        ("request_throughput <= 5req/s", "request_throughput", "value", 5.0, False),
+        ("p50_output_sequence_length < 60tokens", "output_sequence_length", "p50", 60.0, False),
+    ],
+)
+def test_conditions(text: str, metric: str, statistic: str, limit: float, relative: bool) -> None:
+    found = parse(text, KNOWN)
+    assert (found.metrics[0], found.statistic, found.relative) == (metric, statistic, relative)
+    assert found.limit == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "'' is no condition; write for example"),
+        ("p99_ttft", "'p99_ttft' is no condition"),
+        ("p99_ttft > fast", "is no condition"),
+        ("p99_ttft > 1.1x and error_rate > 1%", "is no condition"),
+        ("p99_ttft == 3ms", "is no condition"),
+        ("p99_tttf > 1.1x", "is about tttf; did you mean 'ttft'?"),
+        ("throughputs < 0.9x", "is about throughputs; did you mean 'throughput'?"),
+        ("p98_ttft > 1x", "asks for p98: reports do not have it; did you mean"),
+        ("ttft > 1.1x", "does not say which statistic of ttft; write for example p99_ttft"),
+        ("p99_throughput < 0.9x", "asks for the p99 of a rate; write throughput"),
+        ("p50_itl > 20", "has no unit; write 20x or 20ms or 20s or 20us"),
+        ("p50_itl > 20tokens", "has a unit that does not fit: tokens; write 20x or 20ms"),
+        ("error_rate > 5ms", "has a unit that does not fit: ms; write 5x or 5 or 5%"),
+        ("p99_ttft > 0x", "compares a ratio with 0"),
+        ("goodput < 0.9x", "is about goodput: no report has it"),
+        ("p99 > 3ms", "is about nothing"),
+    ],
+)
+def test_what_is_no_condition_gets_its_own_line(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text, KNOWN)
+    assert says in str(caught.value)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=30),
+        st.builds(
+            "{}{}{}{}{}".format,
+            st.sampled_from(["", "p99_", "p50", "mean_", "_", "p9999_"]),
+            st.sampled_from([*ALIASES, *KNOWN, "x", ""]),
+            st.sampled_from([" > ", "<", "<=", "=", ""]),
+            st.sampled_from(["1", "1.5", ".5", "-1", "nan", ""]),
+            st.sampled_from(["", "x", "ms", "%", "tok/s", "parsec"]),
+        ),
+    )
+)
+def test_any_text_is_a_condition_or_refused(text: str) -> None:
+    try:
+        found = parse(text, KNOWN)
+    except UsageError:
+        return
+    assert found.metrics[0] in KNOWN
+    assert found.limit >= 0
+
+
+def test_conditions_fire_level_by_level(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", lines(50, seed=1), lines(50, seed=2))
+    b = saved(tmp_path / "b", lines(50, seed=3), lines(50, seed=4, ttft_ms=100))
+    wanted = ["p50_ttft > 1.5x", "p50_ttft > 70ms", "p95_ttft > 100x", "throughput < 0.1x"]
+    found = compare([a, b], fail_if=wanted)
+    fired = [(one.condition, one.place, one.fired) for one in found.judgements if one.fired]
+    assert fired == [(text, "grpc, 2 in flight", True) for text in wanted[:2]]
+    assert len(found.judgements) == 8
+    told = str(found.refusal())
+    assert told.startswith("the comparison fails: p50_ttft > 1.5x (B at grpc, 2 in flight has ")
+    assert "; p50_ttft > 70ms (B at grpc, 2 in flight has " in told
+    assert "\n" not in told
+    assert "p95_ttft" not in told
+
+
+def test_many_levels_are_named_by_their_number(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / str(ttft), *[lines(10, seed=1, ttft_ms=ttft)] * 5) for ttft in (50, 100))
+    told = str(compare([a, b], fail_if=["p50_ttft > 1.5x"]).refusal())
+    assert told.count("B at grpc") == 3
+    assert told.endswith(", and 2 more)")
+
+
+def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    silent = level(requests)
+    silent["metrics"]["time_to_first_token"] = dict.fromkeys(silent["metrics"]["time_to_first_token"])
+    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([silent]))
+    found = compare([a, b], fail_if=["p99_ttft > 2x", "p99_ttft > 1s", "p99_latency > 2x"])
+    assert [one.fired for one in found.judgements] == [None, None, False]
+    assert "cannot be judged: no time_to_first_token" in str(found.refusal())
+
+
+@pytest.mark.parametrize("where", ["level", "report"])
+def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
+    requests = lines(20, seed=1)
+    bad = report([level(requests, verdict=LATE if where == "level" else GOOD)], verdict=LATE)
+    good = save(tmp_path / "good", report([level(requests)]))
+    invalid = save(tmp_path / "invalid", bad)
+    found = compare([good, invalid], fail_if=["p99_ttft > 2x"])
+    assert "cannot be judged: B is INVALID" in str(found.refusal())
+    # Against an INVALID base there is no ratio, but a limit of its own can be judged.
+    again = compare([invalid, good], fail_if=["p99_ttft > 2x", "p99_ttft > 9s"])
+    assert [one.fired for one in again.judgements] == [None, False]
+
+
+# What is refused
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    one = saved(tmp_path / "a", lines(5, seed=1))
+    with pytest.raises(UsageError, match="1 reports are given; give from 2 to 26"):
+        compare([one])
+    empty = save(tmp_path / "empty", report([]))
+    with pytest.raises(InputDataError, match="has no level"):
+        compare([one, empty])
+
+
+# The command
+
+
+def test_the_command(tmp_path: Path, run: Callable[..., Any]) -> None:
+    a, b = (saved(tmp_path / str(ttft), lines(50, seed=ttft, ttft_ms=ttft)) for ttft in (50, 100))
+    code, out, err = run("compare", a, b, "--fail-if", "p50_ttft > 1.5x", "--fail-if", "error_rate > 1%")
+    assert code == 5
+    assert err.splitlines()[-1].startswith("error: the comparison fails: p50_ttft > 1.5x (B at grpc, 1 in flight has ")
+    told = out.splitlines()
+    assert told[:2] == [f"A: {a}", f"B: {b}"]
+    (ttft,) = [line for line in told if "TTFT p50" in line]
+    assert ttft.split()[-1] == "worse"
+    assert any(line.startswith("FIRED: p50_ttft > 1.5x: B at grpc, 1 in flight has 2.") for line in told)
+    assert any(line.startswith("not fired: error_rate > 1%: ") for line in told)
+    assert any(line.startswith("B against A: of ") for line in told)
+
+
+def test_the_command_warns_before_the_numbers(tmp_path: Path, run: Callable[..., Any]) -> None:
+    requests = lines(20, seed=1)
+    a, b = (save(tmp_path / str(seed), report([level(requests)], seed=seed)) for seed in (0, 1))
+    code, out, _ = run("compare", a, b)
+    assert code == 0
+    assert out.index("unlike: seed: A 0, B 1") < out.index("TTFT p50 ms")
+
+
+def test_the_command_writes_json(tmp_path: Path, run: Callable[..., Any]) -> None:
+    a, b = (saved(tmp_path / str(ttft), lines(50, seed=ttft, ttft_ms=ttft)) for ttft in (50, 100))
+    code, out, _ = run("compare", a, b, "--json", "--fail-if", "p50_ttft > 1.5x", "--price-per-hour", "2.5,5")
+    value = json.loads(out)
+    assert code == 5
+    assert value["failed"] is True
+    assert value["paths"] == {"A": str(a), "B": str(b)}
+    (row,) = [row for row in value["rows"] if (row["metric"], row["statistic"]) == ("time_to_first_token", "p50")]
+    low, high = row["cells"]["B"]["interval"]
+    assert low < row["cells"]["B"]["ratio"] < high
+    assert value["judgements"][0]["fired"] is True
+    assert {"cost_per_million_output_tokens"} < {row["metric"] for row in value["rows"]}
+
+
+def test_a_price_that_is_no_number(tmp_path: Path, run: Callable[..., Any]) -> None:
+    code, _, err = run("compare", tmp_path, tmp_path, "--price-per-hour", "2,x")
+    assert code == 2
+    assert "'2,x' is no list of numbers" in err
