@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from engines.errors import HostError, InputDataError, StageFailed, UsageError
+from pipeline.gateway import upstream
 from pipeline.gateway.app import build
 from pipeline.gateway.board import ROW_BYTES, Board
 from pipeline.gateway.failure import Failure, of_status, of_text
@@ -44,7 +45,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('the system speaks first') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-INPUTS = ["input_ids", "seed", "min_tokens", "return_log_probs", "exclude_input_in_output"]
+INPUTS = ["input_ids", "seed", "min_tokens", "return_log_probs", "exclude_input_in_output", "stop"]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,8 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
         self.asked: list[Asked] = []
         self.running = 0
         self.cancelled = 0
+        self.stopped: list[str] = []  # ids that are to be ended, as asked
+        self.deaf = 0  # stop requests that it takes no notice of
         self.inputs = INPUTS
         self.outputs = ["output_ids", "sequence_length", "output_log_probs"]
         self.decoupled = True
@@ -130,11 +133,20 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
     async def ModelStreamInfer(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for request in request_iterator:
             asked = Asked(request, dict(context.invocation_metadata()))
+            if "stop" in asked.raw:
+                self.deaf -= 1
+                if self.deaf < 0:
+                    self.stopped.append(request.id)
+                yield response([], final=True)
+                continue
             self.asked.append(asked)
             self.running += 1
             try:
                 async for message in self.script(asked, context):
                     yield message
+                    if request.id in self.stopped:
+                        yield response([], final=True)
+                        break
             except (asyncio.CancelledError, GeneratorExit):
                 self.cancelled += 1
                 raise
@@ -379,7 +391,8 @@ def test_stop_strings_end_the_text_and_the_engine_s_work(
         assert found == said
         assert reason == "stop"
         if said != text:
-            await until(lambda: triton.cancelled == 1 and triton.running == 0)
+            await until(lambda: len(triton.stopped) == 1 and triton.running == 0)
+        assert triton.cancelled == 0
 
     ask(saying(folder, text, pause=0.01), folder, scenario)
 
@@ -707,15 +720,45 @@ def test_an_answer_that_takes_too_long(folder: Path) -> None:
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         answer = await client.post(CHAT, json=chat())
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-        await until(lambda: triton.cancelled == 1)
+        await until(lambda: len(triton.stopped) == 1)
         async with client.stream("POST", CHAT, json=chat(stream=True)) as streamed:
             text = (await streamed.aread()).decode()
         assert streamed.status_code == 200
         assert '"code": "timeout"' in text
-        await until(lambda: triton.cancelled == 2)
+        await until(lambda: len(triton.stopped) == 2)
         assert (await client.get("/health/live")).status_code == 200
 
     ask(saying(folder, "x" * 1000, pause=0.02), folder, scenario, timeout_s=0.3)
+
+
+@pytest.mark.loopback
+@pytest.mark.parametrize(("deaf", "resets"), [(1, 0), (100, 1)])
+def test_a_stop_without_effect_is_sent_again_and_then_the_stream_reset(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, deaf: int, resets: int
+) -> None:
+    monkeypatch.setattr(upstream, "STOP_PAUSES_S", (0.1, 0.2))
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        asking = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: triton.running == 1)
+        asking.cancel()
+        await until(lambda: triton.running == 0)
+        assert (len(triton.stopped), triton.cancelled) == (1 - resets, resets)
+
+    ask(saying(folder, "x" * 100_000, pause=0.005), folder, scenario, triton={"deaf": deaf})
+
+
+@pytest.mark.loopback
+def test_a_model_without_a_stop_input_is_left_by_a_reset(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        asking = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: triton.running == 1)
+        asking.cancel()
+        await until(lambda: triton.running == 0)
+        assert (triton.stopped, triton.cancelled) == ([], 1)
+
+    inputs = [name for name in INPUTS if name != "stop"]
+    ask(saying(folder, "x" * 100_000, pause=0.005), folder, scenario, triton={"inputs": inputs})
 
 
 @pytest.mark.loopback
@@ -729,8 +772,8 @@ def test_a_client_that_leaves_ends_the_engine_s_work_at_once(folder: Path, strea
         left = time.monotonic()
         await until(lambda: triton.running == 0)
         assert time.monotonic() - left < 0.5
-        assert triton.cancelled == 3
-        await until(lambda: True)
+        # Each by its own name, and none by a reset, which may end an older tritonserver.
+        assert (len(set(triton.stopped)), triton.cancelled) == (3, 0)
         text = (await client.get("/metrics")).text
         assert 'trtpipe_gateway_requests_total{endpoint="chat",status="499"} 1' in text
         assert "trtpipe_gateway_running 0" in text

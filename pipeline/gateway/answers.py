@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pipeline.gateway.board import Board
 from pipeline.gateway.failure import Failure
 from pipeline.gateway.text import Stops, Text
-from pipeline.gateway.upstream import Generation, Upstream
+from pipeline.gateway.upstream import EngineRequest, Generation, Upstream
 
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,7 +47,7 @@ class Order:
     model: str
     created: int
     prompts: tuple[list[int], ...]
-    requests: tuple[bytes, ...]
+    requests: tuple[EngineRequest, ...]
     max_tokens: int
     stops: tuple[str, ...]
     end_ids: frozenset[int]
@@ -172,9 +172,8 @@ class Answer(Response):
     def __init__(self, order: Order, text: Text, upstream: Upstream, board: Board, deadline: float) -> None:
         """`deadline` is on the loop's clock."""
         self.order = order
-        self.choices = [Choice(n, order, text, Generation(self._wake)) for n in range(len(order.requests))]
+        self.choices = [Choice(n, order, text, Generation(upstream, self._wake)) for n in range(len(order.requests))]
         self.background = None
-        self._upstream = upstream
         self._board = board
         self._deadline = deadline
         self._arrived = time.monotonic()
@@ -222,7 +221,7 @@ class Answer(Response):
 
     async def _begin(self) -> None:
         for choice, request in zip(self.choices, self.order.requests, strict=True):
-            await choice.generation.begin(self._upstream.pool, request)
+            await choice.generation.begin(request)
 
     async def _news(self) -> None:
         """Return when some generation has something new. Raises Failure when one has failed."""
@@ -238,7 +237,7 @@ class Answer(Response):
                 if choice.generation.refused is not None:
                     refused = True
                     request = self.order.requests[choice.index]
-                    await choice.generation.again(self._upstream.pool, request, choice.attempts)
+                    await choice.generation.again(request, choice.attempts)
                     choice.attempts += 1
             if not refused:
                 break

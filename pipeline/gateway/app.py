@@ -24,7 +24,7 @@ from pipeline.gateway.failure import Failure, wrong
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
 from pipeline.gateway.text import Text
-from pipeline.gateway.upstream import EngineModel, Sampling, Upstream, message
+from pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
 KEYS_VARIABLE = "TRTPIPE_API_KEYS"
 # OpenAI's default for text completions.
@@ -138,7 +138,7 @@ class Gateway:
                 log_probs=log_probs is not None,
                 **drawn,  # type: ignore[arg-type]
             )
-            requests.append(message(engine, prompts[number // copies], sampling))
+            requests.append(engine_request(engine, prompts[number // copies], sampling))
         self.board.add("prompt_tokens", sum(map(len, prompts)))
         order = Order(
             id=("chatcmpl-" if param == "messages" else "cmpl-") + uuid.uuid4().hex,

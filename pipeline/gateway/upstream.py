@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from pipeline.h2.triton import (
 # Asks Triton for a real gRPC status where it would put an error into the stream as words; older ones take no notice.
 METADATA = (("triton_grpc_error", "true"),)
 CALL_SECONDS = 10.0
+# How long each of an engine's chances to end a request takes: a `stop` that overtakes its request finds nothing to end.
+STOP_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 
 _INT32 = struct.Struct("<i")
 _FP32 = struct.Struct("<f")
@@ -66,12 +69,21 @@ class Sampling:
     log_probs: bool = False
 
 
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request's bytes, and those of the one that ends it; None where the model has no `stop` input."""
+
+    start: bytes
+    stop: bytes | None
+
+
 class Upstream:
     """Triton, through a pool of connections of our own reader."""
 
     def __init__(self, host: str, port: int, connections: int) -> None:
         self.pool = Pool(host, port, connections=connections)
         self._models: dict[str, EngineModel] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def ready(self, model: str) -> bool:
         """Whether the model would answer now."""
@@ -107,12 +119,46 @@ class Upstream:
         )
         return self._models[name]
 
+    def end(self, generation: Generation, stop: bytes) -> None:
+        """Have the engine end it, in the background. Not by a reset: tritonserver up to 25.03 may abort when a stream
+        is cancelled while it writes to it (`prior > 0`), and takes everybody's answers with it."""
+        task = asyncio.get_running_loop().create_task(self._end(generation, stop))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _end(self, generation: Generation, stop: bytes) -> None:
+        for pause in STOP_PAUSES_S:
+            try:
+                await asyncio.wait_for(self._stop(generation, stop), pause)
+            except asyncio.TimeoutError:
+                continue
+            except H2Error:
+                pass  # the connection is lost, and the generation with it
+            return
+        generation.reset()
+
+    async def _stop(self, generation: Generation, stop: bytes) -> None:
+        await self.pool.start(STREAM_INFER, stop, on_data=lambda data, stamp: None, on_end=lambda status, stamp: None)
+        await generation.ended.wait()
+
     async def close(self) -> None:
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=1.0)
         await self.pool.close()
 
 
-def message(model: EngineModel, prompt: list[int], sampling: Sampling) -> bytes:
-    """The request's bytes. Raises Failure for an option that this engine model has no input for."""
+def engine_request(model: EngineModel, prompt: list[int], sampling: Sampling) -> EngineRequest:
+    """What `Generation.begin` sends."""
+    request_id = uuid.uuid4().hex
+    stop = None
+    if "stop" in model.inputs:
+        least = [Tensor(tensor, "INT32", (1, 1), _ONE) for tensor in ("input_ids", "input_lengths")]
+        least += [Tensor("request_output_len", "INT32", (1, 1), _ONE), Tensor("stop", "BOOL", (1, 1), b"\1")]
+        stop = infer_request(model.name, least, request_id=request_id)
+    return EngineRequest(_start(model, prompt, sampling, request_id), stop)
+
+
+def _start(model: EngineModel, prompt: list[int], sampling: Sampling, request_id: str) -> bytes:
     tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), struct.pack(f"<{len(prompt)}i", *prompt))]
 
     def scalar(name: str, dtype: str, data: bytes) -> None:
@@ -145,49 +191,81 @@ def message(model: EngineModel, prompt: list[int], sampling: Sampling) -> bytes:
     if sampling.log_probs:
         scalar("return_log_probs", "BOOL", b"\1")
         outputs.append("output_log_probs")
-    return infer_request(model.name, tensors, outputs)
+    return infer_request(model.name, tensors, outputs, request_id=request_id)
 
 
 class Generation:
     """One answer as it comes: tokens (and log-probabilities) that nobody has taken yet, and how it ended."""
 
-    __slots__ = ("_reader", "_stream", "_wake", "begun", "done", "failure", "log_probs", "refused", "tokens")
+    __slots__ = (
+        "_left",
+        "_reader",
+        "_stop",
+        "_stream",
+        "_upstream",
+        "_wake",
+        "begun",
+        "done",
+        "ended",
+        "failure",
+        "log_probs",
+        "refused",
+        "tokens",
+    )
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, upstream: Upstream, wake: Callable[[], None]) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.begun = False
         self.done = False  # by the engine's word
         self.failure: Failure | None = None
         self.refused: Status | None = None  # unbegun, as the server says: may be sent again
+        self.ended = asyncio.Event()  # its stream, in whatever way
+        self._left = False  # nobody wants the rest
         self._reader = Reader()
         self._stream: Stream | None = None
+        self._stop: bytes | None = None
+        self._upstream = upstream
         self._wake = wake
 
-    async def begin(self, pool: Pool, request: bytes) -> None:
+    async def begin(self, request: EngineRequest) -> None:
         """Send it; waits while the server takes no more streams. Raises Failure."""
+        self._stop = request.stop
         try:
-            self._stream = await pool.start(
-                STREAM_INFER, request, on_data=self._data, on_end=self._end, metadata=METADATA
+            self._stream = await self._upstream.pool.start(
+                STREAM_INFER, request.start, on_data=self._data, on_end=self._end, metadata=METADATA
             )
         except H2Error as error:
             raise gone(str(error)) from None
 
-    async def again(self, pool: Pool, request: bytes, attempt: int) -> None:
+    async def again(self, request: EngineRequest, attempt: int) -> None:
         """After a refusal. Raises Failure when there were too many."""
         assert self.refused is not None
         if attempt >= len(REFUSED_PAUSES_S):
             raise of_status(self.refused)
         await asyncio.sleep(REFUSED_PAUSES_S[attempt])
         self.refused = None
-        await self.begin(pool, request)
+        self.ended.clear()
+        await self.begin(request)
 
     def cancel(self) -> None:
         """The engine is to drop it, unless it has ended by itself."""
-        if self._stream is not None and not self.done:
+        if self._stream is None or self._left or self.done or self.ended.is_set():
+            return
+        self._left = True
+        if self._stop is None:
+            self.reset()
+        else:
+            self._upstream.end(self, self._stop)
+
+    def reset(self) -> None:
+        """Give up its stream."""
+        if self._stream is not None:
             self._stream.cancel()
 
     def _data(self, data: bytes, stamp: int) -> None:
+        if self._left:
+            return
         try:
             outputs, final, error = self._reader.read(data)
             self.begun = True
@@ -220,6 +298,9 @@ class Generation:
             self.log_probs += struct.unpack(f"<{len(probabilities) // 4}f", probabilities)
 
     def _end(self, status: Status, stamp: int) -> None:
+        self.ended.set()
+        if self._left:
+            return
         if not self.done and self.failure is None:
             if status.retry and not self.begun:
                 self.refused = status
