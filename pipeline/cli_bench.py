@@ -10,9 +10,13 @@ import typer
 
 if TYPE_CHECKING:
     from pipeline.bench.options import Target
+    from pipeline.bench.search import Search
     from pipeline.bench.work.loads import Load
     from pipeline.bench.work.work import Work
     from pipeline.servers import Served, Server
+
+# Of each level of a search, where nothing else is said.
+SEARCH_SECONDS = 30.0
 
 app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -52,7 +56,16 @@ def bench(
     sampling: Annotated[list[str] | None, typer.Option("--sampling", help="Of every request: top_p=0.9.")] = None,
     natural_end: Annotated[bool, typer.Option("--natural-end", help="Let answers end where they end.")] = False,
     slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:p99<200ms, itl:30ms; may be repeated.")] = None,
-    repeat: Annotated[int, typer.Option(help="How often each level is measured.")] = 1,
+    repeat: Annotated[
+        int | None, typer.Option(help="How often each level is measured: 1; of a search at most 3.")
+    ] = None,
+    find: Annotated[
+        str | None, typer.Option(help="max-rate or max-goodput: search for the highest load that meets --slo.")
+    ] = None,
+    attainment: Annotated[
+        float, typer.Option(help="Of max-goodput: the share of requests that must meet the objectives.")
+    ] = 0.9,
+    precision: Annotated[float, typer.Option(help="Of --find: how near to the limit it ends.")] = 0.05,
     transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
     connections: Annotated[int, typer.Option(help="Of gRPC.")] = 1,
     kernel_timestamps: Annotated[
@@ -74,6 +87,11 @@ def bench(
 
     if context.invoked_subcommand is not None:
         return
+    if find is not None and not (load or concurrency or trace):
+        rate, known = rate or "1", rate is not None
+        duration = duration if requests or duration else SEARCH_SECONDS
+    else:
+        known = True
     levels, work = _load(
         load,
         {"concurrency": _list(concurrency), "rate": _list(rate), "trace": trace and str(trace), "arrivals": arrivals,
@@ -100,7 +118,8 @@ def bench(
             transport=transport, connections=connections, kernel_stamps=kernel_timestamps, headers=_headers()
         ),
         objectives=tuple(parse_objective(text) for text in slo or ()),
-        repeat=repeat,
+        repeat=repeat or 1,
+        search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
         seed=seed,
         timeout_s=timeout,
         token_timeout_s=token_timeout,
@@ -122,9 +141,15 @@ def bench(
                 f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
                 f"the client {said['client']}"
             )
+    for search in measured.searches:
+        console.result(search.said())
     console.result("report: " + "  ".join(str(place) for place in places))
     if measured.interrupted:
         raise KeyboardInterrupt
+    if options.search is not None:
+        if any(search.found.rate is None for search in measured.searches):
+            raise StageFailed(f"no {find} was found", remedy="loosen --slo, or see the levels in the report")
+        return  # beyond the limit requests fail, and that is what was looked for
     if any(result.requests["failed"] for result in measured.results):
         raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
     if not measured.valid:
@@ -233,6 +258,16 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
         when.setdefault("concurrency", [1, 4, 16])
     levels = parse_levels(when, "options", Path(), UsageError)
     return levels, parse_work(what, "options", Path(), levels, UsageError)
+
+
+def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int) -> Search:
+    from engines.errors import UsageError
+    from pipeline.bench.search import Search
+    from pipeline.bench.work.loads import Open
+
+    if len(levels) != 1 or not isinstance(levels[0], Open):
+        raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
+    return Search(goal=goal, load=levels[0], known=known, attainment=attainment, precision=precision, repeats=most)
 
 
 def _served(server: str | None, target: str | None) -> tuple[Server, Served]:

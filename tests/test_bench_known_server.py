@@ -75,10 +75,17 @@ class Wire(asyncio.Transport):
 class Bench:
     """The server's parts with `now` for a clock, and `alarm` for what it asks to be woken at."""
 
-    def __init__(self, *, ttft_ms: float = 50, itl_ms: float = 10, tokens_per_response: int = 1) -> None:
+    def __init__(
+        self, *, ttft_ms: float = 50, itl_ms: float = 10, tokens_per_response: int = 1, prefill_ms: float = 0
+    ) -> None:
         self.now = 0
         self.alarm = 1 << 62
-        timing = Timing(ttft_s=ttft_ms / 1e3, itl_s=itl_ms / 1e3, tokens_per_response=tokens_per_response)
+        timing = Timing(
+            ttft_s=ttft_ms / 1e3,
+            itl_s=itl_ms / 1e3,
+            tokens_per_response=tokens_per_response,
+            prefill_s=prefill_ms / 1e3,
+        )
         self.hub = Hub(Schedule(timing, self, lambda: self.now))
 
     def set(self, at_ns: int) -> None:
@@ -159,6 +166,18 @@ def messages(data: bytes) -> list[bytes]:
 
 
 # When tokens go out
+
+
+def test_requests_that_come_faster_than_they_can_be_begun_wait_for_one_another() -> None:
+    bench = Bench(ttft_ms=50, itl_ms=10, prefill_ms=20)
+    for name in ("a", "b", "c"):
+        bench.connect(HttpLink)[0].data_received(post(asked(name, 2)))
+    bench.until(1000 * MS)
+    bench.connect(HttpLink)[0].data_received(post(asked("d", 1)))
+    bench.until(2000 * MS)
+    assert bench.stamps == {
+        "a": [50 * MS, 60 * MS], "b": [70 * MS, 80 * MS], "c": [90 * MS, 100 * MS], "d": [1050 * MS],
+    }  # fmt: skip
 
 
 def test_token_k_goes_out_at_arrival_and_ttft_and_k_times_itl() -> None:

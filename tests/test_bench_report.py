@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from engines.errors import HostError, StageFailed, UsageError
+from pipeline.bench import verdict
 from pipeline.bench.files import write_report
 from pipeline.bench.known.child import KnownProcess
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.report import SCHEMA, BenchReport
 from pipeline.bench.run import run
+from pipeline.bench.search import Search
 from pipeline.bench.slo import parse_objective
 from pipeline.bench.wire.connect import Wiring
 from pipeline.bench.work.loads import Closed, Load, Open
@@ -106,6 +108,54 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     table = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
     ttft = next(row for row in table if row["metric"] == "time_to_first_token")
     assert float(ttft["p99"]) == level["metrics"]["time_to_first_token"]["p99"]
+
+
+def test_a_search_finds_what_the_server_can_begin(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins 100 requests a second; above that they wait ever longer for one another."""
+    monkeypatch.setattr(verdict, "LATENESS_MS", 1000.0)  # this machine may be busy with other things
+    monkeypatch.setattr(verdict, "DISPATCH_MS", 1000.0)
+    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
+    load = Open(rate=1, duration_s=0.6, arrivals="constant")
+    for goal in ("max-rate", "max-goodput"):
+        search = Search(goal=goal, load=load, known=False, precision=0.15)
+        report = measure(server, tokenizer, search=search, objectives=(parse_objective("ttft:p90<40ms"),))
+        (one,) = report.searches
+        assert one.found.ended is None, one.found.ended
+        assert 80 <= (one.found.rate or 0) <= 125
+        value = report.to_json()
+        assert value["searches"][0]["rate"] == one.found.rate
+        # Where it began, and every run, are levels of the report.
+        assert value["levels"][0]["label"] == "1 in flight"
+        assert len(value["levels"]) == 1 + one.found.runs
+        assert one.said().startswith(f"grpc: {goal} {one.found.rate:g} requests/s (")
+    server.stop()
+
+
+def test_a_search_ends_where_the_client_is_the_limit(
+    known: KnownProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "CPU_SHARE", 0.0)
+    search = Search(goal="max-rate", load=Open(rate=20, duration_s=0.2), repeats=2)
+    report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),))
+    found = report.searches[0].found
+    assert found.rate is None
+    assert (found.ended or "").startswith("at 20 requests/s the client was the limit: the client's core was full")
+    assert len(report.results) == 2
+
+
+def test_a_search_without_an_objective_looks_for_nothing(known: KnownProcess, tokenizer: Path) -> None:
+    with pytest.raises(UsageError, match="nothing says what a load has to meet"):
+        measure(known, tokenizer, search=Search(goal="max-rate", load=Open(rate=1, duration_s=1)))
+
+
+def test_a_search_that_the_first_request_ends(known: KnownProcess, tokenizer: Path) -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
+    report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<1ms"),))
+    why = "one request at a time does not meet the objectives"
+    assert (report.searches[0].found.rate, report.searches[0].found.ended) == (None, why)
+    assert {result.label for result in report.results} == {"1 in flight"}
 
 
 def test_failures_are_counted_by_class_and_averaged_into_nothing(

@@ -118,6 +118,7 @@ def main() -> None:
     options.add_argument("--ttft-ms", type=float, default=50.0)
     options.add_argument("--itl-ms", type=float, default=10.0)
     options.add_argument("--tokens-per-response", type=int, default=1)
+    options.add_argument("--prefill-ms", type=float, default=0.0, help="the least between two first responses")
     options.add_argument("--host", default="127.0.0.1")
     options.add_argument("--grpc-port", type=int, default=0)
     options.add_argument("--http-port", type=int, default=0)
@@ -130,7 +131,10 @@ def main() -> None:
         if chosen.cpu is not None:
             _stay_on(chosen.cpu)
         timing = Timing(
-            ttft_s=chosen.ttft_ms / 1e3, itl_s=chosen.itl_ms / 1e3, tokens_per_response=chosen.tokens_per_response
+            ttft_s=chosen.ttft_ms / 1e3,
+            itl_s=chosen.itl_ms / 1e3,
+            tokens_per_response=chosen.tokens_per_response,
+            prefill_s=chosen.prefill_ms / 1e3,
         )
         truth = loop.run_until_complete(_serve(timing, chosen))
     except TrtpipeError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.errors import UsageError, suggestion
 from pipeline.bench.driver import Live
+from pipeline.bench.search import Search
 from pipeline.bench.slo import Objective
 from pipeline.bench.wire.connect import TRANSPORTS, Wiring
 from pipeline.bench.work.loads import Closed, Load, Replay
@@ -39,7 +40,8 @@ class BenchOptions:
     tokenizer        the served model's tokenizer.json: makes prompts, counts output where the server does not
     loads, work      when requests leave, and what they ask
     objectives       each level is judged by them
-    repeat           how often each level is measured
+    repeat           how often each level is measured, each time with other arrivals
+    search           instead of `loads`: the highest rate that meets the objectives
     seed             of prompts and of times
     timeout_s        a request that has not ended after this many seconds has failed
     token_timeout_s  so has one of which nothing has come for this many
@@ -52,6 +54,7 @@ class BenchOptions:
     wiring: Wiring = field(default_factory=Wiring)
     objectives: tuple[Objective, ...] = ()
     repeat: int = 1
+    search: Search | None = None
     seed: int = 0
     timeout_s: float = 300.0
     token_timeout_s: float = 60.0
@@ -65,6 +68,8 @@ class BenchOptions:
             raise UsageError(
                 f"unknown transport '{self.wiring.transport}'", remedy=suggestion(self.wiring.transport, TRANSPORTS)
             )
+        if self.search is not None and not self.objectives:
+            raise UsageError("nothing says what a load has to meet", remedy="give --slo, such as ttft:p99<500ms")
         if self.repeat < 1:
             raise UsageError(f"repeat is {self.repeat}", remedy="give 1 or more")
         for name in ("timeout_s", "token_timeout_s"):
@@ -82,6 +87,7 @@ class BenchOptions:
             "work": _plain(vars(self.work)),
             "wiring": {key: value for key, value in vars(self.wiring).items() if key != "headers"},  # may hold a key
             "objectives": [vars(objective) for objective in self.objectives],
+            "search": None if self.search is None else {**vars(self.search), "load": self.search.load.entry()},
             **{name: getattr(self, name) for name in ("repeat", "seed", "timeout_s", "token_timeout_s")},
         }
 

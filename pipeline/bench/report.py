@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.bench.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
 from pipeline.bench.records import Records
+from pipeline.bench.search import Found, Search
 from pipeline.bench.series import histograms, series
 from pipeline.bench.slo import GOODPUT, Objective, judge
 from pipeline.bench.verdict import SelfCheck
@@ -59,6 +60,30 @@ class LevelResult:
     histograms: dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What was looked for over one protocol, and what was found. Its runs are levels of the report."""
+
+    protocol: str
+    search: Search
+    found: Found
+
+    def to_json(self) -> dict[str, Any]:
+        wanted = {name: getattr(self.search, name) for name in ("goal", "attainment", "precision", "repeats")}
+        return {"protocol": self.protocol, **wanted, **self.found.to_json()}
+
+    def said(self) -> str:
+        """In one line."""
+        found = self.found
+        if found.rate is None:
+            return f"{self.protocol}: no {self.search.goal} was found: {found.ended}"
+        low, high = ("open" if side is None else f"{side:g}" for side in found.interval)
+        rest = f"; {found.ended}" if found.ended else ""
+        return (
+            f"{self.protocol}: {self.search.goal} {found.rate:g} requests/s ({low} to {high}), {found.runs} runs{rest}"
+        )
+
+
 @dataclass(kw_only=True)
 class BenchReport:
     """A whole run. `partial` when it was interrupted or a level ended early.
@@ -78,6 +103,7 @@ class BenchReport:
     endpoints: list[dict[str, Any]] = field(default_factory=list)
     results: list[LevelResult] = field(default_factory=list)
     records: list[Records] = field(default_factory=list)
+    searches: list[SearchResult] = field(default_factory=list)
 
     @property
     def partial(self) -> bool:
@@ -115,6 +141,7 @@ class BenchReport:
             "statistics": STATISTICS,
             "window": WINDOW,
             "records": records,
+            "searches": [search.to_json() for search in self.searches],
             "levels": [vars(result) for result in self.results],
         }
 

@@ -7,6 +7,7 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from pipeline.bench.asking import Asker
 from pipeline.bench.driver import Limits, Live
 from pipeline.bench.level import OPENED, LevelRun
 from pipeline.bench.options import BenchOptions, Progress, Target
-from pipeline.bench.report import BenchReport
+from pipeline.bench.report import BenchReport, LevelResult, SearchResult
+from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
 from pipeline.bench.wire.connect import connect
 from pipeline.bench.wire.transport import Client
 from pipeline.bench.work.loads import Closed, Load
@@ -24,6 +26,9 @@ from pipeline.bench.work.workload import Render, Workload
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+# Requests, one after the other, that tell a search where to begin.
+ALONE = 8
 
 
 def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
@@ -84,6 +89,9 @@ class _Session:
                 await self._try_one(client)
                 self._report.endpoints.append(client.described())
             for client, target in clients:
+                if options.search is not None:
+                    await self._search(client, target, options.search)
+                    continue
                 for load in options.loads:
                     for repeat in range(options.repeat):
                         if self._report.interrupted:
@@ -106,23 +114,58 @@ class _Session:
                 remedy="see the server's log",
             )
 
-    async def _measure(self, client: Client, target: Target, load: Load, repeat: int) -> None:
-        self._running = self._level_run(client, load, self._reporter(client, load), target.metrics_url)
+    async def _search(self, client: Client, target: Target, search: Search) -> None:
+        if self._report.interrupted:
+            return
+
+        async def measure(load: Load, repeat: int) -> tuple[LevelResult, Trial]:
+            for _ in range(search.repeats):  # a busy moment of the client's is no reason to end
+                result = await self._measure(client, target, load, repeat)
+                if self._report.interrupted:
+                    raise Unmeasurable("it was interrupted")
+                if not result.verdict["reasons"]:
+                    return result, search.trial(result.slo, result.stopped is not None)
+            reason = result.verdict["reasons"][0]
+            raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
+
+        async def at(rate: float, repeat: int) -> Trial:
+            return (await measure(replace(search.load, rate=rate), repeat))[1]
+
+        try:
+            start = search.load.rate
+            if not search.known:
+                alone, trial = await measure(Closed(concurrency=1, requests=ALONE), 0)
+                if not trial.passed and trial.clear:
+                    raise Unmeasurable("one request at a time does not meet the objectives")
+                start = alone.metrics["request_throughput"]["value"] or start
+            found = await find(search, start, at)
+        except Unmeasurable as why:
+            found = Found(ended=str(why))
+        self._report.searches.append(SearchResult(protocol=client.codec.protocol, search=search, found=found))
+
+    async def _measure(self, client: Client, target: Target, load: Load, repeat: int) -> LevelResult:
+        self._running = self._level_run(client, load, self._reporter(client, load), target.metrics_url, repeat)
         await self._running.run()
         result, records = self._running.result(self._count, list(self._options.objectives), repeat)
         self._running = None
         self._report.results.append(result)
         self._report.records.append(records)
+        return result
 
     def _level_run(
-        self, client: Client, load: Load, watch: Callable[[Live], None] | None, metrics_url: str | None = None
+        self,
+        client: Client,
+        load: Load,
+        watch: Callable[[Live], None] | None,
+        metrics_url: str | None = None,
+        repeat: int = 0,
     ) -> LevelRun:
         options = self._options
         places = load.concurrency if isinstance(load, Closed) else OPENED
         limits = Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))
         return LevelRun(
-            load, client, self._asker, self._workload, limits=limits, seed=options.seed, metrics_url=metrics_url,
-            watch=watch,
+            load, client, self._asker, self._workload, limits=limits, seed=options.seed + repeat,
+            metrics_url=metrics_url, watch=watch,
         )  # fmt: skip
 
     def _reporter(self, client: Client, load: Load) -> Callable[[Live], None] | None:

@@ -28,7 +28,12 @@ class KnownProcess:
         """Start it on free ports of 127.0.0.1 and wait until it listens; `truth` is a file to be. Raises HostError."""
         command = [sys.executable, *MODULE, "--truth", str(truth)]
         command += ["--ttft-ms", repr(timing.ttft_s * 1e3), "--itl-ms", repr(timing.itl_s * 1e3)]
-        command += ["--tokens-per-response", str(timing.tokens_per_response)]
+        command += [
+            "--tokens-per-response",
+            str(timing.tokens_per_response),
+            "--prefill-ms",
+            repr(timing.prefill_s * 1e3),
+        ]
         command += [] if cpu is None else ["--cpu", str(cpu)]
         pipe = subprocess.PIPE
         # It ends when its input does, and so with us, however we end.

@@ -26,15 +26,17 @@ _FAR = 1 << 62
 class Timing:
     """The first response of a request is due `ttft_s` after the whole request has been read; each one after it
     `itl_s` later for every token of a response. So token k is due at arrival + ttft_s + k * itl_s, and with several
-    tokens a response all of them when the first one is.
+    tokens a response all of them when the first one is. With `prefill_s` first responses are at least so far apart, and
+    requests that come faster wait for one another: 1 / prefill_s a second are the most that this server can begin.
     """
 
     ttft_s: float
     itl_s: float
     tokens_per_response: int = 1
+    prefill_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.ttft_s < 0 or self.itl_s < 0:
+        if min(self.ttft_s, self.itl_s, self.prefill_s) < 0:
             raise UsageError("tokens cannot be due before their request", remedy="give times of zero or more")
         # A response of a thousand tokens still fits into one frame of any peer.
         if not 1 <= self.tokens_per_response <= 1000:
@@ -45,6 +47,10 @@ class Timing:
     @property
     def first_ns(self) -> int:
         return round(self.ttft_s * 1e9)
+
+    @property
+    def prefill_ns(self) -> int:
+        return round(self.prefill_s * 1e9)
 
     @property
     def step_ns(self) -> int:
@@ -115,12 +121,14 @@ class Schedule:
         self.outbox: list[Flushes] = []
         self._alarm = alarm
         self._set_for = _FAR
+        self._begun_ns = -_FAR
         self._first: deque[Due] = deque()
         self._following: deque[Due] = deque()
 
     def add(self, answer: Due, arrival_ns: int) -> None:
         """Arrivals must not go back in time."""
-        answer.due_ns = arrival_ns + self.timing.first_ns
+        timing = self.timing
+        answer.due_ns = self._begun_ns = max(arrival_ns + timing.first_ns, self._begun_ns + timing.prefill_ns)
         self._first.append(answer)
         if answer.due_ns < self._set_for:
             self._set(answer.due_ns)

@@ -1,0 +1,195 @@
+"""The highest rate that meets the objectives: doubled or halved until it lies between two rates, then bisected.
+
+Near the limit one measurement is chance. A clear outcome decides a rate at once; any other is measured again, with
+other arrivals, until two agree or the majority of `repeats` has spoken. What the search is sure of is told beside what
+it found: the highest rate below which every run passed, and the lowest above which every run failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engines.errors import UsageError, suggestion
+from pipeline.bench.work.loads import Open
+
+GOALS = ("max-rate", "max-goodput")
+# A value this many times within or beyond its limit is no chance.
+CLEAR = 1.5
+# Doublings and halvings, before there is nothing to find.
+MOST_STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is looked for. Raises UsageError.
+
+    goal        max-rate: the statistics of all requests meet every objective
+                max-goodput: at least `attainment` of the requests do, each by its own values (DistServe's goodput)
+    load        how requests arrive; its rate is where the search begins
+    known       whether that rate was asked for; else the server's own time for one request takes its place
+    precision   the search ends when the lowest failing rate is at most so much above the highest passing one
+    repeats     most runs of one rate
+    """
+
+    goal: str
+    load: Open
+    known: bool = True
+    attainment: float = 0.9
+    precision: float = 0.05
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise UsageError(f"unknown goal '{self.goal}'", remedy=suggestion(self.goal, GOALS))
+        if not 0 < self.attainment < 1:
+            raise UsageError(f"attainment is {self.attainment:g}", remedy="give a share of requests between 0 and 1")
+        if not 0.001 <= self.precision < 1:
+            raise UsageError(f"precision is {self.precision:g}", remedy="give 0.001 to below 1, such as 0.05")
+        if self.repeats < 1:
+            raise UsageError(f"repeat is {self.repeats}", remedy="give 1 or more")
+
+    def trial(self, slo: dict[str, Any] | None, failed_early: bool) -> Trial:
+        """What a level's judgement (`slo.Outcome.to_json`) means here."""
+        if slo is None or slo["attainment"] is None or failed_early:
+            return Trial(passed=False, excess=math.inf)
+        if self.goal == "max-goodput":
+            missed, spared = 1 - slo["attainment"], 1 - self.attainment
+            return Trial(passed=missed <= spared, excess=missed / spared)
+        values = [(row["value"], row["limit"]) for row in slo["objectives"]]
+        worst = max(math.inf if value is None else value / limit for value, limit in values)
+        return Trial(passed=slo["met"], excess=worst)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run at one rate. `excess` is its worst value as a multiple of what is allowed."""
+
+    passed: bool
+    excess: float
+
+    @property
+    def clear(self) -> bool:
+        return self.excess < 1 / CLEAR if self.passed else self.excess > CLEAR
+
+
+@dataclass(kw_only=True)
+class Step:
+    """All runs at one rate, and what they decide."""
+
+    rate: float
+    runs: list[Trial] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return 2 * sum(run.passed for run in self.runs) > len(self.runs)
+
+    def decided(self, repeats: int) -> bool:
+        if not self.runs:
+            return False
+        passed = sum(run.passed for run in self.runs)
+        left = repeats - len(self.runs)
+        unanimous = passed in (0, len(self.runs)) and (len(self.runs) > 1 or self.runs[0].clear)
+        # No run that is left could change it.
+        return unanimous or left <= 0 or 2 * passed > repeats or 2 * (passed + left) <= repeats
+
+
+@dataclass(kw_only=True)
+class Found:
+    """How a search ended.
+
+    rate      requests/s: the highest that passed; None where none did
+    interval  rates between which the limit certainly lies, as far as these runs go; None where a side is open
+    ended     why it is not as precise as asked for; None if it is
+    """
+
+    rate: float | None = None
+    interval: tuple[float | None, float | None] = (None, None)
+    ended: str | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def runs(self) -> int:
+        return sum(len(step.runs) for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        steps = [
+            {"rate": step.rate, "passed": step.passed, "runs": list(map(_plain, step.runs))} for step in self.steps
+        ]
+        return {"rate": self.rate, "interval": list(self.interval), "ended": self.ended, "steps": steps}
+
+
+class Unmeasurable(Exception):
+    """A run says nothing of the server: the client was the limit, or somebody ended it."""
+
+
+Measure = Callable[[float, int], Awaitable[Trial]]
+
+
+async def find(search: Search, start: float, measure: Measure) -> Found:
+    """Look for the limit from `start` on. `measure` gets a rate and the number of its run, and may raise
+    Unmeasurable."""
+    found = Found()
+    try:
+        found.ended = await _bracket_and_bisect(search, start, measure, found)
+    except Unmeasurable as why:
+        found.ended = str(why)
+    found.steps = sorted((step for step in found.steps if step.runs), key=lambda step: step.rate)
+    passed = [step.rate for step in found.steps if step.passed]
+    found.rate = max(passed, default=None)
+    runs = [(step.rate, run.passed) for step in found.steps for run in step.runs]
+    lowest_failure = min((rate for rate, good in runs if not good), default=math.inf)
+    highest_pass = max((rate for rate, good in runs if good), default=0.0)
+    found.interval = (
+        max((rate for rate, good in runs if good and rate < lowest_failure), default=None),
+        min((rate for rate, good in runs if not good and rate > highest_pass), default=None),
+    )
+    return found
+
+
+async def _bracket_and_bisect(search: Search, start: float, measure: Measure, found: Found) -> str | None:
+    async def passes(rate: float) -> bool:
+        step = Step(rate=rate)
+        found.steps.append(step)
+        while not step.decided(search.repeats):
+            step.runs.append(await measure(rate, len(step.runs)))
+        return step.passed
+
+    low: float | None = None
+    high: float | None = None
+    rate = rounded(start)
+    for _ in range(MOST_STEPS):
+        if await passes(rate):
+            low = rate
+            if high is not None:
+                break
+            rate = rounded(rate * 2)
+        else:
+            high = rate
+            if low is not None:
+                break
+            rate = rounded(rate / 2)
+    if low is None:
+        return f"no rate down to {high:g} requests/s passes"
+    if high is None:
+        return f"every rate up to {low:g} requests/s passes"
+    while high / low > 1 + search.precision:
+        rate = rounded(math.sqrt(low * high))
+        if rate in (low, high):
+            break
+        if await passes(rate):
+            low = rate
+        else:
+            high = rate
+    return None
+
+
+def rounded(rate: float) -> float:
+    """To four digits: as exact as a rate is kept, and readable."""
+    return float(f"{rate:.4g}")
+
+
+def _plain(run: Trial) -> dict[str, Any]:
+    return {**asdict(run), "excess": run.excess if math.isfinite(run.excess) else None}
