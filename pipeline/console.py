@@ -204,6 +204,39 @@ def bench_table(report: BenchReport) -> None:
     rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
     columns = ("protocol", "load", "requests", "failed", *times, *rates)
     table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")])
+    repeated = report.repeats()
+    if repeated:
+        _bench_repeats(repeated)
+
+
+REPEATED = (
+    ("TTFT p50 ms", "time_to_first_token", "p50"),
+    ("TTFT p99 ms", "time_to_first_token", "p99"),
+    ("ITL p50 ms", "inter_token_latency", "p50"),
+    ("ITL p99 ms", "inter_token_latency", "p99"),
+    ("latency p50 ms", "request_latency", "p50"),
+    ("tokens/s", "output_token_throughput", "value"),
+    ("requests/s", "request_throughput", "value"),
+)
+
+
+def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
+    """One row a load that was measured more than once: means over its runs, with half of their 95% interval."""
+
+    def cell(entry: dict[str, Any] | None) -> str | None:
+        return None if entry is None else f"{entry['mean']:.1f} ±{entry['mean'] - entry['interval'][0]:.1f}"
+
+    rows = [
+        (
+            one["protocol"],
+            one["label"],
+            one["valid"],
+            *(cell(one["metrics"][name][point]) for _, name, point in REPEATED),
+        )
+        for one in repeated
+    ]
+    columns = ("protocol", "load", "runs", *(column for column, _, _ in REPEATED))
+    table(columns, rows, numeric=columns[2:])
 
 
 def comparison(compared: Comparison, *, as_json: bool) -> None:

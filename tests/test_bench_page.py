@@ -479,3 +479,21 @@ def test_a_browser_shows_it(page_file: Path, tmp_path: Path) -> None:
         assert browser.value(CONTRAST)[2] > 0.9
         assert all(wide > 0 for _, _, wide in browser.value(PLOTS))
         assert json.loads(browser.value("JSON.stringify(document.documentElement.scrollWidth)")) <= 760
+
+
+def test_repeats_and_searches_are_shown_where_there_are_some() -> None:
+    value = full()
+    words = Page(render(value)).words
+    assert "Over repeated runs" not in words
+    assert "Search" not in words
+    figure = {"mean": 12.5, "std": 1.0, "interval": [11.0, 14.0]}
+    one = {"protocol": "grpc", "label": "4 in flight", "runs": 3, "valid": 2}
+    value["repeats"] = [{**one, "metrics": {"time_to_first_token": {"p50": figure, "p99": None}}}]
+    runs = [{"passed": True, "excess": 0.8}, {"passed": False, "excess": None}, {"passed": True, "excess": 0.91}]
+    step = {"rate": 7.25, "passed": True, "runs": runs}
+    found = {"rate": 7.25, "interval": [6.5, None], "ended": "every rate passes", "steps": [step]}
+    value["searches"] = [{"protocol": "grpc", "goal": "max-rate", **found}]
+    words = Page(render(value)).words
+    assert "12.5 ±1.5" in words
+    assert "grpc, max-rate: 7.25 requests/s (6.5 to open); every rate passes" in words
+    assert "0.8, –, 0.91" in words

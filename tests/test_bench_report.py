@@ -141,8 +141,8 @@ def test_a_search_ends_where_the_client_is_the_limit(
     report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),))
     found = report.searches[0].found
     assert found.rate is None
-    assert (found.ended or "").startswith("at 20 requests/s the client was the limit: the client's core was full")
-    assert len(report.results) == 2
+    assert (found.ended or "").startswith("at 20 requests/s the client was the limit: ")
+    assert len(report.results) == 2  # not ended by one busy moment
 
 
 def test_a_search_without_an_objective_looks_for_nothing(known: KnownProcess, tokenizer: Path) -> None:

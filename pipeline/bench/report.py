@@ -12,6 +12,8 @@ from typing import Any
 
 from pipeline.bench.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
 from pipeline.bench.records import Records
+from pipeline.bench.repeats import INTERVALS as REPEATS
+from pipeline.bench.repeats import repeats
 from pipeline.bench.search import Found, Search
 from pipeline.bench.series import histograms, series
 from pipeline.bench.slo import GOODPUT, Objective, judge
@@ -113,6 +115,10 @@ class BenchReport:
     def valid(self) -> bool:
         return all(result.verdict["valid"] for result in self.results)
 
+    def repeats(self) -> list[dict[str, Any]]:
+        """As `repeats.repeats` gives them."""
+        return repeats(vars(result) for result in self.results)
+
     def verdict(self) -> dict[str, Any]:
         reasons = []
         for result in self.results:
@@ -141,6 +147,8 @@ class BenchReport:
             "statistics": STATISTICS,
             "window": WINDOW,
             "records": records,
+            "repeats": self.repeats(),
+            "repeats_interval": REPEATS,
             "searches": [search.to_json() for search in self.searches],
             "levels": [vars(result) for result in self.results],
         }

@@ -189,6 +189,40 @@ class _View:
         return Cell(text=number(value), title=f"95 %: {number(bounds[0])} to {number(bounds[1])}" if bounds else "")
 
     @property
+    def repeats(self) -> Table | None:
+        """Means over the runs of loads that were measured more than once."""
+        rows = []
+        for one in self._report.get("repeats") or []:
+            cells = [Cell(text=str(one["valid"]))]
+            for metric, points in [
+                *((metric, POINTS) for metric in TIMES),
+                *((metric, ("value",)) for metric in RATES),
+            ]:
+                for point in points:
+                    cells.append(_over_runs(one["metrics"].get(metric, {}).get(point)))
+            rows.append(Row(name=f"{one['protocol']}, {one['label']}", cells=cells))
+        groups = [("", 1), *((name, len(POINTS)) for name in TIMES.values()), ("", len(RATES))]
+        columns = ["runs", *(POINTS * len(TIMES)), *RATES.values()]
+        return Table(columns=columns, rows=rows, groups=groups) if rows else None
+
+    @property
+    def searches(self) -> list[tuple[str, Table]]:
+        """What was looked for and found in a sentence, and the rates that were tried."""
+        out = []
+        for one in self._report.get("searches") or []:
+            low, high = ("open" if side is None else number(side) for side in one["interval"])
+            found = "nothing" if one["rate"] is None else f"{number(one['rate'])} requests/s ({low} to {high})"
+            rest = f"; {one['ended']}" if one["ended"] else ""
+            rows = []
+            for step in one["steps"]:
+                runs = [number(run["excess"]) for run in step["runs"]]
+                cells = [Cell(text="passed" if step["passed"] else "failed"), Cell(text=", ".join(runs))]
+                rows.append(Row(name=f"{number(step['rate'])} requests/s", cells=cells))
+            columns = ["outcome", "worst value over its limit, each run"]
+            out.append((f"{one['protocol']}, {one['goal']}: {found}{rest}", Table(columns=columns, rows=rows)))
+        return out
+
+    @property
     def client(self) -> Table | None:
         """What the client says of itself."""
         rows = []
@@ -423,6 +457,13 @@ class _View:
 
     def _protocol_legend(self) -> list[tuple[str, int]]:
         return [(protocol, style) for style, protocol in enumerate(self.protocols)]
+
+
+def _over_runs(entry: dict[str, Any] | None) -> Cell:
+    if entry is None:
+        return Cell(text=UNKNOWN)
+    low, high = entry["interval"]
+    return Cell(text=f"{number(entry['mean'])} ±{number((high - low) / 2)}", title=f"std {number(entry['std'])}")
 
 
 def _name(level: dict[str, Any]) -> str:
