@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from pipeline.bench.options import Target
+    from pipeline.bench.options import BenchOptions, Target
     from pipeline.bench.search import Search
     from pipeline.bench.work.loads import Load
     from pipeline.bench.work.work import Work
@@ -77,11 +77,7 @@ def bench(
     report: Annotated[Path, typer.Option(help="CSV and requests go beside it.")] = Path("reports/report.json"),
 ) -> None:
     """Measure a server: TTFT, ITL, TPOT, latency, throughput and goodput, at each load."""
-    from engines.errors import StageFailed
-    from pipeline import chat, console, serve
-    from pipeline.bench.files import write_report
     from pipeline.bench.options import BenchOptions
-    from pipeline.bench.run import run
     from pipeline.bench.slo import parse_objective
     from pipeline.bench.wire.connect import Wiring
 
@@ -124,38 +120,32 @@ def bench(
         timeout_s=timeout,
         token_timeout_s=token_timeout,
     )
-    template = chat.read_template(options.tokenizer.parent)
-    render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
-    with console.bench_progress() as progress:
-        measured = run(options, render, progress)
-    if served is not None:
-        measured.engine = vars(serve.check_passport(served.repository))
-    places = write_report(measured, report)
-    console.bench_table(measured)
-    for reason in measured.verdict()["reasons"]:
-        console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
-    for result in measured.results:
-        said = result.server and result.server["output_tokens"]
-        if said and said["agree"] is False:
-            console.note(
-                f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
-                f"the client {said['client']}"
-            )
-    for search in measured.searches:
-        console.result(search.said())
-    console.result("report: " + "  ".join(str(place) for place in places))
-    if measured.interrupted:
-        raise KeyboardInterrupt
-    if options.search is not None:
-        if any(search.found.rate is None for search in measured.searches):
-            raise StageFailed(f"no {find} was found", remedy="loosen --slo, or see the levels in the report")
-        return  # beyond the limit requests fail, and that is what was looked for
-    if any(result.requests["failed"] for result in measured.results):
-        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
-    if not measured.valid:
-        raise StageFailed(
-            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{report} says in what"
-        )
+    _measure(options, served, report)
+
+
+@app.command()
+def again(
+    earlier: Annotated[Path, typer.Argument(help="The report.json of a measurement.")],
+    report: Annotated[Path, typer.Option(help="Where the new one goes.")],
+    grpc_url: Annotated[str | None, typer.Option(help="Where gRPC is spoken now: host:8001.")] = None,
+    http_url: Annotated[str | None, typer.Option(help="Triton's HTTP now: http://host:8000.")] = None,
+    openai_url: Annotated[str | None, typer.Option(help="OpenAI's API now: http://host:9000/v1.")] = None,
+    metrics_url: Annotated[str | None, typer.Option(help="The Prometheus page now.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Where its tokenizer.json is now.")] = None,
+) -> None:
+    """Measure once more what a report tells of: the same requests at the same times, by its own word."""
+    from dataclasses import replace
+
+    from pipeline.bench.files import read_again
+
+    options = read_again(earlier, tokenizer)
+    urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
+    targets = tuple(
+        replace(target, url=urls[target.protocol] or target.url, metrics_url=metrics_url or target.metrics_url)
+        for target in options.targets
+    )
+    wiring = replace(options.wiring, headers=_headers())
+    _measure(replace(options, targets=targets, wiring=wiring), None, report)
 
 
 @app.command()
@@ -214,6 +204,49 @@ def compare(
     refusal = compared.refusal()
     if refusal is not None:
         raise refusal
+
+
+def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
+    """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
+    from engines.errors import StageFailed
+    from pipeline import chat, console, serve
+    from pipeline.bench.files import write_report
+    from pipeline.bench.run import run
+
+    template = chat.read_template(options.tokenizer.parent)
+    render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
+    with console.bench_progress() as progress:
+        measured = run(options, render, progress)
+    if served is not None:
+        measured.engine = vars(serve.check_passport(served.repository))
+    places = write_report(measured, report)
+    console.bench_table(measured)
+    for reason in measured.verdict()["reasons"]:
+        console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
+    for result in measured.results:
+        said = result.server and result.server["output_tokens"]
+        if said and said["agree"] is False:
+            console.note(
+                f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
+                f"the client {said['client']}"
+            )
+    for search in measured.searches:
+        console.result(search.said())
+    console.result("report: " + "  ".join(str(place) for place in places))
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    if options.search is not None:
+        if any(search.found.rate is None for search in measured.searches):
+            raise StageFailed(
+                f"no {options.search.goal} was found", remedy="loosen --slo, or see the levels in the report"
+            )
+        return  # beyond the limit requests fail, and that is what was looked for
+    if any(result.requests["failed"] for result in measured.results):
+        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
+    if not measured.valid:
+        raise StageFailed(
+            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{report} says in what"
+        )
 
 
 def _list(text: str | None) -> list[float] | None:

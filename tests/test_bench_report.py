@@ -8,14 +8,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from engines.errors import HostError, StageFailed, UsageError
+from engines.errors import HostError, InputDataError, StageFailed, UsageError
 from pipeline.bench import verdict
-from pipeline.bench.files import write_report
+from pipeline.bench.files import read_again, write_report
 from pipeline.bench.known.child import KnownProcess
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.options import BenchOptions, Progress, Target
@@ -24,13 +26,14 @@ from pipeline.bench.run import run
 from pipeline.bench.search import Search
 from pipeline.bench.slo import parse_objective
 from pipeline.bench.wire.connect import Wiring
-from pipeline.bench.work.loads import Closed, Load, Open
-from pipeline.bench.work.work import Work
+from pipeline.bench.work.loads import Closed, Load, Open, Replay, Stage, Staged
+from pipeline.bench.work.work import Sessions, SharedPrefix, Work
 from tests.factories import write_tokenizer
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 TWO = Closed(concurrency=2, requests=8)
+SHARED = SharedPrefix(share=0.5, tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,8 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     value = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (value["schema"], value["partial"], value["seed"]) == (SCHEMA, False, 7)
     assert value["options"]["work"]["input_tokens"] == 8
-    assert value["options"]["loads"] == [{"kind": "closed", "concurrency": 2, "warmup": 1, "ramp_s": 0.0}]
+    (load,) = value["options"]["loads"]
+    assert load == {"concurrency": 2, "requests": 8, "duration_s": None, "warmup": 1, "ramp_s": 0.0}
     assert value["endpoints"][0]["model"] == "ensemble"
     assert set(value["client"]) >= {"trtpipe", "uvloop", "tokenizers"}
     assert value["host"]["usable_cores"] >= 1
@@ -108,6 +112,82 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     table = list(csv.DictReader((tmp_path / "out" / "report.csv").read_text().splitlines()))
     ttft = next(row for row in table if row["metric"] == "time_to_first_token")
     assert float(ttft["p99"]) == level["metrics"]["time_to_first_token"]["p99"]
+
+
+EVERYTHING = {
+    "objectives": (parse_objective("ttft:p99<10s"),),
+    "wiring": Wiring(connections=2),
+    "seed": 7,
+    "repeat": 2,
+    "timeout_s": 20.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("loads", "work"),
+    [
+        ((TWO, Open(rate=5, requests=3, cooldown_s=0.5)), Work(input_tokens="normal:20,3", shared_prefix=SHARED)),
+        ((Closed(concurrency=1, duration_s=0.5),), Work(sessions=Sessions(turns=2, think_s="uniform:0,0.1"))),
+        (
+            (Staged(stages=(Stage(duration_s=1, start=1, end=5),)),),
+            Work(options={"temperature": 0.5}, ignore_eos=False),
+        ),
+        ((Replay(trace=Path("trace.jsonl"), speedup=2.0),), Work(trace=Path("trace.jsonl"))),
+        ((TWO,), Work(prompts=Path("p.txt"), shuffle=True, folder=Path("there"))),
+    ],
+)
+def test_options_come_back_from_the_report(loads: tuple[Load, ...], work: Work, tokenizer: Path) -> None:
+    targets = (Target(protocol="chat", url="http://host:9000/v1", model="m", metrics_url="http://host/metrics"),)
+    search = Search(goal="max-rate", load=Open(rate=2, duration_s=9, arrivals="gamma", burstiness=0.5))
+    options = BenchOptions(targets=targets, tokenizer=tokenizer, loads=loads, work=work, search=search, **EVERYTHING)
+    value = json.loads(json.dumps(options.to_json()))
+    read = BenchOptions.from_json(value, "report.json")
+    # Where files are is told in full: the report may be read from anywhere.
+    assert read.to_json() == value
+    assert read.loads == tuple(
+        replace(load, trace=load.trace.absolute()) if isinstance(load, Replay) else load for load in loads
+    )
+    assert (read.targets, read.search, read.objectives) == (options.targets, search, options.objectives)
+    assert read.work.files == work.files
+    value["loads"][0]["wrong"] = None
+    value["seed"] = "seven"
+    with pytest.raises(InputDataError, match=r"report.json does not say how it was measured: seed"):
+        BenchOptions.from_json(value, "report.json")
+
+
+def test_a_key_is_in_no_report(tokenizer: Path) -> None:
+    targets = (Target(protocol="chat", url="http://host:9000/v1", model="m"),)
+    wiring = Wiring(headers={"Authorization": "Bearer secret"})
+    assert "secret" not in json.dumps(BenchOptions(targets=targets, tokenizer=tokenizer, wiring=wiring).to_json())
+
+
+def test_a_report_is_enough_to_measure_once_more(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\nworld\nhello world\n", encoding="utf-8")
+    load = Open(rate=100, requests=12)
+    first = measure(known, tokenizer, loads=(load,), work=Work(prompts=prompts, output_tokens=4, shuffle=True), seed=3)
+    place = tmp_path / "report.json"
+    write_report(first, place)
+    second = run(read_again(place), None, None)
+    for column in ("due", "input_tokens", "max_tokens"):
+        both = (first.records[0], second.records[0])
+        one, other = (getattr(records, column)[np.argsort(records.due)] for records in both)
+        if column == "due":
+            one, other = np.diff(one), np.diff(other)
+        assert list(one) == list(other)
+    prompts.write_text("hello\n", encoding="utf-8")
+    with pytest.raises(InputDataError, match=r"prompts.txt is not what it was in .*report.json; bring it back"):
+        read_again(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "telling"),
+    [("{", "cannot be read"), ("[]", "no report"), ('{"schema": "trtpipe.bench/1"}', "trtpipe.bench/2")],
+)
+def test_what_is_no_report(tmp_path: Path, text: str, telling: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(InputDataError, match=telling):
+        read_again(tmp_path / "report.json")
 
 
 def test_a_search_finds_what_the_server_can_begin(

@@ -1,4 +1,5 @@
-"""A report on disk: report.json, and beside it every request, a table for spreadsheets and a page."""
+"""A report on disk: report.json, and beside it every request, a table for spreadsheets and a page; and what one asks
+for, to measure it once more."""
 
 from __future__ import annotations
 
@@ -6,13 +7,16 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError
+from engines.errors import HostError, InputDataError
 from pipeline.bench.metrics import PERCENTILES, definitions, percentile_name
+from pipeline.bench.options import BenchOptions
 from pipeline.bench.page.page import render
-from pipeline.bench.report import BenchReport
+from pipeline.bench.report import SCHEMA, BenchReport
+from pipeline.bench.run import digest
 from pipeline.bench.slo import GOODPUT
 from pipeline.folders import write_whole
 
@@ -36,6 +40,27 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
             f"report {path} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
         ) from None
     return list(texts)
+
+
+def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
+    """The options of a report.json, to do the same once more; `tokenizer` stands in for one that lay elsewhere.
+
+    Raises InputDataError for what is no report, and for files that are not those of then: other work is no repetition.
+    """
+    try:
+        report = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputDataError(f"{path} cannot be read", why=str(error), remedy="name a report.json") from None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        found = report.get("schema") if isinstance(report, dict) else None
+        raise InputDataError(f"{path} is no report of this kind", why=f"schema {found}, not {SCHEMA}")
+    options = BenchOptions.from_json(report.get("options"), str(path))
+    options = replace(options, tokenizer=tokenizer or options.tokenizer)
+    then = {str(options.tokenizer): report.get("tokenizer_sha256"), **report.get("work_sha256", {})}
+    for file, sha256 in then.items():
+        if digest(Path(file)) != sha256:
+            raise InputDataError(f"{file} is not what it was in {path}", remedy="bring it back, or measure anew")
+    return options
 
 
 def _lines(report: BenchReport) -> Iterator[str]:

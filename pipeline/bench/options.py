@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.errors import UsageError, suggestion
+from engines.errors import InputDataError, UsageError, suggestion
 from pipeline.bench.driver import Live
 from pipeline.bench.search import Search
 from pipeline.bench.slo import Objective
@@ -79,25 +80,36 @@ class BenchOptions:
             raise UsageError("a trace brings its own requests", remedy="leave the sessions out")
 
     def to_json(self) -> dict[str, Any]:
-        """For the report: enough to run it again."""
-        return {
-            "targets": [vars(target) for target in self.targets],
-            "tokenizer": str(self.tokenizer),
-            "loads": [load.entry() for load in self.loads],
-            "work": _plain(vars(self.work)),
-            "wiring": {key: value for key, value in vars(self.wiring).items() if key != "headers"},  # may hold a key
-            "objectives": [vars(objective) for objective in self.objectives],
-            "search": None if self.search is None else {**vars(self.search), "load": self.search.load.entry()},
-            **{name: getattr(self, name) for name in ("repeat", "seed", "timeout_s", "token_timeout_s")},
-        }
+        """For the report: all that `from_json` takes to do the same again. Without headers, which may hold a key."""
+        out: dict[str, Any] = _plain(asdict(self))
+        del out["wiring"]["headers"]
+        folder = self.work.folder.absolute()
+        named = {name: getattr(self.work, name) for name in ("prompts", "sharegpt", "trace")}
+        out["work"] |= {name: None if file is None else str(folder / file) for name, file in named.items()}
+        return out
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> BenchOptions:
+        """Options as `to_json` wrote them into the report `where`. Raises InputDataError."""
+        import pydantic
+
+        try:
+            # In JSON's own mode, strictly: a list is taken for a tuple and a string for a path, and nothing else.
+            return pydantic.TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
+        except (pydantic.ValidationError, UsageError) as error:
+            first = error.errors()[0] if isinstance(error, pydantic.ValidationError) else None
+            why = str(error) if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise InputDataError(
+                f"{where} does not say how it was measured", why=why, remedy="measure anew with a newer trtpipe"
+            ) from None
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
-    if hasattr(value, "__dict__") and not isinstance(value, Path):
-        return _plain(vars(value))
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value.absolute()) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,7 @@ class BenchReport:
     """A whole run. `partial` when it was interrupted or a level ended early.
 
     engine   the passport of what is served
+    work_sha256  of files that the work is made from
     records  of each result, in their order
     """
 
@@ -98,6 +99,7 @@ class BenchReport:
     options: dict[str, Any]
     tokenizer_sha256: str | None
     started: str
+    work_sha256: dict[str, str] = field(default_factory=dict)
     engine: dict[str, Any] | None = None
     repository_sha256: str | None = None
     finished: str = ""
@@ -138,6 +140,7 @@ class BenchReport:
             "options": self.options,
             "seed": self.options.get("seed"),
             "tokenizer_sha256": self.tokenizer_sha256,
+            "work_sha256": self.work_sha256,
             "engine": self.engine,
             "repository_sha256": self.repository_sha256,
             "endpoints": self.endpoints,

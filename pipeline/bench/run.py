@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.errors import StageFailed
+from engines.errors import InputDataError, StageFailed
 from pipeline.bench.asking import Asker
 from pipeline.bench.driver import Limits, Live
 from pipeline.bench.level import OPENED, LevelRun
@@ -38,7 +39,8 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     report = BenchReport(
         command=sys.argv,
         options=options.to_json(),
-        tokenizer_sha256=hashlib.sha256(options.tokenizer.read_bytes()).hexdigest(),
+        tokenizer_sha256=digest(options.tokenizer),
+        work_sha256={str(file): digest(file) for file in options.work.files},
         started=_now(),
     )
     session = _Session(options, report, tokenizer, render, progress)
@@ -50,6 +52,14 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
         loop.close()
     report.finished = _now()
     return report
+
+
+def digest(file: Path) -> str:
+    """Raises InputDataError."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
 
 
 def _now() -> str:

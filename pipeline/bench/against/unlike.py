@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # Who was asked and how much was measured do not make runs unlike; loads are told by level, tokenizers by their digest.
-_NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report")
+_NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder")
 # Of the machine that the load came from.
 _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more are told.

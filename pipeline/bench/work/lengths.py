@@ -50,6 +50,11 @@ class Distribution(ABC):
     def sample(self, rng: np.random.Generator, count: int) -> Floats:
         """`count` values as they come, neither rounded nor bounded."""
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What it is read from."""
+        return ()
+
     def tokens(self, rng: np.random.Generator, count: int) -> Ints:
         return np.maximum(np.rint(self.sample(rng, count)), 1).astype(np.int64)
 
@@ -121,6 +126,10 @@ class Mix(Distribution):
     def typical(self) -> float:
         return min(part.typical for part in self.parts)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file for part in self.parts for file in part.files)
+
     def sample(self, rng: np.random.Generator, count: int) -> Floats:
         drawn: Floats = np.stack([part.sample(rng, count) for part in self.parts])[self._choice(rng, count)]
         return drawn
@@ -144,6 +153,10 @@ class Empirical(Distribution):
     @property
     def typical(self) -> float:
         return float(self._values.min())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.file,)
 
     def sample(self, rng: np.random.Generator, count: int) -> Floats:
         return rng.choice(self._values, count).astype(np.float64)

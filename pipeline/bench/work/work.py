@@ -104,6 +104,14 @@ class Work:
             parse(outputs, "output_tokens", column=1, folder=self.folder),
         )
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All that it is made from, as absolute paths."""
+        sources = [source for source in (self.prompts, self.sharegpt, self.trace) if source is not None]
+        lengths = [one for one in (*self.lengths(), *(self.turns() or ())) if one is not None]
+        found = [self.folder / source for source in sources] + [file for one in lengths for file in one.files]
+        return tuple(dict.fromkeys(file.absolute() for file in found))
+
     def turns(self) -> tuple[Distribution, Distribution, Distribution | None] | None:
         """Turns, think times and lengths of later user texts; None without sessions. Raises UsageError."""
         if self.sessions is None:
