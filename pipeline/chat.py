@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,40 +43,54 @@ def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> s
     return compile_template(tokenizer, template)(messages)
 
 
-def compile_template(tokenizer: Path, template: str) -> Callable[[list[Message]], str]:
+def compile_template(tokenizer: Path, template: str) -> ChatTemplate:
     """`apply_template` for many prompts: compiling takes longer than rendering. Errors are those of applying it."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    return ChatTemplate(template, _special_tokens(tokenizer), str(tokenizer))
 
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+class ChatTemplate:
+    """A template and the special tokens it may name, compiled when first applied. Pickles as these."""
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    named = _special_tokens(tokenizer)
+    def __init__(self, source: str, special: dict[str, str], owner: str) -> None:
+        self._source = source
+        self._special = special
+        self._owner = owner
 
-    @functools.cache
-    def compiled() -> jinja2.Template:
-        return environment.from_string(_GENERATION.sub(_always, template))
+    def __reduce__(self) -> Any:
+        return ChatTemplate, (self._source, self._special, self._owner)
 
-    def apply(messages: list[Message]) -> str:
+    def __call__(self, messages: list[Message]) -> str:
         try:
-            return compiled().render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **named)
+            return str(
+                self._compiled.render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+                )
+            )
         except Exception as error:  # a template is a program, and may fail in any way
             raise InputDataError(
-                f"the chat template of {tokenizer} cannot be applied",
+                f"the chat template of {self._owner} cannot be applied",
                 why=str(error) or type(error).__name__,
                 remedy=RAW,
             ) from None
 
-    return apply
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(_GENERATION.sub(_always, self._source))
 
 
 def _always(found: re.Match[str]) -> str:

@@ -23,9 +23,10 @@ import uvloop
 from pipeline.bench.asking import Asker
 from pipeline.bench.driver import ClosedLoop, Driver, Limits, Live, OpenLoop
 from pipeline.bench.exchange import Exchange, Failure
-from pipeline.bench.level import LevelRun
+from pipeline.bench.level import LevelRun, evaluate
 from pipeline.bench.metrics import closed_window, level_metrics
 from pipeline.bench.records import settle
+from pipeline.bench.share import Share
 from pipeline.bench.wire.transport import Answer, Client
 from pipeline.bench.work.arrivals import slot_starts
 from pipeline.bench.work.loads import Closed, Open
@@ -517,7 +518,7 @@ class Sessions:
         prompt = ask.prompt + answer
         return Ask(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000) if turn < self._turns else None
 
-    def asks(self) -> Asks:
+    def asks(self, share: Share) -> Asks:
         return self._asks
 
     def first(self, number: int) -> list[Exchange]:
@@ -809,12 +810,14 @@ def test_an_interrupt_while_connections_are_made_is_not_lost(
 
     sender, work = Connecting(), Sessions(1)
     level = LevelRun(load, Client(Letters(), sender), Asker(), work, limits=PATIENT)  # type: ignore[arg-type]
-    loop.run_until_complete(level.run())
-    result, records = level.result(len, [], 0)
+    loop.run_until_complete(level.prepare())
+    loop.run_until_complete(level.drive())
+    driven = level.collect(len)
+    result = evaluate(load, driven, protocol="grpc")
     assert sender.started == []
     assert result.interrupted
     assert result.window_s is None
-    assert len(records) == 0
+    assert len(driven.records) == 0
 
 
 class Fault(Exception):

@@ -11,7 +11,7 @@ from pipeline.bench.driver import Client
 from pipeline.bench.verdict import Reason, SelfCheck, examine
 from tests.bench_records import MS, Row, made
 
-LESS = "offer less load, or measure from a machine with free cores"
+LESS = "offer less load, or measure with more --workers, or from a machine with free cores"
 CLIENT = Client(lateness_ns=[0] * 100, cpu_ns=100 * MS, wall_ns=1000 * MS, peak=20)
 
 
@@ -24,7 +24,7 @@ def rows(*, delay: float = 0.0, count: int = 21) -> list[Row]:
 
 def check(client: Client = CLIENT, requests: list[Row] | None = None, **changes: Any) -> SelfCheck:
     asked: dict[str, Any] = {"ttft_p50_ms": 50.0, "asked": 20, **changes}
-    return examine(made(*(rows() if requests is None else requests)), client, **asked)
+    return examine(made(*(rows() if requests is None else requests)), (client,), **asked)
 
 
 def reasons(*arguments: Any, **changes: Any) -> list[Reason]:
@@ -165,7 +165,19 @@ def test_figures_of_a_closed_loop() -> None:
         "cpu_share": 0.25,
         # 0.25 s for 21 x 5 and the 20 of the warm-up.
         "cpu_s_per_1000_tokens": pytest.approx(0.25 / 0.125),
+        "processes": 1,
     }
+
+
+def test_processes_that_share_a_load_are_judged_by_the_fullest_and_counted_together() -> None:
+    calm = replace(CLIENT, cpu_ns=100 * MS, peak=8)
+    full = replace(CLIENT, cpu_ns=950 * MS, peak=12, lateness_ns=[9 * MS] * 100)
+    found = examine(made(*rows()), (calm, full), ttft_p50_ms=50.0, asked=20)
+    assert [reason.what for reason in found.reasons] == ["the event loop was late", "the client's core was full"]
+    assert found.figures["cpu_share"] == 0.95
+    assert found.figures["in_flight"] == {"asked": 20, "reached": 20}
+    assert found.figures["cpu_s_per_1000_tokens"] == pytest.approx(1.05 / 0.105)
+    assert found.figures["processes"] == 2
 
 
 def test_figures_of_an_open_loop_have_its_rate() -> None:

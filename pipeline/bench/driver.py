@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns, process_time_ns
@@ -75,6 +75,17 @@ class Live:
     responses: int
     first_ns: Sequence[int]
 
+    @classmethod
+    def sum(cls, parts: Iterable[Live]) -> Live:
+        """Of processes that share a level."""
+        known = list(parts)
+        counts = ("warmed", "done", "failed", "in_flight", "responses")
+        return cls(
+            elapsed_s=max(one.elapsed_s for one in known),
+            first_ns=[first for one in known for first in one.first_ns],
+            **{name: sum(getattr(one, name) for one in known) for name in counts},
+        )
+
 
 class Driver:
     """What both loops share. One level; `ended` grows by each request as it ends, so that an interrupted one keeps what
@@ -105,8 +116,10 @@ class Driver:
         self._sweeper: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[None] | None = None  # from the moment it runs
 
-    async def run(self) -> None:
-        """Returns when the last request has ended, or the level was stopped or interrupted."""
+    async def run(self, start_ns: int = 0) -> None:
+        """Begin at `start_ns`, or now where it is 0. Returns when the last request has ended, or the level was
+        stopped or interrupted."""
+        self._start_ns = start_ns
         self._loop = asyncio.get_running_loop()
         over = self._over = self._loop.create_future()
         metronome = Metronome(self._loop)
@@ -283,7 +296,7 @@ class ClosedLoop(Driver):
         self._beginning: deque[tuple[int, int]] = deque()
 
     def _begin(self) -> None:
-        start = monotonic_ns()
+        start = self._start_ns or monotonic_ns()
         self._beginning.extend((place, start + offset) for place, offset in enumerate(self._starts))
         self._alarm = Alarm(self._loop, partial(self._step, self._ramp))
         self._alarm.at(start)
@@ -371,7 +384,7 @@ class OpenLoop(Driver):
 
     def _begin(self) -> None:
         # A little later, so that the first is no later than the others.
-        start = monotonic_ns() + 20_000_000
+        start = self._start_ns or monotonic_ns() + 20_000_000
         self._due = [start + offset for offset in self._offsets]
         self.window = (start + self._window_ns[0], start + self._window_ns[1])
         self._alarm = Alarm(self._loop, partial(self._step, self._ring))

@@ -1,20 +1,24 @@
-"""One protocol under one load: its requests made, driven, read and judged."""
+"""One protocol under one load: its requests made and driven (LevelRun, a share of them in each process), then what came
+of all shares read and judged (evaluate)."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from pipeline.bench.asking import Asker
+from pipeline.bench.driver import Client as ClientFigures
 from pipeline.bench.driver import ClosedLoop, Driver, Limits, Live, OpenLoop
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.metrics import Window, closed_window
-from pipeline.bench.records import Records, settle
+from pipeline.bench.records import Records, joined, settle
 from pipeline.bench.report import LevelResult, level_result
-from pipeline.bench.server_side import Scraper, summarise
+from pipeline.bench.server_side import summarise
+from pipeline.bench.share import WHOLE, Share
 from pipeline.bench.slo import Objective
 from pipeline.bench.verdict import examine
 from pipeline.bench.wire.transport import Client
@@ -28,111 +32,117 @@ AHEAD = 4
 OPENED = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class Driven:
+    """What a level left behind.
+
+    clients    figures of each process that drove a share of it
+    window_ns  the measured part of an open loop's schedule, by the clock; None of a closed loop, whose window shows in
+               its records, and where nothing was measured
+    """
+
+    records: Records
+    clients: tuple[ClientFigures, ...]
+    window_ns: tuple[int, int] | None
+    cut: int
+    stopped: str | None
+    interrupted: bool
+
+    @classmethod
+    def merged(cls, parts: Sequence[Driven]) -> Driven:
+        """Shares that were driven side by side as the one level that they are."""
+        windows = [part.window_ns for part in parts if part.window_ns is not None]
+        start, stop = max((w[0] for w in windows), default=0), min((w[1] for w in windows), default=0)
+        return cls(
+            records=joined([part.records for part in parts]),
+            clients=tuple(client for part in parts for client in part.clients),
+            window_ns=(start, stop) if len(windows) == len(parts) and stop > start else None,
+            cut=sum(part.cut for part in parts),
+            stopped=next((part.stopped for part in parts if part.stopped is not None), None),
+            interrupted=any(part.interrupted for part in parts),
+        )
+
+
 class LevelRun:
-    """A load over one protocol, from its preparation to its result. `seed` fixes an open loop's times."""
+    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` fixes an open loop's times."""
 
     def __init__(
         self, load: Load, client: Client, asker: Asker, workload: Workload, *, limits: Limits, seed: int = 0,
-        metrics_url: str | None = None, watch: Callable[[Live], None] | None = None,
+        share: Share = WHOLE, watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         self.load = load
         self.client = client
         self._asker = asker
-        self._asks = workload.asks()
+        self._asks = workload.asks(share)
         self._limits = limits
         self._seed = seed
+        self._share = share
         self._watch = watch
-        self._scraper = None if metrics_url is None else Scraper(metrics_url)
         self._driver: Driver | None = None
 
-    async def run(self) -> None:
-        """Drive it. Whatever ends it, `result` has what there is."""
-        # Made before connections are: an interrupt meanwhile is to find it.
+    async def prepare(self) -> None:
+        """Make requests and connections."""
+        # Requests first: an interrupt meanwhile is to find the driver.
         if isinstance(self.load, Closed):
-            self._driver, calls = self._closed(self.load), self.load.concurrency
+            self._driver, calls = self._closed(self.load), self._share.count(self.load.concurrency)
         else:
-            self._driver, calls = self._open(self.load), min(self.load.max_in_flight or OPENED, OPENED)
+            self._driver = self._open(self.load)
+            calls = min(self._share.count(self.load.max_in_flight or OPENED), OPENED)
         await self.client.sender.warm(calls)
-        if self._scraper is not None:
-            self._scraper.start()
-        try:
-            with _undisturbed():
-                await self._driver.run()
-        finally:
-            if self._scraper is not None:
-                self._scraper.stop()
+
+    async def drive(self, start_ns: int = 0) -> None:
+        """Begin at `start_ns`, or now where it is 0. Whatever ends it, `collect` has what there is."""
+        assert self._driver is not None
+        with _undisturbed():
+            await self._driver.run(start_ns)
 
     def interrupt(self) -> None:
         if self._driver is not None:
             self._driver.interrupt()
 
-    def result(
-        self, count_tokens: Callable[[str], int], objectives: list[Objective], repeat: int
-    ) -> tuple[LevelResult, Records]:
-        """Evaluate what was driven. Once."""
-        driver, load = self._driver, self.load
+    def collect(self, count_tokens: Callable[[str], int]) -> Driven:
+        """Read what was driven. Once."""
+        driver = self._driver
         assert driver is not None
         assert driver.client is not None
-        records = settle(driver.ended, self.client.codec.decode, count_tokens)
-        good = records.good()
-        first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
-        if isinstance(load, Closed):
-            window = closed_window(records, load.concurrency)
-        else:
-            assert isinstance(driver, OpenLoop)
-            start, stop = driver.window
-            window = Window(start_ns=start, stop_ns=stop) if stop > start else None
-        check = examine(
-            records,
-            driver.client,
-            ttft_p50_ms=float(sorted(first)[len(first) // 2]) if len(first) else None,
-            asked=load.concurrency if isinstance(load, Closed) else None,
-            bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
-        )
-        made = level_result(
-            records,
-            window,
-            check,
-            protocol=self.client.codec.protocol,
-            label=load.label,
-            load=load.entry(),
-            repeat=repeat,
+        window = driver.window if isinstance(driver, OpenLoop) else (0, 0)
+        for exchange in driver.ended:
+            if exchange.slot >= 0:  # among all places of the load, not of this share
+                exchange.slot = self._share.index + self._share.of * exchange.slot
+        return Driven(
+            records=settle(driver.ended, self.client.codec.decode, count_tokens),
+            clients=(driver.client,),
+            window_ns=window if window[1] > window[0] else None,
             cut=driver.cut,
-            server=self._server_said(records, driver.cut),
-            objectives=objectives,
             stopped=driver.stopped,
             interrupted=driver.interrupted,
         )
-        return made, records
-
-    def _server_said(self, records: Records, cut: int) -> dict[str, Any] | None:
-        if self._scraper is None or len(records) == 0:
-            return None
-        # What a request that failed or was abandoned cost the server nobody here knows.
-        whole = not cut and not records.failed.any()
-        tokens = int(records.output_tokens.sum()) if whole else None
-        return summarise(self._scraper.pages, tokens, int(records.due.min()))
 
     def _closed(self, load: Closed) -> ClosedLoop:
-        ready = [next(self._asks) for _ in range(load.measured_requests or AHEAD * load.concurrency)]
-        lengths = [load.warmup_lengths(place, ready[0].output_tokens) for place in range(load.concurrency)]
+        share = self._share
+        total = load.measured_requests
+        ready = list(islice(self._asks, AHEAD * share.count(load.concurrency) if total is None else share.count(total)))
+        lengths = [load.warmup_lengths(p, ready[0].output_tokens) for p in share.take(range(load.concurrency))]
         # Drawn after the measured ones, so that those are the same whatever the warm-up is.
         warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
         measured: Iterator[Exchange] = iter([self._make(ask) for ask in ready])
-        if load.measured_requests is None:
+        if total is None:
             # One by one from then on: what that takes shows as dispatch_delay.
             measured = chain(measured, map(self._make, self._asks))
         return ClosedLoop(
             self.client.sender, self._limits, warmups=warmups, measured=measured,
-            starts_ns=slot_starts(load).tolist(), duration_s=load.duration_s, follow=self._follow, watch=self._watch,
+            starts_ns=list(share.take(slot_starts(load).tolist())), duration_s=load.duration_s, follow=self._follow,
+            watch=self._watch,
         )  # fmt: skip
 
     def _open(self, load: Open | Staged | Replay) -> OpenLoop:
         plan = schedule(load, self._seed)
-        exchanges = [self._make(next(self._asks)) for _ in plan.due_ns]
+        due_ns = list(self._share.take(plan.due_ns.tolist()))
+        exchanges = [self._make(next(self._asks)) for _ in due_ns]
+        most = load.max_in_flight
         return OpenLoop(
-            self.client.sender, self._limits, exchanges=exchanges, due_ns=plan.due_ns.tolist(), window_ns=plan.window,
-            max_in_flight=load.max_in_flight, follow=self._follow, watch=self._watch,
+            self.client.sender, self._limits, exchanges=exchanges, due_ns=due_ns, window_ns=plan.window,
+            max_in_flight=None if most is None else self._share.count(most), follow=self._follow, watch=self._watch,
         )  # fmt: skip
 
     def _make(self, ask: Ask, max_tokens: int | None = None) -> Exchange:
@@ -140,6 +150,52 @@ class LevelRun:
 
     def _follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
         return self._asker.follow(self.client.codec, self._asks, exchange)
+
+
+def evaluate(
+    load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
+    pages: list[tuple[int, bytes]] | None = None,
+) -> LevelResult:  # fmt: skip
+    """Judge a level. `pages` are those of the server's metrics, where they are known."""
+    records = driven.records
+    good = records.good()
+    first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
+    window = None
+    if isinstance(load, Closed):
+        window = closed_window(records, load.concurrency)
+    elif driven.window_ns is not None:
+        window = Window(start_ns=driven.window_ns[0], stop_ns=driven.window_ns[1])
+    check = examine(
+        records,
+        driven.clients,
+        ttft_p50_ms=float(sorted(first)[len(first) // 2]) if len(first) else None,
+        asked=load.concurrency if isinstance(load, Closed) else None,
+        bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
+    )
+    return level_result(
+        records,
+        window,
+        check,
+        protocol=protocol,
+        label=load.label,
+        load=load.entry(),
+        repeat=repeat,
+        cut=driven.cut,
+        server=_server_said(driven, pages),
+        objectives=objectives,
+        stopped=driven.stopped,
+        interrupted=driven.interrupted,
+    )
+
+
+def _server_said(driven: Driven, pages: list[tuple[int, bytes]] | None) -> dict[str, Any] | None:
+    records = driven.records
+    if pages is None or len(records) == 0:
+        return None
+    # What a request that failed or was abandoned cost the server nobody here knows.
+    whole = not driven.cut and not records.failed.any()
+    tokens = int(records.output_tokens.sum()) if whole else None
+    return summarise(pages, tokens, int(records.due.min()))
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class BenchOptions:
     loads, work      when requests leave, and what they ask
     objectives       each level is judged by them
     repeat           how often each level is measured, each time with other arrivals
+    workers          processes that share each load
     search           instead of `loads`: the highest rate that meets the objectives
     seed             of prompts and of times
     timeout_s        a request that has not ended after this many seconds has failed
@@ -55,6 +56,7 @@ class BenchOptions:
     wiring: Wiring = field(default_factory=Wiring)
     objectives: tuple[Objective, ...] = ()
     repeat: int = 1
+    workers: int = 1
     search: Search | None = None
     seed: int = 0
     timeout_s: float = 300.0
@@ -73,6 +75,12 @@ class BenchOptions:
             raise UsageError("nothing says what a load has to meet", remedy="give --slo, such as ttft:p99<500ms")
         if self.repeat < 1:
             raise UsageError(f"repeat is {self.repeat}", remedy="give 1 or more")
+        if self.workers < 1:
+            raise UsageError(f"workers is {self.workers}", remedy="give 1 or more")
+        for load in self.loads:
+            places = load.concurrency if isinstance(load, Closed) else load.max_in_flight
+            if places is not None and places < self.workers:
+                raise UsageError(f"{self.workers} workers cannot share {places} in flight", remedy="give fewer workers")
         for name in ("timeout_s", "token_timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}", remedy="give a positive number of seconds")

@@ -87,6 +87,20 @@ class Records:
             }
 
 
+def joined(parts: Sequence[Records]) -> Records:
+    """The requests of all parts, one part after the other. At least one."""
+    import numpy as np
+
+    if len(parts) == 1:
+        return parts[0]
+    lists = ("ids", "failures", "sources")
+    columns = ("warmup", "slot", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens")
+    whole: dict[str, Any] = {name: [one for part in parts for one in getattr(part, name)] for name in lists}
+    whole |= {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*columns, "stamps", "tokens")}
+    counts = np.concatenate([np.diff(part.offsets) for part in parts])
+    return Records(**whole, offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+
+
 def _known(value: int) -> int | None:
     return None if value == NONE else value
 

@@ -1,41 +1,44 @@
-"""One run: connect, try one request, then every target under every load."""
+"""One run: connect, try one request, then every target under every load, or a search for the highest it bears."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import monotonic_ns
+from typing import Any, TypeVar
 
-from engines.errors import InputDataError, StageFailed
-from pipeline.bench.asking import Asker
-from pipeline.bench.driver import Limits, Live
-from pipeline.bench.level import OPENED, LevelRun
+from engines.errors import InputDataError
+from pipeline.bench.driver import Live
+from pipeline.bench.hand import Hand, OwnHand, Watch
+from pipeline.bench.level import Driven, evaluate
 from pipeline.bench.options import BenchOptions, Progress, Target
+from pipeline.bench.processes import ProcessHand
 from pipeline.bench.report import BenchReport, LevelResult, SearchResult
 from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
-from pipeline.bench.wire.connect import connect
-from pipeline.bench.wire.transport import Client
+from pipeline.bench.server_side import Scraper
+from pipeline.bench.share import Share
 from pipeline.bench.work.loads import Closed, Load
-from pipeline.bench.work.texts import count_tokens, load_tokenizer
-from pipeline.bench.work.workload import Render, Workload
+from pipeline.bench.work.workload import Render
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+_T = TypeVar("_T")
 
 # Requests, one after the other, that tell a search where to begin.
 ALONE = 8
+# Several hands begin together so long after the last has been told: the first must not begin alone.
+TOGETHER_NS = 200_000_000
 
 
 def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
+    """`render` is the model's chat template; with several workers it is pickled."""
     import uvloop
 
-    tokenizer = load_tokenizer(options.tokenizer)
     report = BenchReport(
         command=sys.argv,
         options=options.to_json(),
@@ -43,7 +46,7 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
         work_sha256={str(file): digest(file) for file in options.work.files},
         started=_now(),
     )
-    session = _Session(options, report, tokenizer, render, progress)
+    session = _Session(options, report, render, progress)
     loop = uvloop.new_event_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, session.interrupt)
@@ -67,70 +70,51 @@ def _now() -> str:
 
 
 class _Session:
-    """Holds the level in progress, so that an interrupt finds it."""
+    """Holds the hands, so that an interrupt finds them."""
 
     def __init__(
-        self, options: BenchOptions, report: BenchReport, tokenizer: Tokenizer, render: Render | None,
+        self, options: BenchOptions, report: BenchReport, render: Render | None,
         progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self._options = options
         self._report = report
-        self._count = partial(count_tokens, tokenizer)
-        self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
-        # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
-        self._workload = Workload(options.work, tokenizer, options.seed, render)
-        self._asker = Asker()
+        self._render = render
         self._progress = progress
-        self._running: LevelRun | None = None
+        self._hands: list[Hand] = []
 
     def interrupt(self) -> None:
         self._report.interrupted = True
-        if self._running is not None:
-            self._running.interrupt()
+        for hand in self._hands:
+            hand.interrupt()
 
     async def run(self) -> None:
         options = self._options
-        clients: list[tuple[Client, Target]] = []
         try:
-            # All of them first: a wrong second URL should not cost the time of the first.
-            for target in options.targets:
-                client = await connect(target.protocol, target.url, target.model, self._tokenize, options.wiring)
-                clients.append((client, target))
-                await self._try_one(client)
-                self._report.endpoints.append(client.described())
-            for client, target in clients:
+            if options.workers == 1:
+                self._hands = [OwnHand(options, self._render)]
+            else:
+                for index in range(options.workers):
+                    self._hands.append(ProcessHand(options, self._render, Share(index, options.workers)))
+            self._report.endpoints += (await _all(hand.connect() for hand in self._hands))[0]
+            for number, target in enumerate(options.targets):
                 if options.search is not None:
-                    await self._search(client, target, options.search)
+                    await self._search(number, target, options.search)
                     continue
                 for load in options.loads:
                     for repeat in range(options.repeat):
                         if self._report.interrupted:
                             return
-                        await self._measure(client, target, load, repeat)
+                        await self._measure(number, target, load, repeat)
         finally:
-            for client, _ in clients:
-                await client.sender.close()
+            await _all(hand.close() for hand in self._hands)
 
-    async def _try_one(self, client: Client) -> None:
-        """A model that is ready may still fail on its first request; then nothing is worth measuring."""
-        one = self._level_run(client, Closed(concurrency=1, requests=2, warmup=0), None)
-        await one.run()
-        _, records = one.result(self._count, [], 0)
-        failure = records.failures[0] if records.failures else None
-        if failure is not None:
-            raise StageFailed(
-                f"the first request over {client.codec.protocol} failed",
-                why=f"{failure.kind}: {failure.message}",
-                remedy="see the server's log",
-            )
-
-    async def _search(self, client: Client, target: Target, search: Search) -> None:
+    async def _search(self, number: int, target: Target, search: Search) -> None:
         if self._report.interrupted:
             return
 
         async def measure(load: Load, repeat: int) -> tuple[LevelResult, Trial]:
             for _ in range(search.repeats):  # a busy moment of the client's is no reason to end
-                result = await self._measure(client, target, load, repeat)
+                result = await self._measure(number, target, load, repeat)
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
                 if not result.verdict["reasons"]:
@@ -144,44 +128,57 @@ class _Session:
         try:
             start = search.load.rate
             if not search.known:
-                alone, trial = await measure(Closed(concurrency=1, requests=ALONE), 0)
+                alone, trial = await measure(Closed(concurrency=self._options.workers, requests=ALONE), 0)
                 if not trial.passed and trial.clear:
                     raise Unmeasurable("one request at a time does not meet the objectives")
                 start = alone.metrics["request_throughput"]["value"] or start
             found = await find(search, start, at)
         except Unmeasurable as why:
             found = Found(ended=str(why))
-        self._report.searches.append(SearchResult(protocol=client.codec.protocol, search=search, found=found))
+        self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
-    async def _measure(self, client: Client, target: Target, load: Load, repeat: int) -> LevelResult:
-        self._running = self._level_run(client, load, self._reporter(client, load), target.metrics_url, repeat)
-        await self._running.run()
-        result, records = self._running.result(self._count, list(self._options.objectives), repeat)
-        self._running = None
+    async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LevelResult:
+        watches = _watches(self._progress, target.protocol, load, len(self._hands))
+        pairs = list(zip(self._hands, watches, strict=True))
+        await _all(hand.prepare(number, load, repeat, watch) for hand, watch in pairs)
+        scraper = None if target.metrics_url is None else Scraper(target.metrics_url)
+        if scraper is not None:
+            scraper.start()
+        try:
+            start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
+            driven = Driven.merged(await _all(hand.drive(start) for hand in self._hands))
+        finally:
+            if scraper is not None:
+                scraper.stop()
+        result = evaluate(
+            load, driven, protocol=target.protocol, objectives=self._options.objectives, repeat=repeat,
+            pages=None if scraper is None else scraper.pages,
+        )  # fmt: skip
         self._report.results.append(result)
-        self._report.records.append(records)
+        self._report.records.append(driven.records)
         return result
 
-    def _level_run(
-        self,
-        client: Client,
-        load: Load,
-        watch: Callable[[Live], None] | None,
-        metrics_url: str | None = None,
-        repeat: int = 0,
-    ) -> LevelRun:
-        options = self._options
-        places = load.concurrency if isinstance(load, Closed) else OPENED
-        limits = Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))
-        return LevelRun(
-            load, client, self._asker, self._workload, limits=limits, seed=options.seed + repeat,
-            metrics_url=metrics_url, watch=watch,
-        )  # fmt: skip
 
-    def _reporter(self, client: Client, load: Load) -> Callable[[Live], None] | None:
-        callback = self._progress
-        if callback is None:
-            return None
-        total = load.measured_requests if isinstance(load, Closed) else None
-        protocol = client.codec.protocol
-        return lambda live: callback(Progress(protocol=protocol, label=load.label, total=total, live=live))
+async def _all(calls: Any) -> list[_T]:
+    """Wait for all of them, also where one fails; then raise the first failure."""
+    answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return answers
+
+
+def _watches(
+    progress: Callable[[Progress], None] | None, protocol: str, load: Load, hands: int
+) -> Sequence[Watch | None]:
+    """A callback for each hand; what they say of a level is added up."""
+    if progress is None:
+        return [None] * hands
+    total = load.measured_requests if isinstance(load, Closed) else None
+    last: list[Live | None] = [None] * hands
+
+    def watch(index: int, live: Live) -> None:
+        last[index] = live
+        progress(Progress(protocol=protocol, label=load.label, total=total, live=Live.sum(filter(None, last))))
+
+    return [partial(watch, index) for index in range(hands)]

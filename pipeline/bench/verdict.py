@@ -6,6 +6,7 @@ Neither shows in the numbers themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -45,39 +46,42 @@ class SelfCheck:
 
 
 def examine(
-    records: Records, client: Client, *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False
+    records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False
 ) -> SelfCheck:
     """Look at one level.
 
+    clients  each process that drove a share of it: the fullest core counts, and the lateness of all loops together
     asked    places of a closed loop; None for an open one
     bounded  requests of an open loop may have waited for a place, so their delay is not the client's alone
     """
     import numpy as np
 
-    lateness = np.array(client.lateness_ns or [0]) / 1e6
+    lateness = np.array([late for client in clients for late in client.lateness_ns] or [0]) / 1e6
     sent = (records.sent != NONE) & records.measured()
     delays = (records.sent - records.due)[sent] / 1e6
     tokens = int(records.output_tokens[records.output_tokens != NONE].sum())
-    cpu_share = client.cpu_ns / max(1, client.wall_ns)
+    cpu_share = max(client.cpu_ns / max(1, client.wall_ns) for client in clients)
+    peak = sum(client.peak for client in clients)
     late, delayed = float(np.percentile(lateness, 99)), float(np.percentile(delays, 99)) if len(delays) else 0.0
     figures: dict[str, Any] = {
         "loop_lateness_ms": _spread(lateness),
         "dispatch_delay_ms": _spread(delays),
-        "in_flight": {"asked": asked, "reached": client.peak},
+        "in_flight": {"asked": asked, "reached": peak},
         "cpu_share": cpu_share,
-        "cpu_s_per_1000_tokens": client.cpu_ns / 1e6 / tokens if tokens else None,
+        "cpu_s_per_1000_tokens": sum(client.cpu_ns for client in clients) / 1e6 / tokens if tokens else None,
+        "processes": len(clients),
     }
     reasons = []
     typical = ttft_p50_ms or 0.0
-    less = "offer less load, or measure from a machine with free cores"
+    less = "offer less load, or measure with more --workers, or from a machine with free cores"
     if late > max(LATENESS_MS, LATENESS_SHARE * typical):
         reasons.append(Reason("the event loop was late", f"by {late:.1f} ms at the 99th percentile", less))
     if not bounded and delayed > max(DISPATCH_MS, DISPATCH_SHARE * typical):
         reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", less))
     if cpu_share > CPU_SHARE:
         reasons.append(Reason("the client's core was full", f"{cpu_share:.0%} of it", less))
-    if asked is not None and client.peak < REACHED_SHARE * asked:
-        why = f"{client.peak} in flight of {asked}"
+    if asked is not None and peak < REACHED_SHARE * asked:
+        why = f"{peak} in flight of {asked}"
         reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
     if asked is None:
         scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))

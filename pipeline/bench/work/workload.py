@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engines.errors import UsageError
+from pipeline.bench.share import WHOLE, Share
 from pipeline.bench.work.lengths import draw_pairs
 from pipeline.bench.work.prompt_files import Entry, Message, read_conversations, read_prompts
 from pipeline.bench.work.seeds import generator
@@ -130,8 +131,8 @@ class Workload:
             self._check_room()
         self.distinct = len(self._entries) or None
 
-    def asks(self) -> Asks:
-        """The work from its beginning."""
+    def asks(self, share: Share = WHOLE) -> Asks:
+        """The work from its beginning, as far as it is in `share`."""
         self._starts += 1
         start = self._starts
         if self._entries:
@@ -140,7 +141,7 @@ class Workload:
             source = self._traced(start)
         else:
             source = self._made(start)
-        return Asks(source, partial(self._following, start))
+        return Asks(share.take(source), partial(self._following, start))
 
     def _rng(self, *stream: int) -> np.random.Generator:
         return generator((self._seed, *stream))

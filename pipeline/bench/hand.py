@@ -1,0 +1,122 @@
+"""What one process does of a run: it connects, tries one request of each target, and drives its share of each level.
+
+A run has one hand in its own process, or several in processes of their own (processes.ProcessHand); the order of calls
+is connect, then prepare and drive for each level, then close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from engines.errors import StageFailed
+from pipeline.bench.asking import Asker
+from pipeline.bench.driver import Limits, Live
+from pipeline.bench.level import OPENED, Driven, LevelRun
+from pipeline.bench.options import BenchOptions
+from pipeline.bench.share import WHOLE, Share
+from pipeline.bench.wire.connect import connect
+from pipeline.bench.wire.transport import Client
+from pipeline.bench.work.loads import Closed, Load
+from pipeline.bench.work.texts import count_tokens, load_tokenizer
+from pipeline.bench.work.workload import Render, Workload
+
+Watch = Callable[[Live], None]
+
+
+class Hand(Protocol):
+    """All of it may raise HostError, UsageError and StageFailed."""
+
+    async def connect(self) -> list[dict[str, Any]]:
+        """What answers at each target."""
+
+    async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
+        """Make this hand's requests of a level, and connections for them."""
+
+    async def drive(self, start_ns: int) -> Driven:
+        """Drive them from `start_ns` on, by the clock of this process; from now on where it is 0."""
+
+    def interrupt(self) -> None:
+        """End what is being driven, now or as soon as it begins."""
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+class OwnHand:
+    """In this process and its event loop."""
+
+    def __init__(self, options: BenchOptions, render: Render | None, share: Share = WHOLE) -> None:
+        """Raises InputDataError or UsageError for work that cannot be made."""
+        tokenizer = load_tokenizer(options.tokenizer)
+        self._options = options
+        self._share = share
+        self._count = partial(count_tokens, tokenizer)
+        self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
+        # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
+        self._workload = Workload(options.work, tokenizer, options.seed, render)
+        self._asker = Asker()
+        self._clients: list[Client] = []
+        self._running: LevelRun | None = None
+        self._interrupted = False
+
+    async def connect(self) -> list[dict[str, Any]]:
+        options = self._options
+        # All of them first: a wrong second URL should not cost the time of the first.
+        for target in options.targets:
+            client = await connect(target.protocol, target.url, target.model, self._tokenize, options.wiring)
+            self._clients.append(client)
+            await self._try_one(client)
+        return [client.described() for client in self._clients]
+
+    async def _try_one(self, client: Client) -> None:
+        """A model that is ready may still fail on its first request; then nothing is worth measuring."""
+        one = self._level_run(client, Closed(concurrency=1, requests=2, warmup=0), 0, WHOLE, None)
+        await one.prepare()
+        await one.drive()
+        records = one.collect(self._count).records
+        failure = records.failures[0] if records.failures else None
+        if failure is not None:
+            raise StageFailed(
+                f"the first request over {client.codec.protocol} failed",
+                why=f"{failure.kind}: {failure.message}",
+                remedy="see the server's log",
+            )
+
+    async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
+        self._running = self._level_run(self._clients[target], load, repeat, self._share, watch)
+        await self._running.prepare()
+        if self._interrupted:
+            self._running.interrupt()
+
+    async def drive(self, start_ns: int) -> Driven:
+        assert self._running is not None
+        await self._running.drive(start_ns)
+        driven = self._running.collect(self._count)
+        self._running = None
+        return driven
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        if self._running is not None:
+            self._running.interrupt()
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.sender.close()
+
+    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LevelRun:
+        options = self._options
+        places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
+        limits = Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))
+        return LevelRun(
+            load,
+            client,
+            self._asker,
+            self._workload,
+            limits=limits,
+            seed=options.seed + repeat,
+            share=share,
+            watch=watch,
+        )
