@@ -72,6 +72,8 @@ def bench(
         bool, typer.Option("--kernel-timestamps", help="Stamp what comes when it reaches the machine.")
     ] = False,
     workers: Annotated[int, typer.Option(help="Processes that share each load, where one core is not enough.")] = 1,
+    hosts: Annotated[int, typer.Option(help="Machines of a Ray cluster that share it, with --workers on each.")] = 0,
+    ray: Annotated[str, typer.Option(help="The cluster: auto is the one that runs here.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 300.0,
     token_timeout: Annotated[float, typer.Option(help="Seconds without a token after which it has.")] = 60.0,
@@ -117,6 +119,8 @@ def bench(
         objectives=tuple(parse_objective(text) for text in slo or ()),
         repeat=repeat or 1,
         workers=workers,
+        hosts=hosts,
+        ray=ray,
         search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
         seed=seed,
         timeout_s=timeout,

@@ -9,7 +9,10 @@ definitions.
     records     exchanges, read after the run, as columns
     metrics     records -> numbers; slo, series and verdict judge and draw them; server_side is the server's own word
     report      all of it as a value; files writes it, page/ draws it
-    level, run  one load over one protocol; all of them in order
+    level, hand    one load over one protocol; what a process does of it (share)
+    processes, hosts  hands in processes of their own, and on other machines
+    search, repeats   the highest load that meets objectives; figures over repeated runs
+    run         all levels in order, by one hand or several
     against/    reports side by side
     known/      a server of known timing; selftest holds the client against it
 

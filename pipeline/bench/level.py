@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -47,6 +47,15 @@ class Driven:
     cut: int
     stopped: str | None
     interrupted: bool
+
+    def shifted(self, by_ns: int) -> Driven:
+        """The same by a clock that shows so much more."""
+        window = self.window_ns
+        return replace(
+            self,
+            records=self.records.shifted(by_ns),
+            window_ns=None if window is None else (window[0] + by_ns, window[1] + by_ns),
+        )
 
     @classmethod
     def merged(cls, parts: Sequence[Driven]) -> Driven:

@@ -42,7 +42,8 @@ class BenchOptions:
     loads, work      when requests leave, and what they ask
     objectives       each level is judged by them
     repeat           how often each level is measured, each time with other arrivals
-    workers          processes that share each load
+    workers          processes that share each load, on each machine
+    hosts            machines of the Ray cluster at `ray` that share it; 0: this machine alone
     search           instead of `loads`: the highest rate that meets the objectives
     seed             of prompts and of times
     timeout_s        a request that has not ended after this many seconds has failed
@@ -57,6 +58,8 @@ class BenchOptions:
     objectives: tuple[Objective, ...] = ()
     repeat: int = 1
     workers: int = 1
+    hosts: int = 0
+    ray: str = "auto"
     search: Search | None = None
     seed: int = 0
     timeout_s: float = 300.0
@@ -77,15 +80,22 @@ class BenchOptions:
             raise UsageError(f"repeat is {self.repeat}", remedy="give 1 or more")
         if self.workers < 1:
             raise UsageError(f"workers is {self.workers}", remedy="give 1 or more")
+        if self.hosts < 0:
+            raise UsageError(f"hosts is {self.hosts}", remedy="give the number of machines")
         for load in self.loads:
             places = load.concurrency if isinstance(load, Closed) else load.max_in_flight
-            if places is not None and places < self.workers:
-                raise UsageError(f"{self.workers} workers cannot share {places} in flight", remedy="give fewer workers")
+            if places is not None and places < self.shares:
+                raise UsageError(f"{self.shares} workers cannot share {places} in flight", remedy="give fewer workers")
         for name in ("timeout_s", "token_timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}", remedy="give a positive number of seconds")
         if self.work.sessions is not None and any(isinstance(load, Replay) for load in self.loads):
             raise UsageError("a trace brings its own requests", remedy="leave the sessions out")
+
+    @property
+    def shares(self) -> int:
+        """Processes among which each load is divided."""
+        return self.workers * max(1, self.hosts)
 
     def to_json(self) -> dict[str, Any]:
         """For the report: all that `from_json` takes to do the same again. Without headers, which may hold a key."""

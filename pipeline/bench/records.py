@@ -6,7 +6,7 @@ Times are nanoseconds of `time.monotonic_ns`; NONE stands for a moment that neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.bench.exchange import Exchange, Failure
@@ -65,6 +65,14 @@ class Records:
     def good(self) -> NDArray[np.bool_]:
         """Measured requests without a failure."""
         return ~self.warmup & ~self.failed
+
+    def shifted(self, by_ns: int) -> Records:
+        """The same by a clock that shows so much more."""
+        import numpy as np
+
+        moments = {name: getattr(self, name) for name in ("due", "sent", "end", "stamps")}
+        moved: dict[str, Any] = {name: np.where(at == NONE, NONE, at + by_ns) for name, at in moments.items()}
+        return replace(self, **moved)
 
     def objects(self) -> Iterator[dict[str, Any]]:
         """Each request as a value for a file."""

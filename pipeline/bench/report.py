@@ -90,6 +90,7 @@ class SearchResult:
 class BenchReport:
     """A whole run. `partial` when it was interrupted or a level ended early.
 
+    hosts    machines that the load came from, where it was not this one alone
     engine   the passport of what is served
     work_sha256  of files that the work is made from
     records  of each result, in their order
@@ -100,6 +101,7 @@ class BenchReport:
     tokenizer_sha256: str | None
     started: str
     work_sha256: dict[str, str] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
     engine: dict[str, Any] | None = None
     repository_sha256: str | None = None
     finished: str = ""
@@ -146,6 +148,7 @@ class BenchReport:
             "endpoints": self.endpoints,
             "client": client_versions(),
             "host": host(),
+            "hosts": self.hosts,
             "metrics": {**definitions(), **GOODPUT},
             "statistics": STATISTICS,
             "window": WINDOW,

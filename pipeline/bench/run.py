@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from engines.errors import InputDataError
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import Hand, OwnHand, Watch
+from pipeline.bench.hosts import RayHand, check_reach, nodes
 from pipeline.bench.level import Driven, evaluate
 from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.processes import ProcessHand
@@ -90,11 +91,7 @@ class _Session:
     async def run(self) -> None:
         options = self._options
         try:
-            if options.workers == 1:
-                self._hands = [OwnHand(options, self._render)]
-            else:
-                for index in range(options.workers):
-                    self._hands.append(ProcessHand(options, self._render, Share(index, options.workers)))
+            self._take_hands()
             self._report.endpoints += (await _all(hand.connect() for hand in self._hands))[0]
             for number, target in enumerate(options.targets):
                 if options.search is not None:
@@ -107,6 +104,21 @@ class _Session:
                         await self._measure(number, target, load, repeat)
         finally:
             await _all(hand.close() for hand in self._hands)
+
+    def _take_hands(self) -> None:
+        options, render = self._options, self._render
+        shares = [Share(index, options.shares) for index in range(options.shares)]
+        if options.hosts:
+            chosen = nodes(options.ray, options.hosts)
+            check_reach(options, chosen)
+            self._report.hosts = [node.address for node in chosen]
+            for share in shares:
+                self._hands.append(RayHand(chosen[share.index % len(chosen)], options, render, share))
+        elif len(shares) == 1:
+            self._hands.append(OwnHand(options, render))
+        else:
+            for share in shares:
+                self._hands.append(ProcessHand(options, render, share))
 
     async def _search(self, number: int, target: Target, search: Search) -> None:
         if self._report.interrupted:
@@ -128,7 +140,9 @@ class _Session:
         try:
             start = search.load.rate
             if not search.known:
-                alone, trial = await measure(Closed(concurrency=self._options.workers, requests=ALONE), 0)
+                alone, trial = await measure(
+                    Closed(concurrency=self._options.shares, requests=ALONE * self._options.shares), 0
+                )
                 if not trial.passed and trial.clear:
                     raise Unmeasurable("one request at a time does not meet the objectives")
                 start = alone.metrics["request_throughput"]["value"] or start
