@@ -126,8 +126,10 @@ def test_what_runs_inside_triton_imports_nothing_of_ours() -> None:
 
 
 def test_heavy_packages_are_named_in_workers_only() -> None:
+    # Ray's own client has to be here, where the load is divided; `--hosts` alone imports it.
+    asked_for = {"pipeline.bench.hosts"}
     naming = {module for module in MODULES if {name.split(".")[0] for name in imports(module)} & HEAVY}
-    assert naming <= WORKERS
+    assert naming <= WORKERS | asked_for
 
 
 def test_nothing_the_command_can_reach_is_heavy() -> None:
