@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import configs
 from engines.base import CalibrationConfig
 from engines.errors import InputDataError, UsageError
 from engines.quantize.samples import make_samples, read_texts
+from pipeline import calibration
 
 CALIBRATION = Path(configs.__file__).parent / "calibration"
 BOS = 0
@@ -289,3 +291,19 @@ def test_a_data_set_of_the_hub_is_pinned_to_a_commit() -> None:
     for facts in every:
         if facts["kind"] == "hub":
             assert len(bytes.fromhex(facts["revision"])) == 20
+
+
+def test_the_texts_of_a_hub_data_set_are_a_column_without_its_empty_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the reader of parquet that this environment has: one that does not go with its numpy fails to load."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    table = {"text": ["one", "", " ", None, "two"], "other": list("abcde")}
+    parquet.write_table(pyarrow.table(table), tmp_path / "part.parquet")
+    monkeypatch.setattr(calibration.hub, "download_data", lambda repo, revision, name: tmp_path / name)
+    data = next(name for name, one in calibration.load_data_sets().items() if one.kind == "hub")
+    one = replace(calibration.load_data_sets()[data], files=("part.parquet",), field="text")
+    monkeypatch.setattr(calibration, "load_data_sets", lambda: {"data": one})
+    assert list(calibration.texts("data")) == ["one", "two"]
