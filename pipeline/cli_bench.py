@@ -230,7 +230,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     for reason in measured.verdict()["reasons"]:
         console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
     for result in measured.results:
-        said = result.server and result.server["output_tokens"]
+        said = (result.server or {}).get("output_tokens")
         if said and said["agree"] is False:
             console.note(
                 f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "

@@ -17,7 +17,7 @@ from pipeline.bench.exchange import Exchange
 from pipeline.bench.metrics import Window, closed_window
 from pipeline.bench.records import Records, joined, settle
 from pipeline.bench.report import LevelResult, level_result
-from pipeline.bench.server_side import summarise
+from pipeline.bench.server_side import Beside
 from pipeline.bench.share import WHOLE, Share
 from pipeline.bench.slo import Objective
 from pipeline.bench.verdict import examine
@@ -163,9 +163,9 @@ class LevelRun:
 
 def evaluate(
     load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
-    pages: list[tuple[int, bytes]] | None = None,
+    beside: Beside | None = None,
 ) -> LevelResult:  # fmt: skip
-    """Judge a level. `pages` are those of the server's metrics, where they are known."""
+    """Judge a level. `beside` has been read meanwhile."""
     records = driven.records
     good = records.good()
     first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
@@ -190,21 +190,21 @@ def evaluate(
         load=load.entry(),
         repeat=repeat,
         cut=driven.cut,
-        server=_server_said(driven, pages),
+        server=None if beside is None else _server_said(driven, beside),
         objectives=objectives,
         stopped=driven.stopped,
         interrupted=driven.interrupted,
     )
 
 
-def _server_said(driven: Driven, pages: list[tuple[int, bytes]] | None) -> dict[str, Any] | None:
+def _server_said(driven: Driven, beside: Beside) -> dict[str, Any] | None:
     records = driven.records
-    if pages is None or len(records) == 0:
+    if len(records) == 0:
         return None
     # What a request that failed or was abandoned cost the server nobody here knows.
     whole = not driven.cut and not records.failed.any()
     tokens = int(records.output_tokens.sum()) if whole else None
-    return summarise(pages, tokens, int(records.due.min()))
+    return beside.said(tokens, int(records.due.min()))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class LevelResult:
     metrics             as `metrics.level_metrics` gives them, and goodput
     slo                 None where no objective was given
     client, verdict     as `verdict.examine` gives them
-    server              as `server_side.summarise` gives it; None where its metrics are not at hand
+    server              as `server_side.Beside` gives it; None where neither metrics nor GPUs are at hand
     stopped             why the level ended early, None if it did not
     interrupted         Ctrl-C came
     """

@@ -23,7 +23,7 @@ from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.processes import ProcessHand
 from pipeline.bench.report import BenchReport, LevelResult, SearchResult
 from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
-from pipeline.bench.server_side import Scraper
+from pipeline.bench.server_side import Beside
 from pipeline.bench.share import Share
 from pipeline.bench.work.loads import Closed, Load
 from pipeline.bench.work.workload import Render
@@ -155,19 +155,13 @@ class _Session:
         watches = _watches(self._progress, target.protocol, load, len(self._hands))
         pairs = list(zip(self._hands, watches, strict=True))
         await _all(hand.prepare(number, load, repeat, watch) for hand, watch in pairs)
-        scraper = None if target.metrics_url is None else Scraper(target.metrics_url)
-        if scraper is not None:
-            scraper.start()
-        try:
+        beside = Beside(target.url, target.metrics_url)
+        with beside:
             start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
             driven = Driven.merged(await _all(hand.drive(start) for hand in self._hands))
-        finally:
-            if scraper is not None:
-                scraper.stop()
         result = evaluate(
-            load, driven, protocol=target.protocol, objectives=self._options.objectives, repeat=repeat,
-            pages=None if scraper is None else scraper.pages,
-        )  # fmt: skip
+            load, driven, protocol=target.protocol, objectives=self._options.objectives, repeat=repeat, beside=beside
+        )
         self._report.results.append(result)
         self._report.records.append(driven.records)
         return result

@@ -14,6 +14,8 @@ from time import monotonic_ns
 from typing import Any
 
 from engines.errors import InputDataError
+from pipeline.bench import gpus
+from pipeline.bench.gpus import GpuSampler
 from pipeline.metrics import Change, Figures, Scrape, derive, parse
 
 PERIOD_S = 1.0
@@ -57,6 +59,31 @@ class Scraper:
             pass  # a page less; a server that is gone shows in the requests
         finally:
             connection.close()
+
+
+class Beside:
+    """What is read beside a level: the server's metrics where their address is known, the GPUs where it runs here."""
+
+    def __init__(self, url: str, metrics_url: str | None) -> None:
+        self._scraper = None if metrics_url is None else Scraper(metrics_url)
+        self._gpus = GpuSampler.find(url)
+        self._readers = [reader for reader in (self._scraper, self._gpus) if reader is not None]
+
+    def __enter__(self) -> None:
+        for reader in self._readers:
+            reader.start()
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.stop()
+
+    def said(self, tokens: int | None, start_ns: int) -> dict[str, Any] | None:
+        """As `summarise` gives it, and `nvml` as `gpus.summarise` does; None without either."""
+        told = None if self._scraper is None else summarise(self._scraper.pages, tokens, start_ns)
+        if self._gpus is None:
+            return told
+        nvml = gpus.summarise(self._gpus.names, self._gpus.readings, tokens, start_ns)
+        return {**(told or {}), "nvml": nvml}
 
 
 def summarise(pages: list[tuple[int, bytes]], tokens: int | None, start_ns: int) -> dict[str, Any] | None:
