@@ -215,15 +215,19 @@ def compare(
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
     """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
     from engines.errors import StageFailed
-    from pipeline import chat, console, serve
-    from pipeline.bench.files import write_report
+    from pipeline import chat, console
     from pipeline.bench.run import run
 
     template = chat.read_template(options.tokenizer.parent)
     render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
     with console.bench_progress() as progress:
         measured = run(options, render, progress)
+    # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
+    from pipeline.bench.files import write_report
+
     if served is not None:
+        from pipeline import serve
+
         measured.engine = vars(serve.check_passport(served.repository))
     places = write_report(measured, report)
     console.bench_table(measured)

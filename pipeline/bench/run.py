@@ -17,10 +17,8 @@ from typing import Any, TypeVar
 from engines.errors import InputDataError
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import Hand, OwnHand, Watch
-from pipeline.bench.hosts import RayHand, check_reach, nodes
 from pipeline.bench.level import Driven, evaluate
 from pipeline.bench.options import BenchOptions, Progress, Target
-from pipeline.bench.processes import ProcessHand
 from pipeline.bench.report import BenchReport, LevelResult, SearchResult
 from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
 from pipeline.bench.server_side import Beside
@@ -109,6 +107,8 @@ class _Session:
         options, render = self._options, self._render
         shares = [Share(index, options.shares) for index in range(options.shares)]
         if options.hosts:
+            from pipeline.bench.hosts import RayHand, check_reach, nodes
+
             chosen = nodes(options.ray, options.hosts)
             check_reach(options, chosen)
             self._report.hosts = [node.address for node in chosen]
@@ -117,6 +117,8 @@ class _Session:
         elif len(shares) == 1:
             self._hands.append(OwnHand(options, render))
         else:
+            from pipeline.bench.processes import ProcessHand
+
             for share in shares:
                 self._hands.append(ProcessHand(options, render, share))
 

@@ -142,6 +142,19 @@ def _reply(decoded: Any) -> Reply:
     return Reply(outputs, final, decoded.error_message)
 
 
+class Alike(NamedTuple):
+    """A message of `length` bytes is like it that starts with `head` and has `fixed` from `fixed_start` to `fixed_end`;
+    the content is at start:end."""
+
+    length: int
+    head: bytes
+    fixed_start: int
+    fixed_end: int
+    fixed: bytes
+    start: int
+    end: int
+
+
 class Reader:
     """Reads the responses of one call (or of many alike)."""
 
@@ -166,6 +179,15 @@ class Reader:
         reply = _reply(decoded)
         self._learn(message, decoded, reply)
         return reply
+
+    def alike(self, name: str) -> Alike | None:
+        """What makes a message like the last one read, and where its content of `name` lies; None where that is not
+        known. For loops over many messages: a call for each costs more than the comparison."""
+        for output, start, end in self._places:
+            if output == name and self._length >= 0 and not self._final and len(self._between) <= 1:
+                between = self._between[0] if self._between else (0, 0, b"")
+                return Alike(self._length, self._head, *between, start, end)
+        return None
 
     def _learn(self, message: bytes, decoded: Any, reply: Reply) -> None:
         """Remember where the contents lie. Protobuf writes fields by number: raw contents are the message's end."""

@@ -14,6 +14,7 @@ from pipeline.h2.triton import (
     MODEL_METADATA,
     REPOSITORY_INDEX,
     SERVER_METADATA,
+    Alike,
     MalformedMessage,
     Reader,
     Tensor,
@@ -34,6 +35,10 @@ Ask = Callable[[str, bytes], Awaitable[bytes]]
 
 class CallRefused(Exception):
     """The server's own word."""
+
+
+# No message has this length.
+_UNLIKE = Alike(-1, b"", 0, 0, b"", 0, 0)
 
 
 class TritonGrpc:
@@ -70,7 +75,22 @@ class TritonGrpc:
         tokens: list[int] = []
         texts: list[bytes] = []
         final = False
+        told = output if is_engine else count
+        length, head, fixed_start, fixed_end, fixed, start, end = _UNLIKE
         for message, stamp in zip(exchange.data, exchange.stamps, strict=True):
+            if (
+                len(message) == length
+                and message[fixed_start:fixed_end] == fixed
+                and message.startswith(head)
+                and (
+                    number := (end - start) // 4
+                    if is_engine
+                    else int.from_bytes(message[start:end], "little", signed=True)
+                )
+            ):
+                stamps.append(stamp)
+                tokens.append(number)
+                continue
             try:
                 outputs, last, error = reader.read(message)
                 if error:
@@ -92,6 +112,8 @@ class TritonGrpc:
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
+            if told is not None:
+                length, head, fixed_start, fixed_end, fixed, start, end = reader.alike(told) or _UNLIKE
         if not final:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} responses without a final one")
         if is_engine or count is not None:
