@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from pipeline.bench.exchange import Exchange, Failure
 from pipeline.bench.metrics import level_metrics
-from pipeline.bench.records import NONE, SERVER, TOKENIZER, USAGE, Records, settle
+from pipeline.bench.records import NONE, SERVER, TOKENIZER, USAGE, Records, read_objects, settle
 from pipeline.bench.report import level_result
 from pipeline.bench.verdict import SelfCheck
 from pipeline.bench.wire.transport import Answer, BadAnswer
+from tests.bench_records import Row, made
 
 MS = 1_000_000
 
@@ -171,7 +173,7 @@ def test_the_lines_of_a_file() -> None:
     failed = exchange("f", failure=Failure("http 500", "no\nmemory"), sent=None)
     answers = {"w": COUNTED, "s": SAID}
     records = settle([warmup, failed, exchange("s")], lambda ended: answers[ended.id], len)
-    common = {"due_ns": 8 * MS, "end_ns": 99 * MS, "input_tokens": 7, "max_tokens": 6}
+    common = {"slot": 2, "due_ns": 8 * MS, "end_ns": 99 * MS, "input_tokens": 7, "max_tokens": 6}
     assert [json.loads(json.dumps(line)) for line in records.objects()] == [
         {
             **common, "id": "w", "warmup": True, "sent_ns": 10 * MS, "stamps_ns": stamps(20, 30, 40),
@@ -217,3 +219,29 @@ def test_the_lines_of_a_file_have_all_that_the_metrics_need(brought: list[Answer
     assert [stamp for line in lines for stamp in line["stamps_ns"]] == before.stamps.tolist()
     carried = [count for line in lines for count in line["tokens"] or [NONE] * len(line["stamps_ns"])]
     assert carried == before.tokens.tolist()
+
+
+def test_requests_come_back_from_their_file() -> None:
+    records = made(
+        Row(due=1, sent=2, stamps=(5, 9), tokens=(1, 2), slot=3),
+        Row(due=3, sent=None, end=4, failed="ConnectFailed"),
+        Row(due=3, sent=4, stamps=(6,), tokens=None, output=4, warmup=True),
+    )
+    again = read_objects(json.loads(json.dumps(list(records.objects()))))
+    for name in ("slot", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens", "offsets", "stamps"):
+        assert getattr(again, name).tolist() == getattr(records, name).tolist(), name
+    assert again.tokens.tolist() == [1, 2, NONE]
+    assert again.warmup.tolist() == [False, False, True]
+    assert (again.ids, again.failures) == (records.ids, records.failures)
+
+
+def test_what_another_tool_does_not_tell_is_unknown_and_in_no_metric() -> None:
+    line: dict[str, Any] = dict.fromkeys(
+        ("due_ns", "end_ns", "tokens", "input_tokens", "output_tokens", "max_tokens", "failure")
+    )
+    line |= {"id": "a", "warmup": False, "sent_ns": 1_000_000, "stamps_ns": [3_000_000]}
+    told = level_metrics(read_objects([line]), None)
+    assert told["time_to_first_token"]["p50"] == 2.0
+    undefined = ("time_to_first_token_from_due", "dispatch_delay", "input_sequence_length", "output_sequence_length")
+    for name in (*undefined, "output_token_throughput_per_user", "time_per_output_token", "request_latency_from_due"):
+        assert told[name]["n"] == 0, name

@@ -190,12 +190,16 @@ def test_what_is_no_report(tmp_path: Path, text: str, telling: str) -> None:
         read_again(tmp_path / "report.json")
 
 
-def test_a_search_finds_what_the_server_can_begin(
-    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is never the limit: this machine may be busy with other things."""
+    for name, value in (("LATENESS_MS", 1e6), ("DISPATCH_MS", 1e6), ("CPU_SHARE", 100.0), ("RATE_SHARE", 0.0)):
+        monkeypatch.setattr(verdict, name, value)
+
+
+@pytest.mark.usefixtures("excused")
+def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path) -> None:
     """It begins 100 requests a second; above that they wait ever longer for one another."""
-    monkeypatch.setattr(verdict, "LATENESS_MS", 1000.0)  # this machine may be busy with other things
-    monkeypatch.setattr(verdict, "DISPATCH_MS", 1000.0)
     server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
     load = Open(rate=1, duration_s=0.6, arrivals="constant")
     for goal in ("max-rate", "max-goodput"):
@@ -213,6 +217,7 @@ def test_a_search_finds_what_the_server_can_begin(
     server.stop()
 
 
+@pytest.mark.usefixtures("excused")
 def test_a_search_ends_where_the_client_is_the_limit(
     known: KnownProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +226,7 @@ def test_a_search_ends_where_the_client_is_the_limit(
     report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),))
     found = report.searches[0].found
     assert found.rate is None
-    assert (found.ended or "").startswith("at 20 requests/s the client was the limit: ")
+    assert (found.ended or "").startswith("at 20 requests/s the client was the limit: the client's core")
     assert len(report.results) == 2  # not ended by one busy moment
 
 
@@ -230,6 +235,7 @@ def test_a_search_without_an_objective_looks_for_nothing(known: KnownProcess, to
         measure(known, tokenizer, search=Search(goal="max-rate", load=Open(rate=1, duration_s=1)))
 
 
+@pytest.mark.usefixtures("excused")
 def test_a_search_that_the_first_request_ends(known: KnownProcess, tokenizer: Path) -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
     report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<1ms"),))

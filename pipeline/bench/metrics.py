@@ -82,12 +82,16 @@ class Rate:
 # Distributions
 
 
-def _per_request(numbers: Callable[[Records, Ints], Any]) -> Callable[[Records], Values]:
-    """Of a function that gives a value for each of some requests, which have at least one response."""
+def _per_request(numbers: Callable[[Records, Ints], Any], *needed: str) -> Callable[[Records], Values]:
+    """Of a function that gives a value for each of some requests, which have at least one response and of which all
+    columns `needed` are known: a file of another tool's may lack some."""
     import numpy as np
 
     def values(records: Records) -> Values:
-        owners = np.flatnonzero(records.good())
+        known = records.good()
+        for name in needed:
+            known &= getattr(records, name) != NONE
+        owners = np.flatnonzero(known)
         return Values(values=np.asarray(numbers(records, owners), dtype=np.float64), owners=owners)
 
     return values
@@ -138,13 +142,16 @@ def _time_per_output_token(records: Records) -> Values:
 
 
 def _from(moment: str, until: Callable[[Records, Ints], Ints]) -> Callable[[Records], Values]:
-    return _per_request(lambda records, owners: (until(records, owners) - getattr(records, moment)[owners]) / 1e6)
+    def milliseconds(records: Records, owners: Ints) -> Any:
+        return (until(records, owners) - getattr(records, moment)[owners]) / 1e6
+
+    return _per_request(milliseconds, moment)
 
 
 def _per_user(records: Records) -> Values:
     import numpy as np
 
-    owners = np.flatnonzero(records.good())
+    owners = np.flatnonzero(records.good() & (records.sent != NONE) & (records.output_tokens != NONE))
     seconds = (_last(records, owners) - records.sent[owners]) / 1e9
     positive = seconds > 0
     return Values(values=records.output_tokens[owners][positive] / seconds[positive], owners=owners[positive])
@@ -209,7 +216,7 @@ DISTRIBUTIONS = (
         unit="ms",
         formula="request sent - request due: the client's own lateness, waiting for a free place included",
         undefined=_NOBODY,
-        values=_from("due", lambda records, owners: records.sent[owners]),
+        values=_per_request(lambda records, owners: (records.sent - records.due)[owners] / 1e6, "due", "sent"),
     ),
     Distribution(
         name="output_token_throughput_per_user",
@@ -223,14 +230,14 @@ DISTRIBUTIONS = (
         unit="tokens",
         formula="tokens of a prompt, special ones included",
         undefined=_NOBODY,
-        values=_per_request(lambda records, owners: records.input_tokens[owners]),
+        values=_per_request(lambda records, owners: records.input_tokens[owners], "input_tokens"),
     ),
     Distribution(
         name="output_sequence_length",
         unit="tokens",
         formula="tokens of an answer; token_count_source says who counted",
         undefined=_NOBODY,
-        values=_per_request(lambda records, owners: records.output_tokens[owners]),
+        values=_per_request(lambda records, owners: records.output_tokens[owners], "output_tokens"),
     ),
 )
 

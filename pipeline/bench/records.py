@@ -5,7 +5,7 @@ Times are nanoseconds of `time.monotonic_ns`; NONE stands for a moment that neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,7 @@ class Records:
             yield {
                 "id": identity,
                 "warmup": bool(self.warmup[i]),
+                "slot": _known(int(self.slot[i])),
                 **{f"{name}_ns": _known(int(getattr(self, name)[i])) for name in columns},
                 "stamps_ns": self.stamps[a:b].tolist(),
                 "tokens": None if NONE in tokens else tokens,
@@ -93,6 +94,40 @@ class Records:
                 "max_tokens": int(self.max_tokens[i]),
                 "failure": failure and {"kind": failure.kind, "message": failure.message},
             }
+
+
+def read_objects(lines: Iterable[Mapping[str, Any]]) -> Records:
+    """What `Records.objects` gave, or another tool's requests in that form, of which any number may be None: NONE here.
+    Who counted is not in it; responses of failed requests are left out."""
+    import numpy as np
+
+    kept = list(lines)
+    failures = [line["failure"] and Failure(line["failure"]["kind"], line["failure"]["message"]) for line in kept]
+    stamps = [[] if line["failure"] else line["stamps_ns"] for line in kept]
+    tokens = [
+        [NONE] * len(mine) if line["tokens"] is None else line["tokens"][: len(mine)]
+        for line, mine in zip(kept, stamps, strict=True)
+    ]
+
+    def column(name: str) -> Ints:
+        return np.array([NONE if line.get(name) is None else line[name] for line in kept], dtype=np.int64)
+
+    return Records(
+        ids=[line["id"] for line in kept],
+        failures=failures,
+        sources=[None] * len(kept),
+        warmup=np.array([line["warmup"] for line in kept], dtype=np.bool_),
+        slot=column("slot"),
+        due=column("due_ns"),
+        sent=column("sent_ns"),
+        end=column("end_ns"),
+        input_tokens=column("input_tokens"),
+        max_tokens=column("max_tokens"),
+        output_tokens=np.where([failure is not None for failure in failures], NONE, column("output_tokens")),
+        offsets=np.cumsum([0, *map(len, stamps)]).astype(np.int64),
+        stamps=np.array([stamp for mine in stamps for stamp in mine], dtype=np.int64),
+        tokens=np.array([count for mine in tokens for count in mine], dtype=np.int64),
+    )
 
 
 def joined(parts: Sequence[Records]) -> Records:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.bench.against.raw import Requests, Values, values
+from pipeline.bench.against.raw import values
+from pipeline.bench.metrics import Values
+from pipeline.bench.records import NONE, Records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +35,7 @@ _TABLE = 16_000_000
 class Resampler:
     """Draws for one level. The same seed gives the same draws."""
 
-    def __init__(self, found: Requests, *, closed: bool, seed: Sequence[int]) -> None:
+    def __init__(self, found: Records, *, closed: bool, seed: Sequence[int]) -> None:
         import numpy as np
 
         self._found = found
@@ -156,18 +158,22 @@ class Resampler:
         import numpy as np
 
         name = metric.removesuffix("_whole_run")
-        columns, failed = self._found.columns, self._found.failed
+        records, failed = self._found, self._found.failed
         if name == "error_rate":
             return self._ratio(failed.astype(np.float64), np.ones(len(failed)))
+        output, prompts = (
+            np.where(failed | (column == NONE), 0, column).astype(np.float64)
+            for column in (records.output_tokens, records.input_tokens)
+        )
         counted = {
-            "output_token_throughput": columns["output_tokens"],
-            "total_token_throughput": columns["output_tokens"] + columns["input_tokens"],
+            "output_token_throughput": output,
+            "total_token_throughput": output + prompts,
             "request_throughput": np.where(failed, 0.0, 1.0),
         }.get(name)
         if counted is None:
             return None
-        counted = np.nan_to_num(counted)
-        taken = np.nan_to_num(columns["end"] - columns["sent"]) if self._closed else np.ones(len(counted))
+        timed = (records.end != NONE) & (records.sent != NONE)
+        taken = np.where(timed, records.end - records.sent, 0.0) if self._closed else np.ones(len(counted))
         if not counted.sum() > 0 or not taken.sum() > 0:
             return None
         ratios = self._ratio(counted, taken)

@@ -15,6 +15,7 @@ from pipeline.bench.against.conditions import ALIASES, VALUE
 from pipeline.bench.against.foreign import read_records, read_report
 from pipeline.bench.against.resample import Resampler, repeats
 from pipeline.bench.against.unlike import level_differences, load_differences
+from pipeline.bench.records import Records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +75,7 @@ class Side:
             for level in self.levels
         )
 
-    def requests(self, number: int) -> raw.Requests | None:
+    def requests(self, number: int) -> Records | None:
         return raw.requests(self._lines[number]) if number in self._lines else None
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
