@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from pipeline.bench import hosts
 from pipeline.bench.known.child import KnownProcess
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.level import Driven
-from pipeline.bench.options import BenchOptions, Target
+from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.records import NONE
 from pipeline.bench.run import run
 from pipeline.bench.work.loads import Closed, Load, Open
@@ -108,13 +106,14 @@ def test_an_address_of_each_machine_s_own_is_refused(known: KnownProcess, cluste
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
 def test_ctrl_c_ends_all_of_them(known: KnownProcess, cluster: str, tokenizer: Path) -> None:
-    def interrupt() -> None:
-        time.sleep(6)
-        os.kill(os.getpid(), signal.SIGINT)
+    seen: list[Progress] = []
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    seen: list[Any] = []
-    report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=60.0), ray=cluster), None, seen.append)
+    def look(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.live.done and progress.live.in_flight == 4 and len(seen) > 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=90.0), ray=cluster), None, look)
     assert report.interrupted
     assert report.results[0].requests["succeeded"] > 0
     assert max(one.live.in_flight for one in seen) == 4

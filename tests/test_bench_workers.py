@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,22 +137,21 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "pipeline.bench.processes" in " ".join(child.cmdline())]
 
 
-def soon(action: Any) -> None:
-    """Do it to a load process once requests are under way."""
+def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:
+    """A view of the run that does it when the first requests have ended."""
+    done: list[Progress] = []
 
-    def act() -> None:
-        deadline = time.monotonic() + 20
-        while not children() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(1.5)
-        action()
+    def look(progress: Progress) -> None:
+        if progress.live.done and not done:
+            done.append(progress)
+            action()
 
-    threading.Thread(target=act, daemon=True).start()
+    return look
 
 
 def test_ctrl_c_leaves_a_partial_report_of_all_and_no_process(known: KnownProcess, tokenizer: Path) -> None:
-    soon(lambda: os.kill(os.getpid(), signal.SIGINT))
-    report = measure(known, tokenizer, Closed(concurrency=4, duration_s=30.0))
+    interrupt = once_under_way(lambda: os.kill(os.getpid(), signal.SIGINT))
+    report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=60.0)), None, interrupt)
     assert report.interrupted
     assert report.results[0].interrupted
     assert report.results[0].requests["cut"] > 0
@@ -163,9 +160,9 @@ def test_ctrl_c_leaves_a_partial_report_of_all_and_no_process(known: KnownProces
 
 
 def test_a_load_process_that_dies_is_told_and_leaves_none(known: KnownProcess, tokenizer: Path) -> None:
-    soon(lambda: children()[0].kill())
+    kill = once_under_way(lambda: children()[0].kill())
     with pytest.raises(HostError, match=r"load process \d ended: exit status -9"):
-        measure(known, tokenizer, Closed(concurrency=4, duration_s=3.0))
+        run(options(known, tokenizer, Closed(concurrency=4, duration_s=5.0)), None, kill)
     assert children() == []
 
 
