@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from pipeline.bench.known.child import KnownProcess
+from pipeline.bench.known.clock import Timing
+from tests.factories import write_tokenizer
+
 # A test on a busy machine is slow, not wrong.
 settings.register_profile("trtpipe", deadline=None)
 settings.load_profile("trtpipe")
@@ -78,3 +82,17 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
+    """The server of known timing: 10 ms to the first token, 2 ms between tokens."""
+    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path_factory.mktemp("known") / "truth.jsonl")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path / "tokenizer.json"

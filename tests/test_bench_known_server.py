@@ -88,7 +88,7 @@ class Bench:
         )
         self.hub = Hub(Schedule(timing, self, lambda: self.now))
 
-    def set(self, at_ns: int) -> None:
+    def at(self, at_ns: int) -> None:
         self.alarm = at_ns
 
     def connect(self, kind: Callable[[Hub], Link]) -> tuple[Any, Wire]:

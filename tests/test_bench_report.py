@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,25 +27,11 @@ from pipeline.bench.slo import parse_objective
 from pipeline.bench.wire.connect import Wiring
 from pipeline.bench.work.loads import Closed, Load, Open, Replay, Stage, Staged
 from pipeline.bench.work.work import Sessions, SharedPrefix, Work
-from tests.factories import write_tokenizer
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 TWO = Closed(concurrency=2, requests=8)
 SHARED = SharedPrefix(share=0.5, tokens=8)
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path_factory.mktemp("known") / "truth.jsonl")
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path / "tokenizer.json"
 
 
 def target(known: KnownProcess, protocol: str, model: str = "ensemble") -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 from engines.errors import HostError, TrtpipeError, UsageError
 from pipeline.bench.driver import Live
 from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
 from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.records import NONE, joined
 from pipeline.bench.report import BenchReport
@@ -29,19 +28,6 @@ from tests.bench_records import Row, made
 from tests.factories import write_tokenizer
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path_factory.mktemp("known") / "truth.jsonl")
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    write_tokenizer(tmp_path)
-    return tmp_path / "tokenizer.json"
 
 
 def options(known: KnownProcess, tokenizer: Path, *loads: Load, workers: int = 2, **fields: Any) -> BenchOptions:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from time import monotonic_ns
 
+from engines.errors import HostError
+
 _CLOCK_MONOTONIC = 1
 _NONBLOCK_CLOEXEC = os.O_NONBLOCK | os.O_CLOEXEC
 _ABSOLUTE = 1
@@ -23,14 +25,19 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Alarm:
-    """Calls `callback` once for each time that `at` sets. Of one event loop; Linux."""
+    """Calls `callback` once for each time that `at` sets. Of one event loop.
+
+    Raises HostError where there is no timerfd.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop = loop
         self._callback = callback
+        if not hasattr(_LIBC, "timerfd_create"):
+            raise HostError("this system has no timerfd", remedy="measure on Linux")
         self._fd = _LIBC.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)
         if self._fd < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            raise HostError("no timer can be made", why=os.strerror(ctypes.get_errno()), remedy="close other programs")
         loop.add_reader(self._fd, self._fire)
 
     def at(self, when_ns: int) -> None:

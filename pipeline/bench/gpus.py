@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from time import monotonic_ns
 from typing import Any
-from urllib.parse import urlsplit
+
+from pipeline.bench.options import is_local
 
 PERIOD_S = 0.5
-HERE = ("127.0.0.1", "localhost", "::1", None)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GpuSampler:
     @classmethod
     def find(cls, url: str) -> GpuSampler | None:
         """Of this machine's GPUs, if the server at `url` runs here; None where there are none, or no driver."""
-        if urlsplit(url if "//" in url else f"//{url}").hostname not in HERE:
+        if not is_local(url):
             return None
         import pynvml  # type: ignore[import-untyped]
 

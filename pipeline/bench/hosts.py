@@ -18,13 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from engines.errors import HostError, TrtpipeError, UsageError
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import OwnHand, Watch
 from pipeline.bench.level import Driven
-from pipeline.bench.options import BenchOptions
+from pipeline.bench.options import BenchOptions, is_local
 from pipeline.bench.share import Share
 from pipeline.bench.work.loads import Load, Replay
 from pipeline.bench.work.workload import Render
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 ROUND_TRIPS = 20
 # How often the live view asks.
 LIVE_S = 0.5
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ def check_reach(options: BenchOptions, chosen: Sequence[Node]) -> None:
     if len({node.address for node in chosen}) == 1:
         return
     for target in options.targets:
-        host = urlsplit(target.url if "//" in target.url else f"//{target.url}").hostname
-        if host in LOOPBACK:
+        if is_local(target.url):
             raise UsageError(
                 f"{target.url} is each machine's own", remedy="serve with --host, and name an address that all reach"
             )

@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 
 from engines.errors import HostError, TrtpipeError
-from pipeline.bench.known.clock import Alarm, Schedule, Timing
+from pipeline.bench.alarm import Alarm
+from pipeline.bench.known.clock import Schedule, Timing
 from pipeline.bench.known.grpc import GrpcLink
 from pipeline.bench.known.http import HttpLink
 from pipeline.bench.known.link import Hub, Link
@@ -45,7 +46,7 @@ class KnownServer:
     ) -> KnownServer:
         """Listen; a port of 0 is a free one. Raises HostError."""
         loop = asyncio.get_running_loop()
-        alarm = Alarm()
+        alarm = Alarm(loop, lambda: hub.schedule.wake())
         hub = Hub(Schedule(timing, alarm))
         kinds: list[tuple[Callable[[Hub], Link], int]] = [(GrpcLink, grpc_port), (HttpLink, http_port)]
         servers: list[asyncio.Server] = []
@@ -59,7 +60,6 @@ class KnownServer:
             raise HostError(
                 f"cannot listen on {host}:{port}", why=error.strerror or str(error), remedy="name a free port, or 0"
             ) from None
-        loop.add_reader(alarm.fd, hub.schedule.wake)
         return cls(hub, alarm, servers)
 
     @property
@@ -68,7 +68,6 @@ class KnownServer:
         return self._hub.truth
 
     async def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._alarm.fd)
         self._alarm.close()
         for server in self._servers:
             server.close()

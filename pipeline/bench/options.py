@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engines.errors import InputDataError, UsageError, suggestion
 from pipeline.bench.driver import Live
@@ -17,6 +18,12 @@ from pipeline.bench.work.loads import Closed, Load, Replay
 from pipeline.bench.work.work import Work
 
 PROTOCOLS = ("grpc", "http", "completions", "chat")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def is_local(url: str) -> bool:
+    """Whether only this machine reaches `url`, with or without a scheme."""
+    return urlsplit(url if "//" in url else f"//{url}").hostname in LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True)

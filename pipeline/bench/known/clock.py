@@ -1,21 +1,19 @@
 """When tokens are due, and the one alarm that wakes for them.
 
 All answers tick at one rate, so their next tokens are due in the order in which the last ones were: two plain queues,
-one for first tokens and one for all others, are always in order. The alarm is a timerfd, since the timers of an event
-loop have a grain of a millisecond; it is set to absolute times, so a late token makes no other one late.
+one for first tokens and one for all others, are always in order. The alarm is set to absolute times, so a late token
+makes no other one late.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Protocol
 
-from engines.errors import HostError, UsageError
+from engines.errors import UsageError
 
 # The least between two wake-ups: where tokens are closer, those due meanwhile go out together. Never early.
 GRAIN_NS = 50_000
@@ -58,33 +56,10 @@ class Timing:
         return round(self.itl_s * 1e9) * self.tokens_per_response
 
 
-class Alarm:
-    """A file descriptor that becomes readable at a set time of `time.monotonic_ns`."""
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if not hasattr(libc, "timerfd_create"):
-            raise HostError("this system has no timerfd", remedy="run the server of known timing on Linux")
-        self._settime = libc.timerfd_settime
-        self.fd = libc.timerfd_create(1, os.O_NONBLOCK | os.O_CLOEXEC)  # 1 is CLOCK_MONOTONIC
-        if self.fd < 0:
-            raise HostError("no timer can be made", why=os.strerror(ctypes.get_errno()), remedy="close other programs")
-        self._spec = (ctypes.c_long * 4)()  # interval, then time: seconds and nanoseconds of each
-        self._given = ctypes.c_int(self.fd), ctypes.c_int(1), ctypes.byref(self._spec), None  # 1: absolute
-
-    def set(self, at_ns: int) -> None:
-        """Ring at `at_ns`, or at once if that has passed, and no longer for what was set before."""
-        self._spec[2], self._spec[3] = divmod(at_ns, 1_000_000_000)
-        self._settime(*self._given)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
 class Rings(Protocol):
     """What the schedule needs of an alarm."""
 
-    def set(self, at_ns: int) -> None: ...
+    def at(self, when_ns: int) -> None: ...
 
 
 class Flushes(Protocol):
@@ -173,4 +148,4 @@ class Schedule:
 
     def _set(self, at_ns: int) -> None:
         self._set_for = at_ns
-        self._alarm.set(at_ns)
+        self._alarm.at(at_ns)
