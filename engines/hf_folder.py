@@ -80,7 +80,11 @@ def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
         raise NotALlama(
             f"{folder} is no Hugging Face model folder", why="it has no config.json", remedy="give the model's folder"
         )
-    raw = read_json(path, "model config")
+    return parse_model_config(read_json(path, "model config"), path, quantized=quantized)
+
+
+def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = False) -> ModelConfig:
+    """The same of a config.json's content; `path` names it in messages."""
     names = raw.get("architectures")
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if architecture is None:

@@ -655,19 +655,34 @@ def models(as_json: Json = False) -> None:
 
 
 @app.command()
-def gpus(as_json: Json = False) -> None:
-    """List the GPUs a target can name."""
+def gpus(
+    name: Annotated[str | None, typer.Argument(help="One of them: every figure with its source.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the GPUs a target can name: dense TFLOPS, bandwidths in one direction."""
     import dataclasses
 
     from pipeline import config, console
 
-    known = config.load_gpus().values()
+    known = list(config.load_gpus().values()) if name is None else [config.find_gpu(name)]
     if as_json:
         console.result_json([dataclasses.asdict(gpu) for gpu in known])
         return
-    rows = [(g.name, g.sm, g.memory_gib, g.bandwidth_gbs, g.source) for g in known]
-    columns = ("gpu", "SM", "GiB", "GB/s", "source")
-    console.table(columns, rows, numeric=("SM", "GiB", "GB/s"))
+    if name is not None:
+        source = {field: text for text, fields in known[0].sources.items() for field in fields}
+        facts = {field: value for field, value in dataclasses.asdict(known[0]).items() if field != "sources"}
+        rows = [(field, value, source.get(field)) for field, value in facts.items() if value]
+        console.table(("field", "value", "source"), rows)
+        return
+    columns = ("gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines")
+    rows = [
+        (
+            g.name, g.sm, g.memory_gib, g.bandwidth_gbs, *(g.tflops.get(kind) for kind in ("fp16", "fp8", "int8")),
+            g.nvlink_gbs, g.pcie_gbs, g.tdp_w, "refused" if g.refused else "measured" if g.measured else None,
+        )
+        for g in known
+    ]  # fmt: skip
+    console.table(columns, rows, numeric=columns[1:-1])
 
 
 @app.command()

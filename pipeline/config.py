@@ -16,9 +16,11 @@ import yaml
 import configs
 from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
+from engines.hf_folder import ModelConfig, parse_model_config, read_model_config
 from engines.quant import QuantRecipe
 from engines.toolchain import Toolchain
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
+from pipeline.store import default_home
 
 CONFIGS = Path(configs.__file__).parent
 # The last stable release of TensorRT-LLM that builds engines.
@@ -36,12 +38,16 @@ class ConfigError(InputDataError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A file of configs/models: the sources in order of preference."""
+    """A file of configs/models: the sources in order of preference.
+
+    config  what a plan needs of its config.json, under Hugging Face's names
+    """
 
     name: str
     architecture: str
     license: str
     sources: tuple[Source, ...]
+    config: dict[str, Any]
     aliases: tuple[str, ...] = ()
 
 
@@ -97,9 +103,19 @@ def check_keys(
             raise error(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))
 
 
-def load_gpus() -> dict[str, GpuSpec]:
-    """Every GPU of configs/gpus by its name."""
-    gpus = [build(GpuSpec, read_yaml(path), path.name) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))]
+def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
+    """Every GPU of configs/gpus by its name, with what has been measured on one.
+
+    A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or says some fields of a known one anew.
+    """
+    raw = {path.stem: (path.name, read_yaml(path)) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))}
+    folders = [CONFIGS / "gpus" / "measured", own or default_home() / "gpus"]
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+        facts = read_yaml(path)
+        name = str(facts.get("name", path.stem))
+        _, known = raw.get(name, ("", {}))
+        raw[name] = (str(path), {**known, **facts})
+    gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
     return {gpu.name: gpu for gpu in gpus}
 
 
@@ -184,6 +200,25 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     return ModelRef(name=short.lower(), source=chosen)
 
 
+def find_shape(name: str) -> tuple[str, ModelConfig]:
+    """A model's short name and its shapes: of a name or alias of configs/models, or of a folder's config.json.
+
+    Raises UsageError for a model that is neither: nothing is downloaded to plan with.
+    """
+    models = load_models()
+    names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
+    facts = names.get(name.lower())
+    if facts is not None:
+        raw = {"architectures": [facts.architecture], **facts.config}
+        return facts.name, parse_model_config(raw, CONFIGS / "models" / f"{facts.name}.yaml")
+    ref = find_model(name, source=None, revision=None)
+    if isinstance(ref.source, FolderSource):
+        return ref.name, read_model_config(Path(ref.source.path))
+    raise UsageError(
+        f"the shapes of {name} are not known here", remedy="give its folder; a config.json in it is all that is needed"
+    )
+
+
 def _choose(facts: ModelFacts, kind: str | None) -> Source:
     if kind is None:
         return facts.sources[0]
@@ -219,4 +254,5 @@ class _PlainModelFacts:
     name: str
     architecture: str
     license: str
+    config: dict[str, Any]
     aliases: tuple[str, ...] = ()

@@ -147,8 +147,12 @@ def test_models_and_gpus(run: Run) -> None:
     named = {entry["name"]: entry for entry in json.loads(run("models", "--json").out)}
     assert named["llama3-8b"]["sources"] == [{"repo_id": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": "main"}]
     done = run("gpus")
-    assert rows(done.out)[0] == ["gpu", "SM", "GiB", "GB/s", "source"]
-    assert ["h100", "90", "80.0", "3350.0", "NVIDIA H100 datasheet, SXM column"] in rows(done.out)
+    assert rows(done.out)[0] == ["gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines"]
+    figures = ["90", "80.0", "3350.0", "989.4", "1978.9", "1978.9", "450.0", "64.0", "700.0"]
+    assert ["h100", *figures, "-"] in rows(done.out)
+    assert [row[0] for row in rows(done.out) if row[-1] == "refused"] == ["t4", "v100"]
+    source = "NVIDIA H100 datasheet, SXM column (sparse rates halved)"
+    assert any(row[0] == "bandwidth_gbs" and row[2].startswith(source) for row in rows(run("gpus", "h100").out))
     assert {entry["name"]: entry["sm"] for entry in json.loads(run("gpus", "--json").out)}["cpu"] is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from engines.errors import UsageError
 from pipeline import config
-from pipeline.config import ConfigError, find_gpu, find_model, load_gpus, load_models, read_yaml
+from pipeline.config import ConfigError, find_gpu, find_model, find_shape, load_gpus, load_models, read_yaml
 from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource
 
 
@@ -32,9 +33,57 @@ def test_every_shipped_model_and_gpu_loads() -> None:
     models, gpus = load_models(), load_gpus()
     assert sorted(models) == sorted(path.stem for path in (config.CONFIGS / "models").glob("*.yaml"))
     assert sorted(gpus) == sorted(path.stem for path in (config.CONFIGS / "gpus").glob("*.yaml"))
-    assert {name: gpu.sm for name, gpu in gpus.items()} == {
-        "cpu": None, "a10": 86, "a100": 80, "h100": 90, "h200": 90, "l4": 89, "l40s": 89,
+    of_sm = {sm: sorted(name for name, gpu in gpus.items() if gpu.sm == sm) for sm in {g.sm for g in gpus.values()}}
+    assert of_sm == {
+        None: ["cpu"], 70: ["v100"], 75: ["t4"],
+        80: ["a100", "a100-40gb", "a100-pcie", "a100-pcie-40gb", "a30", "a800"], 86: ["a10", "a10g"],
+        89: ["l4", "l40s", "rtx4090"],
+        90: ["gh200", "gh200-144gb", "h100", "h100-nvl", "h100-pcie", "h20", "h200", "h800"],
+        100: ["b200"], 120: ["rtx5090"],
     }  # fmt: skip
+    assert [name for name, gpu in gpus.items() if gpu.refused] == ["t4", "v100"]
+
+
+def test_every_figure_of_a_gpu_has_a_source_and_no_rate_is_a_sparse_one() -> None:
+    for gpu in load_gpus().values():
+        figures = {
+            name
+            for name, value in dataclasses.asdict(gpu).items()
+            if value and name not in ("name", "aliases", "sources", "measured")
+        }
+        sourced = [name for fields in gpu.sources.values() for name in fields]
+        assert len(sourced) == len(set(sourced)), gpu.name
+        assert figures == set(sourced), gpu.name
+        rates = gpu.tflops
+        assert rates.get("bf16", rates.get("fp16")) == rates.get("fp16"), gpu.name
+        if "fp8" in rates:
+            assert rates["fp8"] == pytest.approx(2 * rates["fp16"], rel=0.03), gpu.name
+    # Marketing says twice as much of each.
+    assert load_gpus()["h100"].tflops == {"fp16": 989.4, "bf16": 989.4, "fp8": 1978.9, "int8": 1978.9}
+    assert load_gpus()["a100"].tflops == {"fp16": 312, "bf16": 312, "int8": 624}
+
+
+def test_a_file_of_one_s_own_adds_a_gpu_and_prices_a_known_one(tmp_path: Path) -> None:
+    (tmp_path / "h100.yaml").write_text("price_per_hour: 2.5\n")
+    (tmp_path / "mine.yaml").write_text("name: mine\nsm: 90\nmemory_gib: 40\n")
+    gpus = load_gpus(tmp_path)
+    assert (gpus["h100"].price_per_hour, gpus["h100"].bandwidth_gbs) == (2.5, 3350)
+    assert gpus["mine"].memory_bytes == 40 * 2**30
+    (tmp_path / "mine.yaml").write_text("name: mine\nsm: 90\nprice_an_hour: 3\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: unknown key 'price_an_hour'; did you mean 'price_per_hour'"):
+        load_gpus(tmp_path)
+
+
+def test_a_model_s_shapes_are_known_without_it(tmp_path: Path) -> None:
+    for name in load_models():
+        assert find_shape(name)[1].hidden_size > 0
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 32, '
+        '"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}'
+    )
+    assert find_shape(str(tmp_path))[1].num_key_value_heads == 4
+    with pytest.raises(UsageError, match="shapes of somebody/model are not known here; give its folder"):
+        find_shape("somebody/model")
 
 
 def test_no_two_files_claim_one_name() -> None:
@@ -94,8 +143,8 @@ def test_no_two_files_claim_one_name() -> None:
         ),
         (
             "gpus/h100.yaml",
-            "source: NVIDIA H100 datasheet, SXM column",
-            "source: 2024-01-01",
+            "product: NVIDIA-H100-80GB-HBM3",
+            "product: 2024-01-01",
             "h100.yaml: a value is not plain: Object of type date is not JSON serializable; quote it",
         ),
     ],

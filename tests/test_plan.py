@@ -148,7 +148,7 @@ def test_the_name_of_a_target_tells_its_kv_cache() -> None:
 
 
 def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = GpuSpec(name="v100", sm=70, source="NVIDIA V100 datasheet")
+    old = GpuSpec(name="v100", sm=70)
     monkeypatch.setattr(config, "load_gpus", lambda: {"v100": old})
     assert refusal(UsageError, gpu="v100") == (
         "v100 (SM70) cannot run TensorRT-LLM engines: releases since 0.16 support SM80 and newer; "

@@ -10,12 +10,12 @@ from engines.gpu import GpuSpec
 from engines.quant import KvCacheQuantAlgo, Precision, QuantAlgo, find_recipe, parse_float, resolve_precision
 from pipeline.config import load_quant_recipes
 
-CPU = GpuSpec(name="cpu", sm=None, source="test")
+CPU = GpuSpec(name="cpu", sm=None)
 RECIPES = load_quant_recipes()
 
 
 def gpu(name: str, sm: int) -> GpuSpec:
-    return GpuSpec(name=name, sm=sm, memory_gib=80.0, source="test")
+    return GpuSpec(name=name, sm=sm, memory_gib=80.0)
 
 
 A100, L40S, H100, B200 = gpu("a100", 80), gpu("l40s", 89), gpu("h100", 90), gpu("b200", 100)

@@ -24,7 +24,7 @@ from pipeline.executors import LocalExecutor
 from tests.doubles import trtllm_build as double
 from tests.factories import hf_folder
 
-H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0, source="test")
+H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
 SMALL = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 64}
 
 

@@ -18,8 +18,8 @@ from engines.tensorrt_llm.options import BARE, arguments, resolve
 from pipeline.config import find_toolchain, load_toolchains
 from triton_repo.serving import ServingConfig, resolve_serving
 
-H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0, source="test")
-A100 = GpuSpec(name="a100", sm=80, memory_gib=80.0, source="test")
+H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
+A100 = GpuSpec(name="a100", sm=80, memory_gib=80.0)
 FP8, INT8, FP8_KV, INT8_KV = QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.INT8
 
 

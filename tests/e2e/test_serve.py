@@ -418,3 +418,39 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
         assert level["token_count_source"] == ("server" if level["protocol"] in ("grpc", "http") else "usage")
         assert level["metrics"]["time_to_first_token"]["p50"] > 0
     assert all(word in done.out for word in ("TTFT", "ITL", "TPOT", "tokens/s", "requests/s"))
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_the_reader_of_bench_keeps_to_windows_with_a_real_triton(
+    served: Served, smollm2_hf: Path, monkeypatch: pytest.MonkeyPatch, connections: int
+) -> None:
+    """Answers larger than a stream's window, and a prompt larger than Triton's: it is refused for its length, which
+    Triton can say only of what it has read whole.
+    """
+    from engines.errors import StageFailed
+    from pipeline.bench.options import BenchOptions, Target
+    from pipeline.bench.run import run
+    from pipeline.bench.wire.connect import Wiring
+    from pipeline.bench.work.loads import Closed
+    from pipeline.bench.work.work import Work
+    from pipeline.h2 import connection, frames
+
+    monkeypatch.setattr(connection, "STREAM_WINDOW", 2048)
+    monkeypatch.setattr(connection, "CONNECTION_WINDOW", frames.DEFAULT_WINDOW + 1)
+
+    def measure(requests: int, **work: Any) -> Any:
+        options = BenchOptions(
+            targets=(Target(protocol="grpc", url=served.grpc, model="ensemble"),),
+            tokenizer=smollm2_hf / "tokenizer.json",
+            loads=(Closed(concurrency=requests // 2, requests=requests),),
+            work=Work(**work),
+            wiring=Wiring(connections=connections),
+        )
+        return run(options, None, None)
+
+    answered = measure(6, input_tokens=16, output_tokens=24)
+    assert answered.results[0].requests["succeeded"] == 6
+    assert answered.results[0].wrong_length == 0
+    assert answered.endpoints[0]["connections"] == connections
+    with pytest.raises(StageFailed, match="the prompt has 20000 tokens, this engine takes 512"):
+        measure(12, input_tokens=20000, output_tokens=8)
