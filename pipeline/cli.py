@@ -671,8 +671,8 @@ def gpus(
     if name is not None:
         source = {field: text for text, fields in known[0].sources.items() for field in fields}
         facts = {field: value for field, value in dataclasses.asdict(known[0]).items() if field != "sources"}
-        rows = [(field, value, source.get(field)) for field, value in facts.items() if value]
-        console.table(("field", "value", "source"), rows)
+        said = [(field, value, source.get(field)) for field, value in facts.items() if value]
+        console.table(("field", "value", "source"), said)
         return
     columns = ("gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines")
     rows = [

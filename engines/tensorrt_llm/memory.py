@@ -53,3 +53,14 @@ def check_fit(model: ModelConfig, dtype: DataType, mapping: Mapping, quantizatio
         why="nothing would be left for activations and the KV cache",
         remedy=remedy,
     )
+
+
+def kv_token_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
+    """Bytes of KV cache that one token takes on the rank with most layers: 2 x layers x KV heads x head size x item.
+
+    Beyond one rank for each KV head the heads are copied, and nothing more is saved.
+    """
+    layers = -(-model.num_hidden_layers // mapping.pp_size)
+    heads = max(1, model.num_key_value_heads // mapping.tp_size)
+    item = 1 if quantization.kv_cache_quant_algo is not None else ITEMSIZE[SAFETENSORS_DTYPE[dtype]]
+    return 2 * layers * heads * model.head_size * item

@@ -1,0 +1,248 @@
+"""One way to serve a model, and what it does at a rate: a simulation, read as the load tester reads a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engines.base import Mapping
+from engines.errors import UsageError
+from engines.gpu import GpuSpec
+from engines.hf_folder import ModelConfig
+from engines.quant import UNQUANTIZED, Precision, Quantization
+from pipeline.advise.cost import Parts, Step, StepCost
+from pipeline.advise.demand import Demand, Follow, Lengths
+from pipeline.advise.efficiency import Efficiency
+from pipeline.advise.memory import Limits, Memory, memory
+from pipeline.advise.scheduler import Asked, Places, Timeline, simulate
+from pipeline.bench.slo import Objective
+
+# The first requests meet an idle server; the last ones one that is no longer sent to.
+EDGE = 0.1
+# Of a batch: what more gains less than its logits' memory costs.
+MOST_BATCH = 2048
+# TensorRT-LLM's own default: large enough for products to be compute-bound.
+MAX_NUM_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to serve: `tp` GPUs of one kind in one precision, with the sizes its engine is built for."""
+
+    model: ModelConfig
+    gpu: GpuSpec
+    precision: Precision
+    tp: int
+    limits: Limits
+    memory: Memory
+    cost: StepCost
+    chunked: bool = True
+
+    @classmethod
+    def make(
+        cls,
+        model: ModelConfig,
+        gpu: GpuSpec,
+        precision: Precision,
+        tp: int,
+        lengths: Lengths,
+        efficiency: Efficiency,
+        limits: Limits | None = None,
+    ) -> Option:
+        """With `limits`, or the sizes that suit these lengths. Raises UsageError for what cannot be."""
+        made = quantization(precision)
+        mapping = Mapping(tp_size=tp)
+        chosen = limits or Limits(max_batch_size=64, max_num_tokens=MAX_NUM_TOKENS)
+        found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
+        if limits is None:
+            batch = min(MOST_BATCH, found.batch(max(1, round(lengths.mean_input + lengths.mean_output))))
+            # As trtllm-build's own tuning has it: a little more than will be used, in steps that kernels like.
+            chosen = Limits(max_batch_size=_rounded(batch), max_num_tokens=max(MAX_NUM_TOKENS, _rounded(batch)))
+            found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
+        return cls(
+            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
+            cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency),
+        )  # fmt: skip
+
+    @property
+    def places(self) -> Places:
+        return Places(
+            batch=self.limits.max_batch_size, tokens=self.limits.max_num_tokens, kv_blocks=self.memory.kv_blocks,
+            tokens_per_block=self.limits.tokens_per_block, chunked=self.chunked,
+        )  # fmt: skip
+
+    def require_fit(self, longest: int) -> None:
+        """Raises UsageError when no request of `longest` tokens fits."""
+        need, have = self.memory.weights, self.memory.total - self.memory.runtime
+        if need >= have:
+            raise UsageError(
+                f"does not fit: the weights take {need / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {self.tp}"
+            )
+        if self.memory.free <= 0 or not self.memory.batch(longest):
+            raise UsageError(
+                f"does not fit: {max(0, self.memory.free) / 2**30:.1f} GiB are left for the KV cache, "
+                f"and a sequence of {longest} tokens takes {longest * self.memory.kv_token / 2**30:.1f}"
+            )
+
+    def at(self, demand: Demand, rate: float | None, *, shares: bool = True) -> Prediction:
+        """`rate` is of clients that begin, a second; None is all at once. Without `shares` it is half the work."""
+        asked, follow = demand.requests(rate)
+        return self._predict(asked, follow, rate, shares)
+
+    def together(self, demand: Demand, concurrency: int) -> Prediction:
+        asked, follow = demand.together(concurrency, max(40, min(800, 4 * concurrency)))
+        return self._predict(asked, follow, None, True)
+
+    def _predict(self, asked: list[Asked], follow: Follow, rate: float | None, with_shares: bool) -> Prediction:
+        shares: dict[str, float] = {}
+
+        def watch(repeat: int, step: Step) -> None:
+            for name, seconds in bounds(self.cost, step).items():
+                shares[name] = shares.get(name, 0.0) + repeat * seconds
+
+        timeline = simulate(asked, self.places, self.cost.seconds, follow=follow, watch=watch if with_shares else None)
+        total = sum(shares.values())
+        return Prediction.of(timeline, rate, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
+
+
+def bounds(cost: StepCost, step: Step) -> dict[str, float]:
+    """Seconds of a step by what bounds them: compute, weights, kv, all-reduce, overhead."""
+    parts: Parts = cost.parts(step)
+    tokens = step.context + step.decoding
+    compute = 2 * tokens * cost.parameters / (cost.flops * cost.share)
+    reading = cost.weight_bytes / (cost.bandwidth * cost.efficiency.weights)
+    products = parts.products + parts.head
+    return {
+        "compute": products * compute / (compute + reading) + parts.attention,
+        "weights": products * reading / (compute + reading),
+        "kv": parts.cache,
+        "elementwise": parts.elementwise,
+        "all-reduce": parts.allreduce,
+        "overhead": parts.overhead,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is served. Times in ms as the load tester names them; of the measured middle of the run.
+
+    rate           of clients, a second; None: all at once
+    ttft, tpot     of each request
+    itl            (ms, tokens) of every step
+    latency        of each request
+    output         tokens of each request
+    tokens_per_s   output tokens over the measured time
+    requests_per_s likewise
+    in_flight      most sequences at once
+    busy           share of the time in which a step ran
+    shares         of busy time, by what bounds it
+    """
+
+    rate: float | None
+    ttft: Any
+    tpot: Any
+    itl: Any
+    latency: Any
+    output: Any
+    tokens_per_s: float
+    requests_per_s: float
+    in_flight: int
+    busy: float
+    shares: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline, rate: float | None, front_s: float, shares: dict[str, float]) -> Prediction:
+        served = [
+            (one.arrival, one.output, first, end)
+            for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
+            if first is not None and end is not None
+        ]
+        if not served:
+            raise UsageError("no request fits")
+        arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
+        span = arrival.max() - arrival.min()
+        low, high = arrival.min() + EDGE * span, arrival.max() - EDGE * span
+        measured = (arrival >= low) & (arrival <= high)
+        # Throughput where it is level: between the ends of the first and the last tenth of answers.
+        order = np.argsort(end)
+        start, stop = end[order[int(EDGE * len(end))]], end[order[int((1 - EDGE) * (len(end) - 1))]]
+        inside = (end > start) & (end <= stop)
+        seconds = max(stop - start, 1e-9)
+        several = measured & (output > 1)
+        return cls(
+            rate=rate,
+            ttft=(first - arrival + front_s)[measured] * 1e3,
+            tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
+            itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1),
+            latency=(end - arrival + front_s)[measured] * 1e3,
+            output=output[measured],
+            tokens_per_s=float(output[inside].sum() / seconds),
+            requests_per_s=float(inside.sum() / seconds),
+            in_flight=timeline.most,
+            busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
+            shares=shares,
+        )
+
+    def value(self, objective: Objective) -> float | None:
+        """The objective's statistic, in ms; None where no request has a value."""
+        if objective.metric in ("inter_token_latency", "inter_chunk_latency"):
+            return _weighted(self.itl, objective)
+        values = {
+            "time_to_first_token": self.ttft,
+            "time_per_output_token": self.tpot,
+            "request_latency": self.latency,
+        }.get(objective.metric)
+        if values is None:
+            raise UsageError(
+                f"the planner does not predict {objective.metric}", remedy="use ttft, tpot, itl or latency"
+            )
+        if not len(values):
+            return None
+        if objective.percent is not None:
+            return float(np.percentile(values, objective.percent))
+        return float(values.mean() if objective.statistic == "mean" else values.max())
+
+    def meets(self, objectives: Sequence[Objective]) -> bool:
+        values = [(self.value(one), one.limit_ms) for one in objectives]
+        return all(value is None or value < limit for value, limit in values)
+
+    def to_json(self) -> dict[str, Any]:
+        def quantiles(values: Any) -> dict[str, float] | None:
+            if not len(values):
+                return None
+            return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in (50, 99)}
+
+        return {
+            "rate": self.rate,
+            "time_to_first_token_ms": quantiles(self.ttft),
+            "time_per_output_token_ms": quantiles(self.tpot),
+            "request_latency_ms": quantiles(self.latency),
+            "output_tokens_per_s": self.tokens_per_s,
+            "requests_per_s": self.requests_per_s,
+            "in_flight": self.in_flight,
+            "busy": self.busy,
+            "time_by_bound": self.shares,
+        }
+
+
+def quantization(precision: Precision) -> Quantization:
+    return precision.recipe.quantization if precision.recipe else UNQUANTIZED
+
+
+def _weighted(gaps: Any, objective: Objective) -> float | None:
+    if not len(gaps):
+        return None
+    order = np.argsort(gaps[:, 0])
+    times, weights = gaps[order, 0], gaps[order, 1]
+    if objective.percent is not None:
+        return float(times[np.searchsorted(weights.cumsum(), objective.percent / 100 * weights.sum())])
+    return float(np.average(times, weights=weights) if objective.statistic == "mean" else times[-1])
+
+
+def _rounded(batch: int) -> int:
+    """Up to a multiple of 8, 32 or 128 by size; at least 1."""
+    grain = 8 if batch <= 128 else 32 if batch <= 512 else 128
+    return max(1, -(-batch // grain) * grain) if batch > 8 else max(1, batch)
