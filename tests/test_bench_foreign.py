@@ -250,6 +250,11 @@ def test_newer_vllm_writes_latencies(tmp_path: Path) -> None:
     assert found[0]["end_ns"] - found[0]["sent_ns"] == 50_000_000
 
 
+def test_vllm_s_rust_client_writes_its_dates_otherwise(tmp_path: Path) -> None:
+    path = changed(tmp_path, VLLM, date="2026-11-22T08:17:44Z")
+    assert read_report(path)["started"] == "2026-11-22T08:17:44Z"
+
+
 def test_zeros_that_vllm_writes_for_want_of_values_are_unknown(tmp_path: Path) -> None:
     zeros = dict.fromkeys(("mean_tpot_ms", "median_tpot_ms", "std_tpot_ms", "p99_tpot_ms"), 0.0)
     metric = only_level(read_report(changed(tmp_path, VLLM, **zeros)))["metrics"]["time_per_output_token"]

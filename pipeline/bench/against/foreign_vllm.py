@@ -1,5 +1,5 @@
-"""What `vllm bench serve --save-result` writes (read from 0.25 and 0.32), one level a file, or several that
---append-result has put into one; with --save-detailed the requests too.
+"""What `vllm bench serve --save-result` writes (read from 0.25 and 0.32, there of its Rust client too), one level a
+file, or several that --append-result has put into one; with --save-detailed the requests too.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ def _failure(told: str) -> dict[str, str]:
 
 
 def _date(told: str | None) -> str | None:
-    return None if told is None else datetime.strptime(told, "%Y%m%d-%H%M%S").isoformat()
+    # The Rust client writes it as it is to be, in UTC.
+    if told is None or "T" in told:
+        return told
+    return datetime.strptime(told, "%Y%m%d-%H%M%S").isoformat()
 
 
 def _records(number: int, value: dict[str, Any]) -> list[dict[str, Any]]:
