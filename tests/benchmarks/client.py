@@ -24,11 +24,8 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,65 +35,69 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bench.known.child import KnownProcess
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.known.script import Truth
 from pipeline.bench.selftest import write_tokenizer
+from tests.benchmarks import beside
 
 TTFT_S, TOKENS = 0.05, 64
 OPEN_TOKENS = 16
-COMMAND = [str(Path(sys.executable).with_name("trtpipe")), "bench"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the command left: its report, its requests, the truth, and when it began and ended."""
+    """What one run of the command left: its report, its requests, the truth, how long it took to begin, and its end."""
 
     level: dict[str, Any]
     requests: list[dict[str, Any]]
     truth: dict[str, Truth]
-    began_ns: int
+    start_s: float
     ended_ns: int
     pss: float
 
 
 def command(protocol: str, timing: Timing, words: Sequence[str], scratch: Path, tokens: int = TOKENS) -> Run:
-    cores = sorted(os.sched_getaffinity(0))
-    server = KnownProcess.start(timing, scratch / "truth.jsonl", cpu=cores[-1])
     report = scratch / "report.json"
+    report.unlink(missing_ok=True)
     tokenizer = write_tokenizer(scratch)
-    url = f"http://127.0.0.1:{server.http_port}"
-    where = {"grpc": ["--grpc-url", f"127.0.0.1:{server.grpc_port}"], "http": ["--http-url", url]}.get(
-        protocol, ["--openai-url", f"{url}/v1", "--openai-model", "ensemble"]
-    )
-    options = ["--protocol", protocol, *where, "--tokenizer", str(tokenizer), "--input-tokens", "32"]
-    options += ["--output-tokens", str(tokens), "--report", str(report), *words]
-    began = time.monotonic_ns()
-    process = subprocess.Popen(
-        ["taskset", "-c", str(cores[0]), *COMMAND, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
     largest = [0.0]
-    watcher = threading.Thread(target=_watch, args=(process, largest), daemon=True)
-    watcher.start()
-    _, words_said = process.communicate()
-    ended = time.monotonic_ns()
-    truth = {one.id: one for one in server.stop()}
+
+    def watch(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            largest[0] = max(largest[0], pss_of(process.pid))
+            time.sleep(0.5)
+
+    run = beside.run(
+        timing,
+        lambda server: [
+            *beside.bench_words(
+                protocol,
+                f"127.0.0.1:{server.grpc_port}",
+                f"http://127.0.0.1:{server.http_port}",
+                tokenizer,
+                report,
+                tokens,
+            ),
+            *words,
+        ],
+        scratch,
+        watch=watch,
+    )
     if not report.is_file():
-        raise SystemExit(words_said.decode())
+        raise SystemExit(run.words)
     (level,) = json.loads(report.read_text())["levels"]
     lines = (scratch / "report.requests.jsonl").read_text().splitlines()
-    return Run(level, [json.loads(line) for line in lines], truth, began, ended, largest[0])
+    truth = {one.id: one for one in run.truth}
+    return Run(level, [json.loads(line) for line in lines], truth, run.start_s, run.ended_ns, largest[0])
 
 
-def _watch(process: subprocess.Popen[bytes], largest: list[float]) -> None:
-    while process.poll() is None:
-        try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
-        except OSError:
-            return
-        pss = next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
-        largest[0] = max(largest[0], pss)
-        time.sleep(0.5)
+def pss_of(pid: int) -> float:
+    """MB; 0 of a process that has gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
 
 
 def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Path) -> dict[str, float]:
@@ -105,25 +106,14 @@ def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Pat
     run = command(
         protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), [*words, *(["--kernel-timestamps"] if kernel else [])], scratch
     )
-    good = [one for one in run.requests if not one["warmup"] and one["failure"] is None]
-    first, said, true = [], [], []
-    for one in good:
-        known = run.truth[one["id"]]
-        first.append((one["stamps_ns"][0] - one["sent_ns"] - (known.stamps_ns[0] - known.arrival_ns)) / 1e6)
-        said.append(np.diff(one["stamps_ns"]) / 1e6)
-        true.append(np.diff(np.array(known.stamps_ns)) / 1e6)
-    gaps, real = np.concatenate(said), np.concatenate(true)
+    good = beside.good(run.requests)
     last = max(one["stamps_ns"][-1] for one in good)
     throughput = run.level["metrics"]["output_token_throughput"]["value"] or 0.0
     return {
-        "ttft_p50": float(np.percentile(first, 50)),
-        "ttft_p99": float(np.percentile(first, 99)),
-        "itl_mean": float(gaps.mean() - real.mean()),
-        "itl_p99_said": float(np.percentile(gaps, 99)),
-        "itl_p99_true": float(np.percentile(real, 99)),
+        **beside.errors(good, run.truth),
         "load": throughput / (streams * TOKENS / (TTFT_S + (TOKENS - 1) * itl_s)),
         "cpu": run.level["client"]["cpu_s_per_1000_tokens"],
-        "start": (min(known.arrival_ns for known in run.truth.values()) - run.began_ns) / 1e9,
+        "start": run.start_s,
         "tail": (run.ended_ns - last) / 1e9,
         "pss": run.pss,
     }
@@ -142,10 +132,6 @@ def opened(protocol: str, rate: int, arrivals: str, scratch: Path) -> dict[str, 
         "cv": float(gaps.std() / gaps.mean()),
         "off": float(np.percentile(np.abs(line - np.median(line)), 99)),
     }
-
-
-def median(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def main() -> None:
@@ -173,7 +159,7 @@ def main() -> None:
                 streams, itl = level.split(":")
                 for kernel in (False, True):
                     runs = [closed(protocol, int(streams), float(itl) / 1e3, kernel, scratch) for _ in range(args.runs)]
-                    one = median(runs)
+                    one = beside.median(runs)
                     lines.append(
                         f"| {protocol} | {streams} | {itl} | {'kernel' if kernel else 'read'} "
                         f"| {one['ttft_p50']:.2f} / {one['ttft_p99']:.2f} | {one['itl_mean']:.3f} "
@@ -188,7 +174,7 @@ def main() -> None:
         ]
         for protocol in args.protocols.split(","):
             for rate, arrivals in ((200, "constant"), (2000, "constant"), (200, "poisson")):
-                one = median([opened(protocol, rate, arrivals, scratch) for _ in range(args.runs)])
+                one = beside.median([opened(protocol, rate, arrivals, scratch) for _ in range(args.runs)])
                 off = f"{one['off']:.2f}" if arrivals == "constant" else "-"
                 lines.append(f"| {protocol} | {rate} | {arrivals} | {one['rate']:.1f} | {one['cv']:.3f} | {off} |")
                 print(lines[-1], flush=True)
