@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,6 +55,9 @@ bench-front: $(READY) ## tokens through Triton and the gateway, from an engine t
 
 bench-client: $(READY) ## the load tester's own error, cost and speed, against a server of known timing
 	$(BIN)/python -m tests.benchmarks.client --report docs/measurements/client.md
+
+bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, which it installs (5 GB in the user's cache)
+	$(BIN)/python -m tests.benchmarks.peers --write docs/measurements/peers.md
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py
