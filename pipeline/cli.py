@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline import __version__, cli_bench
+from pipeline import __version__, cli_bench, cli_plan
 
 if TYPE_CHECKING:
     from engines.errors import TrtpipeError
@@ -134,8 +134,11 @@ def build(
     matrix.raise_failures(outcomes)
 
 
+app.command()(cli_plan.plan)
+
+
 @app.command()
-def plan(
+def settings(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,

@@ -244,14 +244,11 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     """The most clients a second within the objectives, by bisection, and what is served then; None where it is not a
     hundredth of what the engine could do without them.
     """
-    full = option.at(demand, None)
+    full = option.full(demand)
     if not objectives:
         return full.requests_per_s / demand.turns, full
-    low, high = 0.0, full.requests_per_s / demand.turns
+    low, high = 0.0, full.requests_per_s / demand.turns * 1.05
     least = high / 100
-    # Clients who think between their turns come in larger numbers than those that all began at once.
-    while demand.turns > 1 and option.at(demand, high, shares=False).meets(objectives):
-        low, high = high, 2 * high
     while high - low > max(PRECISION * high, least):
         rate = (low + high) / 2
         if option.at(demand, rate, shares=False).meets(objectives):
@@ -297,7 +294,7 @@ def _remarks(ranked: Sequence[Candidate], asked: Asked, priced: bool) -> list[st
     cheap = min(able, key=lambda one: (one.hourly or math.inf, -(one.rate or 0)))
     if cheap is not best:
         said.append(
-            f"up to {cheap.rate:.3g} requests/s {cheap.name} does it for {cheap.hourly:.2f} an hour; "
+            f"up to {cheap.rate:.3g} clients/s {cheap.name} does it for {cheap.hourly:.2f} an hour; "
             f"{best.name} at {best.hourly:.2f} is cheaper only above"
         )
     alone = min(able, key=lambda one: one.single_cost or math.inf)
@@ -317,7 +314,7 @@ def _remarks(ranked: Sequence[Candidate], asked: Asked, priced: bool) -> list[st
     if asked.rate is not None:
         fewest = min(able, key=lambda one: ((one.hourly or 0) * (one.replicas or 1), one.gpus or 0))
         said.append(
-            f"{asked.rate:g} requests/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
+            f"{asked.rate:g} clients/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
             f"{fewest.name}, {fewest.gpus} GPUs, {(fewest.hourly or 0) * (fewest.replicas or 1):.2f} an hour: "
             "the least there is"
         )

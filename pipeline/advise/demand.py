@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,13 @@ from pipeline.bench.work.seeds import generator
 from pipeline.bench.work.trace import read_trace
 from pipeline.bench.work.work import Work
 
-# Clients of one simulation, by whether each asks once: a p99 rests on eight requests.
-CLIENTS, CLIENTS_WITH_TURNS = 800, 400
+# Requests of one simulation: a p99 rests on eight of them.
+REQUESTS = 800
+# From which those are drawn.
+POOL = 4000
 SEED = 0
+
+Follow = Callable[[int, float], "Asked | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +35,20 @@ class Lengths:
     longest: int
 
     @property
-    def mean_context(self) -> float:
-        """Of a sequence half way through its answer."""
-        return self.mean_input + self.mean_output / 2
+    def mean(self) -> int:
+        """Of a whole sequence."""
+        return max(2, round(self.mean_input + self.mean_output))
 
 
 class Demand:
-    """What clients ask for, by a seed.
+    """What clients ask for, by a seed. A conversation's turns are requests among others, each with its history: so a
+    simulation is in its steady state from the start, whatever people think between turns.
 
     reuse   whether prompts that begin alike find their beginning in the KV cache
+    turns   requests of a client, on average
     """
 
-    def __init__(self, work: Work, arrivals: str = "poisson", burstiness: float = 1.0, *, reuse: bool = False) -> None:
+    def __init__(self, work: Work, *, reuse: bool = False) -> None:
         if work.prompts is not None or work.sharegpt is not None:
             raise UsageError(
                 "the lengths of a prompt file are not known before it is tokenised",
@@ -49,31 +56,19 @@ class Demand:
             )
         self.work = work
         self.reuse = reuse
-        self._arrivals = {"arrivals": arrivals, "burstiness": burstiness}
-        self._turns = work.turns()
-        # How many requests a client makes, on average.
-        self.turns = 1.0 if self._turns is None else float(self._turns[0].tokens(generator((SEED, 2)), 4000).mean())
-        # A trace's own order of lengths; its times are a load of their own, and here requests come at a rate.
-        self._trace = None if work.trace is None else read_trace(work.folder / work.trace, work.max_total_tokens)
+        clients = list(self._clients(generator((SEED, 1))))
+        self.turns = sum(map(len, clients)) / len(clients)
+        self._pool = [request for client in clients for request in client]
 
-    def requests(self, rate: float | None, count: int | None = None) -> tuple[list[Asked], Follow]:
-        """The first requests of `count` clients that come at `rate` a second (None: all at once), and what follows.
+    def requests(self, rate: float, count: int = REQUESTS) -> list[Asked]:
+        """`count` requests of clients that begin at `rate` a second."""
+        load = Open(rate=rate * self.turns, requests=count)
+        due = due_times(load, (SEED, 0), count=count) / 1e9
+        return [replace(one, arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
 
-        Without `count` as many clients as a p99 needs.
-        """
-        count = count or (CLIENTS if self._turns is None else CLIENTS_WITH_TURNS)
-        rng = generator((SEED, 1))
-        inputs, outputs = self._lengths(rng, count)
-        due = np.zeros(count)
-        if rate is not None:
-            due = due_times(Open(rate=rate, requests=count, **self._arrivals), (SEED, 0), count=count) / 1e9  # type: ignore[arg-type]
-        shared = self._shared(rng, inputs)
-        asked = [Asked(*row) for row in zip(due.tolist(), inputs.tolist(), outputs.tolist(), shared, strict=True)]
-        return asked, self._follow(asked, rng)
-
-    def together(self, concurrency: int, count: int = CLIENTS) -> tuple[list[Asked], Follow]:
+    def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
         """`count` requests of so many clients, each of which asks again as soon as it is answered."""
-        asked, _ = self.requests(None, count)
+        asked = self._drawn(count)
         rest = iter(asked[concurrency:])
 
         def follow(index: int, now: float) -> Asked | None:
@@ -82,71 +77,42 @@ class Demand:
 
         return asked[:concurrency], follow
 
+    def _drawn(self, count: int) -> list[Asked]:
+        return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count)]
+
     def lengths(self) -> Lengths:
-        """Of many requests, later turns included."""
-        asked, follow = self.requests(None, 4000)
-        every = list(asked)
-        if self._turns is not None:
-            for index, one in enumerate(asked):
-                at: tuple[int, Asked | None] = (index, one)
-                while (more := follow(at[0], 0.0)) is not None:
-                    every.append(more)
-                    at = (len(every) - 1, more)
-        inputs = np.array([one.input for one in every])
-        outputs = np.array([one.output for one in every])
+        inputs = np.array([one.input for one in self._pool])
+        outputs = np.array([one.output for one in self._pool])
         return Lengths(
             mean_input=float(inputs.mean()), mean_output=float(outputs.mean()), longest_input=int(inputs.max()),
             longest=int((inputs + outputs).max()),
         )  # fmt: skip
 
-    def _lengths(self, rng: np.random.Generator, count: int) -> tuple[Ints, Ints]:
-        if self._trace is not None:
-            rows = [self._trace[index % len(self._trace)] for index in range(count)]
-            return np.array([row.input_tokens for row in rows]), np.array([row.output_tokens for row in rows])
-        first, second = self.work.lengths()
-        inputs, outputs = first.tokens(rng, count), second.tokens(rng, count)
-        most = self.work.max_total_tokens
-        if most is not None:
-            for _ in range(100):
-                over = np.flatnonzero(inputs + outputs > most)
-                if not len(over):
-                    break
-                inputs[over], outputs[over] = first.tokens(rng, len(over)), second.tokens(rng, len(over))
-            else:
-                raise UsageError(f"almost no request is within max_total_tokens {most}", remedy="raise it")
-        return inputs, outputs
-
-    def _shared(self, rng: np.random.Generator, inputs: Ints) -> list[int]:
-        prefix = self.work.shared_prefix
-        if not self.reuse or prefix is None:
-            return [0] * len(inputs)
-        hit = rng.random(len(inputs)) < prefix.share
-        return [int(one) for one in np.where(hit, np.minimum(prefix.tokens, inputs - 1), 0)]
-
-    def _follow(self, asked: list[Asked], rng: np.random.Generator) -> Follow:
-        if self._turns is None:
-            return lambda index, now: None
-        turns, think, user = self._turns
-        inputs, outputs = self.work.lengths()
-        state = [(one, left - 1) for one, left in zip(asked, turns.tokens(rng, len(asked)).tolist(), strict=True)]
-
-        def follow(index: int, now: float) -> Asked | None:
-            one, left = state[index]
-            if left < 1:
-                return None
-            history = one.input + one.output
-            new = int((user or inputs).tokens(rng, 1)[0])
-            answer = int(outputs.tokens(rng, 1)[0])
-            most = self.work.max_total_tokens
-            if most is not None and history + new + answer > most:
-                return None
-            wait = float(np.maximum(think.sample(rng, 1)[0], 0))
-            more = Asked(now + wait, history + new, answer, history if self.reuse else 0)
-            state.append((more, left - 1))
-            return more
-
-        return follow
-
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Follow = Callable[[int, float], "Asked | None"]
+    def _clients(self, rng: np.random.Generator) -> Any:
+        """Each one's requests in turn."""
+        work = self.work
+        if work.trace is not None:
+            for row in read_trace(work.folder / work.trace, work.max_total_tokens):
+                yield [Asked(0.0, row.input_tokens, row.output_tokens)]
+            return
+        most = work.max_total_tokens
+        inputs, outputs = work.lengths()
+        turns = work.turns()
+        prefix = work.shared_prefix if self.reuse else None
+        drawn = zip(inputs.tokens(rng, POOL).tolist(), outputs.tokens(rng, POOL).tolist(), strict=True)
+        kept = [one for one in drawn if most is None or sum(one) <= most]
+        if not kept:
+            raise UsageError(f"no request is within max_total_tokens {most}", remedy="raise it")
+        shared = rng.random(len(kept)) < (0.0 if prefix is None else prefix.share)
+        for (prompt, answer), hit in zip(kept, shared.tolist(), strict=True):
+            found = min(prefix.tokens, prompt - 1) if hit and prefix is not None else 0
+            client = [Asked(0.0, prompt, answer, found)]
+            if turns is not None:
+                number, _, user = turns
+                for _ in range(int(number.tokens(rng, 1)[0]) - 1):
+                    history = client[-1].input + client[-1].output
+                    new, answer = int((user or inputs).tokens(rng, 1)[0]), int(outputs.tokens(rng, 1)[0])
+                    if most is not None and history + new + answer > most:
+                        break
+                    client.append(Asked(0.0, history + new, answer, history if self.reuse else 0))
+            yield client

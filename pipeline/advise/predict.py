@@ -51,6 +51,8 @@ class Option:
         lengths: Lengths,
         efficiency: Efficiency,
         limits: Limits | None = None,
+        *,
+        chunked: bool = True,
     ) -> Option:
         """With `limits`, or the sizes that suit these lengths. Raises UsageError for what cannot be."""
         made = quantization(precision)
@@ -58,13 +60,13 @@ class Option:
         chosen = limits or Limits(max_batch_size=64, max_num_tokens=MAX_NUM_TOKENS)
         found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
         if limits is None:
-            batch = min(MOST_BATCH, found.batch(max(1, round(lengths.mean_input + lengths.mean_output))))
+            batch = min(MOST_BATCH, found.batch(lengths.mean))
             # As trtllm-build's own tuning has it: a little more than will be used, in steps that kernels like.
             chosen = Limits(max_batch_size=_rounded(batch), max_num_tokens=max(MAX_NUM_TOKENS, _rounded(batch)))
             found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
         return cls(
             model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
-            cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency),
+            cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency), chunked=chunked,
         )  # fmt: skip
 
     @property
@@ -87,16 +89,20 @@ class Option:
                 f"and a sequence of {longest} tokens takes {longest * self.memory.kv_token / 2**30:.1f}"
             )
 
-    def at(self, demand: Demand, rate: float | None, *, shares: bool = True) -> Prediction:
-        """`rate` is of clients that begin, a second; None is all at once. Without `shares` it is half the work."""
-        asked, follow = demand.requests(rate)
-        return self._predict(asked, follow, rate, shares)
+    def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
+        """`rate` is of clients that begin, a second. Without `shares` it is half the work."""
+        return self._predict(demand.requests(rate), None, rate, shares)
 
     def together(self, demand: Demand, concurrency: int) -> Prediction:
-        asked, follow = demand.together(concurrency, max(40, min(800, 4 * concurrency)))
+        """So many clients, each of which asks again as soon as it is answered."""
+        asked, follow = demand.together(concurrency, max(40, 4 * concurrency))
         return self._predict(asked, follow, None, True)
 
-    def _predict(self, asked: list[Asked], follow: Follow, rate: float | None, with_shares: bool) -> Prediction:
+    def full(self, demand: Demand) -> Prediction:
+        """As many clients as the batch has places."""
+        return self.together(demand, self.limits.max_batch_size)
+
+    def _predict(self, asked: list[Asked], follow: Follow | None, rate: float | None, with_shares: bool) -> Prediction:
         shares: dict[str, float] = {}
 
         def watch(repeat: int, step: Step) -> None:
@@ -129,7 +135,7 @@ def bounds(cost: StepCost, step: Step) -> dict[str, float]:
 class Prediction:
     """What is served. Times in ms as the load tester names them; of the measured middle of the run.
 
-    rate           of clients, a second; None: all at once
+    rate           of clients, a second; None where each asks again when it is answered
     ttft, tpot     of each request
     itl            (ms, tokens) of every step
     latency        of each request

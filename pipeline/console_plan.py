@@ -1,0 +1,28 @@
+"""Advice on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline import console
+from pipeline.advise import tables
+from pipeline.advise.advice import Advice
+from pipeline.advise.whatif import WhatIf
+
+
+def advice(found: Advice, changes: Sequence[WhatIf], *, as_json: bool) -> None:
+    if as_json:
+        console.result_json({**found.to_json(), "what_if": [one.to_json() for one in changes]})
+        return
+    console.result(f"{found.asked.model}: {tables.load(found)}")
+    options = tables.options(found)
+    if options.rows:
+        console.table(options.columns, options.rows, numeric=options.columns[1:-1])
+    for name, reason in tables.refusals(found).rows:
+        console.result(f"{name}: {reason}")
+    for remark in found.remarks:
+        console.result(remark)
+    if changes:
+        made = tables.changes(found.candidates[0].name, changes)
+        console.result(f"{made.title}:")
+        console.table(made.columns, made.rows)
