@@ -13,14 +13,8 @@ class Measured:
 
     date, host     when and on what
     driver         of the NVIDIA driver
-    bandwidth_gbs  GB/s of a device-to-device copy, bytes read and bytes written both counted
-    tflops         by type, the best of the sizes of the products
-    host_gbs       GB/s from pinned host memory
-    nvlink_gbs     GB/s in one direction that an all-reduce over `ranks` GPUs keeps up (NCCL's bus bandwidth, halved)
-    allreduce_us   microseconds of an all-reduce of 16 KiB over `ranks` GPUs
-    ranks          GPUs of those two
-    launch_us      microseconds from one launch of an empty kernel to the next
-    cpu_score      millions of additions a second of one thread of Python: the host loop's speed
+    ranks          GPUs that the all-reduces ran over
+    the rest       as engines/probe.py measures it
     """
 
     date: str

@@ -689,6 +689,34 @@ def gpus(
 
 
 @app.command()
+def probe(
+    out: Annotated[Path | None, typer.Option(help="The file to write; gpus/NAME.yaml of TRTPIPE_HOME.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine's GPUs; `trtpipe plan` then goes by that instead of the data sheet."""
+    import dataclasses
+
+    from pipeline import console
+    from pipeline.probe import probe as run
+
+    gpu, path = run(out)
+    assert gpu.measured is not None
+    found = gpu.measured
+    if as_json:
+        console.result_json(dataclasses.asdict(found))
+        return
+    sheet = {"bandwidth_gbs": gpu.bandwidth_gbs, **gpu.tflops, "nvlink_gbs": gpu.nvlink_gbs, "host_gbs": gpu.pcie_gbs}
+    plain = {name: value for name, value in dataclasses.asdict(found).items() if name != "tflops"} | found.tflops
+    rows = [
+        (name, value, sheet.get(name), f"{value / known:.0%}" if (known := sheet.get(name)) else None)
+        for name, value in plain.items()
+        if value is not None
+    ]
+    console.table((gpu.name, "measured", "data sheet", "share"), rows, numeric=("measured", "data sheet", "share"))
+    console.result(f"written to {path}")
+
+
+@app.command()
 def toolchains(as_json: Json = False) -> None:
     """List the releases of TensorRT-LLM we build with, and which of them this machine's driver can run."""
     import dataclasses

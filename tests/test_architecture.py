@@ -22,7 +22,7 @@ PAYLOAD = ("triton_repo/templates/", "triton_repo/backends/")
 HEAVY = {"vllm", "torch", "transformers", "modelopt", "tensorrt_llm", "ray", "gguf", "accelerate", "pytriton"}
 # Run as child processes, or imported by one that is.
 WORKERS = (
-    {"engines.devices", "engines.gguf_import", "engines.mapped_tensors", "engines.vllm_runtime"}
+    {"engines.devices", "engines.gguf_import", "engines.mapped_tensors", "engines.probe", "engines.vllm_runtime"}
     | {"pipeline.docker_server"}
     # Of the gateway, what its processes load.
     | {f"pipeline.gateway.{name}" for name in ("__main__", "answers", "app", "failure", "requests", "text")}

@@ -187,5 +187,5 @@ def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
         return 1.0
     joined = gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or tp <= gpu.nvlink_gpus)
     if joined:
-        return gpu.require("nvlink_gbs") * efficiency.nvlink * 1e9
+        return efficiency.nvlink_bandwidth(gpu) * efficiency.nvlink
     return gpu.require("pcie_gbs") * efficiency.pcie * 1e9

@@ -68,6 +68,12 @@ class Efficiency:
         measured = gpu.measured.tflops.get(kind) if gpu.measured else None
         return sheet if measured is None or kind not in self.probed else measured / self.probed[kind] * 1e12
 
+    def nvlink_bandwidth(self, gpu: GpuSpec) -> float:
+        """Bytes a second in one direction, likewise."""
+        if gpu.measured is None or gpu.measured.nvlink_gbs is None:
+            return gpu.require("nvlink_gbs") * 1e9
+        return gpu.measured.nvlink_gbs / self.probed["nvlink"] * 1e9
+
 
 def load_efficiency() -> Efficiency:
     path = config.CONFIGS / "efficiency.yaml"

@@ -28,6 +28,7 @@ SHARES = ("attention", "weights", "kv", "nvlink", "pcie")
 PRODUCTS = ("80.fp16", "89.fp8", "90.fp16", "90.fp8")
 OTHERS = ("sharpness", "elementwise", "step_s", "layer_s", "request_s", "allreduce_s", "front_s")
 BOUNDS = {**dict.fromkeys((*SHARES, *PRODUCTS), (0.2, 0.98)), "sharpness": (1.0, 8.0)}
+PROBED = "h200"
 RUNTIME_GIB = (1.0, 1.5, 2.0, 3.0)
 HEADER = """\
 # How much of a data sheet's figures TensorRT-LLM 0.17 reaches. Written by `python -m tests.benchmarks.planner --fit`
@@ -96,7 +97,7 @@ def write_efficiency(how: Efficiency) -> None:
     # No table tells these: FP16 on Ada as on Hopper, INT8 as FP16 of its card.
     products = {**how.products, "89.fp16": how.products["90.fp16"]}
     products |= {f"{sm}.int8": products[f"{sm}.fp16"] for sm in (80, 89, 90)}
-    plain: dict[str, Any] = {**asdict(how), "products": dict(sorted(products.items()))}
+    plain: dict[str, Any] = {**asdict(how), "products": dict(sorted(products.items())), "probed": _probed()}
 
     def short(value: Any) -> Any:
         if isinstance(value, dict):
@@ -105,6 +106,20 @@ def write_efficiency(how: Efficiency) -> None:
 
     text = yaml.safe_dump({name: short(value) for name, value in plain.items()}, sort_keys=False, width=120)
     (config.CONFIGS / "efficiency.yaml").write_text(HEADER + text)
+
+
+def _probed() -> dict[str, float]:
+    """What a healthy card of the fitted kinds gives torch: our own H200, as shares of its data sheet."""
+    gpu = config.find_gpu(PROBED)
+    found = gpu.measured
+    assert found is not None
+    assert found.nvlink_gbs is not None
+    shares = {kind: found.tflops[kind] / gpu.tflops[kind] for kind in ("bf16", "fp16", "fp8")}
+    return {
+        "bandwidth": found.bandwidth_gbs / gpu.require("bandwidth_gbs"),
+        "nvlink": found.nvlink_gbs / gpu.require("nvlink_gbs"),
+        **shares,
+    }
 
 
 def report(how: Efficiency) -> tuple[str, str]:
