@@ -32,9 +32,9 @@ from tests.test_runner import SIZES, snapshot
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "plan", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve", "ps",
-    "logs", "reload", "stop", "check", "top", "monitoring", "generate", "compare", "models", "gpus", "toolchains",
-    "passport", "export", "import", "gc", "doctor", "bench", "deploy",
+    "build", "plan", "settings", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve",
+    "ps", "logs", "reload", "stop", "check", "top", "monitoring", "generate", "compare", "models", "gpus", "probe",
+    "toolchains", "passport", "export", "import", "gc", "doctor", "bench", "deploy",
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_version(run: Run) -> None:
 
 def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
-    done = run("plan", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batch_size=16")
+    done = run("settings", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batch_size=16")
     assert (done.status, done.err) == (0, "")
     title, header, *values = rows(done.out)
     assert (title, header) == (["target smollm2-135m.cpu.bf16"], ["setting", "value", "from"])
@@ -123,7 +123,7 @@ def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, t
 
 
 def test_plan_as_json(run: Run) -> None:
-    done = run("plan", "--recipe", "smollm2-cpu", "--json")
+    done = run("settings", "--recipe", "smollm2-cpu", "--json")
     value = json.loads(done.out)
     assert value["target"] == "smollm2-135m.cpu.bf16"
     assert {"name": "build.max_batch_size", "value": 16, "source": "recipe smollm2-cpu.yaml"} in value["values"]
@@ -133,7 +133,7 @@ def test_plan_as_json(run: Run) -> None:
 def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
     folder = in_folder / "[red]tiny[" / "x]:key:"  # markup, a closing tag and an emoji to rich
     folder.mkdir(parents=True)
-    done = run("plan", "--model", folder, "--gpu", "cpu")
+    done = run("settings", "--model", folder, "--gpu", "cpu")
     assert f"folder {folder}" in done.out.replace("\n", "")
     assert (
         run("build", "--model", folder, "--gpu", "cpu").error().startswith(f"{folder} is no Hugging Face model folder")
@@ -237,21 +237,21 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
 
     assert refused("biuld").startswith("No such command 'biuld'")
     assert refused("biuld").endswith("; see `trtpipe --help`")
-    assert refused("plan", "--modle", "x").startswith("No such option: --modle")
-    assert refused("plan", "--modle", "x").endswith("; see `trtpipe plan --help`")
+    assert refused("settings", "--modle", "x").startswith("No such option: --modle")
+    assert refused("settings", "--modle", "x").endswith("; see `trtpipe settings --help`")
     assert refused("convert", model).startswith("Missing argument ")
-    assert refused("plan", "--tp", "two").startswith("Invalid value for '--tp'")
-    assert refused("plan") == "no model is given; pass for example --model smollm2-135m"
-    assert refused("plan", "--model", "llama3-8", "--gpu", "cpu") == (
+    assert refused("settings", "--tp", "two").startswith("Invalid value for '--tp'")
+    assert refused("settings") == "no model is given; pass for example --model smollm2-135m"
+    assert refused("settings", "--model", "llama3-8", "--gpu", "cpu") == (
         "unknown model 'llama3-8'; did you mean 'llama3-8b'?"
     )
     assert refused("build", "--model", "smollm2", "--gpu", "a100", "--dtype", "fp8").startswith(
         "fp8 does not run on a100"
     )
-    assert refused("plan", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batchsize=1") == (
+    assert refused("settings", "--model", "smollm2", "--gpu", "cpu", "--set", "build.max_batchsize=1") == (
         "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"
     )
-    assert refused("plan", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
+    assert refused("settings", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
     assert refused("serve") == "there is nothing to serve in ./runs; run `trtpipe build` first"
     assert refused("serve", "nowhere") == (
         "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`, or see `ls runs`"
@@ -353,13 +353,13 @@ def test_data_that_only_a_stage_can_judge(build: Run, model: Path, store: Store)
 
 def test_a_recipe_with_a_mistake_is_data(run: Run, in_folder: Path) -> None:
     (in_folder / "mine.yaml").write_text("model: smollm2\ngpu: cpu\nbuild:\n  max_batchsize: 4\n")
-    done = run("plan", "--recipe", "mine.yaml")
+    done = run("settings", "--recipe", "mine.yaml")
     assert (done.status, done.error()) == (
         3,
         "recipe mine.yaml: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?",
     )
     (in_folder / "mine.yaml").write_text("model: [smollm2\n")
-    done = run("plan", "--recipe", "mine.yaml")
+    done = run("settings", "--recipe", "mine.yaml")
     assert done.status == 3
     assert done.error().startswith("mine.yaml is not YAML: while parsing a flow sequence")
 
@@ -459,7 +459,7 @@ def test_ctrl_c_is_130_and_says_nothing(build: Run, model: Path, store: Store, m
 def test_a_traceback_is_for_debug_and_for_our_own_defects(
     model: Path, monkeypatch: pytest.MonkeyPatch, in_folder: Path
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["trtpipe", "--debug", "plan", "--model", "nobody", "--gpu", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "--debug", "settings", "--model", "nobody", "--gpu", "cpu"])
     with pytest.raises(UsageError, match="unknown model 'nobody'"):
         cli.main()
 
@@ -467,14 +467,14 @@ def test_a_traceback_is_for_debug_and_for_our_own_defects(
         raise ValueError("a defect")
 
     monkeypatch.setattr("pipeline.plan.resolve", broken)
-    monkeypatch.setattr(sys, "argv", ["trtpipe", "plan", "--model", "smollm2", "--gpu", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["trtpipe", "settings", "--model", "smollm2", "--gpu", "cpu"])
     with pytest.raises(ValueError, match="a defect"):
         cli.main()
 
 
 @pytest.mark.process
 def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "plan", "--recipe", "smollm2-cpu"]
+    command = [sys.executable, "-c", "from pipeline.cli import main; main()", "settings", "--recipe", "smollm2-cpu"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as child:
         assert child.stdout is not None
         assert child.stderr is not None
