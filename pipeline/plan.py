@@ -21,6 +21,7 @@ from engines.gpu import GpuSpec
 from engines.quant import UNQUANTIZED, Precision, Quantization, resolve_precision
 from engines.toolchain import Toolchain
 from pipeline import config
+from pipeline.advise.sizes import planned_sizes
 from pipeline.model_ref import ModelRef
 from triton_repo.serving import ServingConfig, resolve_serving
 
@@ -38,6 +39,7 @@ SCALARS = (
     "executor",
     "tp",
     "pp",
+    "load",
     "accept_accuracy",
 )
 EXECUTORS = ("auto", "local", "docker")
@@ -171,8 +173,13 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, EXECUTORS))
     if runtime == "tensorrt_llm":
         toolchain.require_runtime(runtime)
-    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
+    if runtime != "reference":
+        # What is given goes before what is planned.
+        chosen = planned_sizes(chosen, model_name, gpu, precision.dtype, quantization) | chosen
+    elif "load" in chosen:
+        raise UsageError("--load plans sizes for a GPU", why="the reference runtime takes them as they are")
+    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
     backend = load_backend(runtime)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
@@ -195,6 +202,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
         Value("runtime", runtime, runtime_reason or origin("runtime")),
         Value("toolchain", toolchain.name, origin("toolchain")),
         Value("executor", executor, origin("executor")),
+        *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
         Value("tp", mapping.tp_size, origin("tp")),
         Value("pp", mapping.pp_size, origin("pp")),
     ]

@@ -278,3 +278,44 @@ def test_planning_touches_nothing(in_folder: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     plan(model="unsloth/Llama-3.2-1B", revision="main", gpu="h100")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_sizes_nobody_gives_are_planned_for_the_gpu() -> None:
+    planned = resolve([("option", {"model": "llama3-8b", "gpu": "h100"})])
+    value = {one.name: (one.value, one.source) for one in planned.values}
+    batch, why = value["build.max_batch_size"]
+    assert why == "the plan: what h100 holds of sequences of 1024 tokens"
+    assert 512 < batch <= 1024
+    assert value["build.max_num_tokens"][0] == 8192
+    assert value["build.max_seq_len"] == (2048, "default")
+    assert value["tp"] == (1, "default")
+    small = resolve([("option", {"model": "llama3-8b", "gpu": "l4"})])
+    assert small.build.max_batch_size < batch
+
+
+def test_a_model_too_large_for_one_gpu_gets_as_many_as_it_needs() -> None:
+    planned = resolve([("option", {"model": "llama3-70b", "gpu": "h100", "dtype": "bf16"})])
+    value = {one.name: (one.value, one.source) for one in planned.values}
+    assert value["tp"] == (2, "the plan: the fewest h100 that it fits")
+    assert planned.target == "llama3-70b.h100.bf16.tp2"
+
+
+def test_a_load_s_lengths_are_what_is_built_for() -> None:
+    planned = resolve([("option", {"model": "llama3-8b", "gpu": "h100", "load": "rag"})])
+    value = {one.name: (one.value, one.source) for one in planned.values}
+    # Prompts of up to 5120 tokens.
+    assert value["build.max_input_len"] == (5120, "the plan, for the load rag")
+    assert value["build.max_seq_len"][0] > 5120
+    assert value["load"] == ("rag", "option")
+    with pytest.raises(UsageError, match="unknown load 'rga'"):
+        resolve([("option", {"model": "llama3-8b", "gpu": "h100", "load": "rga"})])
+    with pytest.raises(UsageError, match="--load plans sizes for a GPU"):
+        resolve([("option", {"model": "llama3-8b", "gpu": "cpu", "load": "rag"})])
+
+
+def test_what_is_given_goes_before_what_is_planned() -> None:
+    given = {"max_batch_size": 7, "max_num_tokens": 512}
+    planned = resolve([("option", {"model": "llama3-70b", "gpu": "h100", "tp": 4, "build": given})])
+    assert (planned.build.max_batch_size, planned.build.max_num_tokens, planned.mapping.tp_size) == (7, 512, 4)
+    again = resolve([("again", planned.settings)])
+    assert again.settings == planned.settings

@@ -18,14 +18,11 @@ from pipeline.advise.demand import Demand, Follow, Lengths
 from pipeline.advise.efficiency import Efficiency
 from pipeline.advise.memory import Limits, Memory, memory
 from pipeline.advise.scheduler import Asked, Places, Timeline, simulate
+from pipeline.advise.sizes import sizes
 from pipeline.bench.slo import Objective
 
 # The first requests meet an idle server; the last ones one that is no longer sent to.
 EDGE = 0.1
-# Of a batch: what more gains less than its logits' memory costs.
-MOST_BATCH = 2048
-# TensorRT-LLM's own default: large enough for products to be compute-bound.
-MAX_NUM_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +54,8 @@ class Option:
         """With `limits`, or the sizes that suit these lengths. Raises UsageError for what cannot be."""
         made = quantization(precision)
         mapping = Mapping(tp_size=tp)
-        chosen = limits or Limits(max_batch_size=64, max_num_tokens=MAX_NUM_TOKENS)
+        chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths.mean, efficiency)
         found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
-        if limits is None:
-            batch = min(MOST_BATCH, found.batch(lengths.mean))
-            # As trtllm-build's own tuning has it: a little more than will be used, in steps that kernels like.
-            chosen = Limits(max_batch_size=_rounded(batch), max_num_tokens=max(MAX_NUM_TOKENS, _rounded(batch)))
-            found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
         return cls(
             model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
             cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency), chunked=chunked,
@@ -246,9 +238,3 @@ def _weighted(gaps: Any, objective: Objective) -> float | None:
     if objective.percent is not None:
         return float(times[np.searchsorted(weights.cumsum(), objective.percent / 100 * weights.sum())])
     return float(np.average(times, weights=weights) if objective.statistic == "mean" else times[-1])
-
-
-def _rounded(batch: int) -> int:
-    """Up to a multiple of 8, 32 or 128 by size; at least 1."""
-    grain = 8 if batch <= 128 else 32 if batch <= 512 else 128
-    return max(1, -(-batch // grain) * grain) if batch > 8 else max(1, batch)

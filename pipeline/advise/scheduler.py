@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import ceil
 
 from pipeline.advise.cost import Step
 
@@ -169,7 +170,7 @@ class _Simulation:
             repeat = self._ending[0][0] - self._step
             if self._coming and not self._waiting:
                 left = self._coming[0][0] - self._now
-                repeat = max(1, min(repeat, int(left / took) + 1)) if took > 0 else repeat
+                repeat = max(1, min(repeat, ceil(left / took))) if took > 0 else repeat
             if repeat > 1:
                 step = Step(
                     context=0, decoding=self._decoding, cached=self._cached + self._decoding * (repeat - 1) / 2,
