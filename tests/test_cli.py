@@ -695,3 +695,40 @@ def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:
     (in_folder / "bare").mkdir()
     write_tokenizer(in_folder / "bare")
     assert build(in_folder / "bare").status == 3
+
+
+def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
+    question = ["plan", "--model", "llama3-8b", "--gpu", "a100,h100,t4", "--tp", "1", "--slo", "tpot:30ms"]
+    question += ["--input-tokens", "128", "--output-tokens", "64"]
+    done = run(*question, "--price", "a100=1.5", "--price", "h100=2.5", "--rate", "100", "--page", "plan.html")
+    assert done.status == 0
+    assert done.out.startswith("llama3-8b: prompts of 128 tokens on average, 128 at most; answers of 64; ")
+    table = rows(done.out)
+    assert [row[0] for row in table if row[0].startswith("1 x")][:2] == ["1 x h100 fp8-kv", "1 x a100 int8-sq"]
+    assert "1 x t4 auto: The TensorRT-LLM support matrix lists SM80 and later only" in done.out
+    assert "100 clients/s take 1 engine of " in done.out
+    assert (in_folder / "plan.html").read_text().startswith("<!doctype html>")
+    value = json.loads(run(*question, "--json", "--what-if").out)
+    assert value["ranked_by"] == "tokens/s of a GPU"
+    assert [one["gpu"] for one in value["candidates"]] == ["h100", "a100", "t4"]
+    assert value["candidates"][0]["memory"]["kv_bytes_per_token"] == 65_536
+    assert value["candidates"][0]["memory"]["kv_bytes_per_token_if_every_head_had_its_own"] == 262_144
+    assert value["what_if"][0]["name"] == "no KV cache"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--gpu", "h1000"], "unknown GPU 'h1000'; did you mean 'h100'?"),
+        (["--slo", "tptt:1ms"], "'tptt' is no time; did you mean 'tpot'?"),
+        (["--price", "h100"], "--price h100 is no price; give for example h100=2.5, of one GPU an hour"),
+        (["--tp", "x"], "--tp x is no number of GPUs; give for example 1,2,4"),
+        (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
+        (["--load", "chatt"], "unknown load 'chatt': it is no YAML file either; did you mean 'chat'?"),
+        (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
+                                     "set max_total_tokens in its work"),
+    ],
+)  # fmt: skip
+def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
+    done = run("plan", "--model", "llama3-8b", *words)
+    assert (done.status, done.err) == (2, f"error: {line}\n")
