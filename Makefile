@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -58,6 +58,9 @@ bench-client: $(READY) ## the load tester's own error, cost and speed, against a
 
 bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, which it installs (5 GB in the user's cache)
 	$(BIN)/python -m tests.benchmarks.peers --write docs/measurements/peers.md
+
+bench-plan: $(READY) ## the planner against NVIDIA's published figures
+	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py

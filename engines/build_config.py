@@ -26,7 +26,7 @@ def option(default: Any, meaning: str, *, choices: tuple[str, ...] = (), least: 
 class BuildConfig:
     """What an engine is built for. None leaves the choice to `resolve`, which knows model and GPU.
 
-    A setting's meaning and unit are in its metadata and printed by `trtpipe plan --explain`.
+    A setting's meaning and unit are in its metadata and printed by `trtpipe settings --explain`.
     Raises UsageError on construction for values that no model could be built with.
     """
 
