@@ -30,6 +30,7 @@ def plan(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="What single changes would do to the best option.")
     ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where each option's memory goes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with each option's frontier.")] = None,
 ) -> None:
@@ -48,7 +49,7 @@ def plan(
         from pipeline.advise.page import write
 
         write(advice, changes, page)
-    console_plan.advice(advice, changes, as_json=as_json)
+    console_plan.advice(advice, changes, explain=explain, as_json=as_json)
 
 
 def _asked(

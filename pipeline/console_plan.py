@@ -10,7 +10,7 @@ from pipeline.advise.advice import Advice
 from pipeline.advise.whatif import WhatIf
 
 
-def advice(found: Advice, changes: Sequence[WhatIf], *, as_json: bool) -> None:
+def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: bool) -> None:
     if as_json:
         console.result_json({**found.to_json(), "what_if": [one.to_json() for one in changes]})
         return
@@ -18,6 +18,10 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, as_json: bool) -> None:
     options = tables.options(found)
     if options.rows:
         console.table(options.columns, options.rows, numeric=options.columns[1:-1])
+    if explain:
+        memory = tables.memory(found)
+        console.result(f"{memory.title}, in GiB where nothing else is said:")
+        console.table(memory.columns, memory.rows, numeric=memory.columns[1:])
     for name, reason in tables.refusals(found).rows:
         console.result(f"{name}: {reason}")
     for remark in found.remarks:

@@ -40,6 +40,9 @@ def test_options_are_ranked_by_cost_within_the_objectives() -> None:
     assert first.rate is not None
     assert first.replicas == -(-200 // first.rate)
     assert first.best.meets(found.asked.objectives)
+    # It is answered as fast as it is asked: the simulation has reached its steady state.
+    assert first.best.requests_per_s == pytest.approx(first.rate, rel=0.1)
+    assert first.best.tokens_per_s == pytest.approx(64 * first.rate, rel=0.1)
     assert found.remarks[0].startswith(f"up to {second.rate:.3g} clients/s 1 x a100 int8-sq does it for 1.50 an hour")
     assert "FP8 unavailable" in second.reason
     json.dumps(found.to_json())

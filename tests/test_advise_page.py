@@ -28,6 +28,6 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     assert len(marks) > 10
     assert "1 x h100 fp8-kv, 64 in flight" in drawing
     headings = re.findall(r"<h2>(.*?)</h2>", page)
-    assert headings == ["options", "what cannot serve it", "what if, of 1 x h100 fp8-kv"]
+    assert headings == ["options", "memory of each GPU", "what cannot serve it", "what if, of 1 x h100 fp8-kv"]
     assert "TensorRT-LLM removed Volta" in page
     assert "<script" not in page

@@ -247,7 +247,7 @@ def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]
     full = option.full(demand)
     if not objectives:
         return full.requests_per_s / demand.turns, full
-    low, high = 0.0, full.requests_per_s / demand.turns * 1.05
+    low, high = 0.0, full.requests_per_s / demand.turns
     least = high / 100
     while high - low > max(PRECISION * high, least):
         rate = (low + high) / 2
@@ -321,9 +321,20 @@ def _remarks(ranked: Sequence[Candidate], asked: Asked, priced: bool) -> list[st
     return said
 
 
+def every_head(option: Option) -> int:
+    """Bytes of KV cache of a token, if every attention head had keys and values of its own: often quoted, and many
+    times what grouped-query attention takes.
+    """
+    model = option.model
+    return (
+        option.memory.kv_token
+        // max(1, model.num_key_value_heads // option.tp)
+        * (model.num_attention_heads // option.tp)
+    )
+
+
 def memory_json(option: Option) -> dict[str, Any]:
-    memory, model = option.memory, option.model
-    heads = memory.kv_token // max(1, model.num_key_value_heads // option.tp) * (model.num_attention_heads // option.tp)
+    memory = option.memory
     return {
         "total_bytes": memory.total,
         "runtime_bytes": memory.runtime,
@@ -332,7 +343,8 @@ def memory_json(option: Option) -> dict[str, Any]:
         "buffer_bytes": memory.buffers,
         "kv_pool_bytes": memory.kv_pool,
         "kv_bytes_per_token": memory.kv_token,
-        "kv_bytes_per_token_if_every_head_had_its_own": heads,
+        "kv_bytes_per_token_if_every_head_had_its_own": every_head(option),
         "kv_blocks": memory.kv_blocks,
         "kv_tokens": memory.kv_tokens,
+        "longest_context_at_max_batch_size": memory.context(option.limits.max_batch_size),
     }

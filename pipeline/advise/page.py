@@ -27,7 +27,7 @@ class Figure:
 
 
 def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
-    made = [tables.options(found), tables.refusals(found)]
+    made = [tables.options(found), tables.memory(found), tables.refusals(found)]
     if changes:
         made.append(tables.changes(found.candidates[0].name, changes))
     environment = Environment(

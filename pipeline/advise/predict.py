@@ -14,15 +14,21 @@ from engines.gpu import GpuSpec
 from engines.hf_folder import ModelConfig
 from engines.quant import UNQUANTIZED, Precision, Quantization
 from pipeline.advise.cost import Parts, Step, StepCost
-from pipeline.advise.demand import Demand, Follow, Lengths
+from pipeline.advise.demand import REQUESTS, Demand, Follow, Lengths
 from pipeline.advise.efficiency import Efficiency
 from pipeline.advise.memory import Limits, Memory, memory
 from pipeline.advise.scheduler import Asked, Places, Timeline, simulate
 from pipeline.advise.sizes import sizes
 from pipeline.bench.slo import Objective
 
-# The first requests meet an idle server; the last ones one that is no longer sent to.
+# Of a run's time: before that the batch fills.
+FILLING = 0.5
+# Of the answers of clients who ask again: the first and the last are left out.
 EDGE = 0.1
+# How many times as long as a request a run is, and the most requests that this may take.
+LATENCIES, MOST_REQUESTS = 8, 10_000
+# Of what is offered; chance alone takes a few per cent of a run.
+KEEPS_UP = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,14 @@ class Option:
 
     def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
         """`rate` is of clients that begin, a second. Without `shares` it is half the work."""
-        return self._predict(demand.requests(rate), None, rate, shares)
+        offered, count = rate * demand.turns, REQUESTS
+        while True:
+            found = self._predict(demand.requests(rate, count), None, offered, shares)
+            # A run has to be several times as long as a request, or it ends before the batch has filled.
+            needed = min(MOST_REQUESTS, round(LATENCIES * offered * float(found.latency.mean()) / 1e3))
+            if needed <= 1.2 * count:
+                return found
+            count = needed
 
     def together(self, demand: Demand, concurrency: int) -> Prediction:
         """So many clients, each of which asks again as soon as it is answered."""
@@ -94,7 +107,9 @@ class Option:
         """As many clients as the batch has places."""
         return self.together(demand, self.limits.max_batch_size)
 
-    def _predict(self, asked: list[Asked], follow: Follow | None, rate: float | None, with_shares: bool) -> Prediction:
+    def _predict(
+        self, asked: list[Asked], follow: Follow | None, offered: float | None, with_shares: bool
+    ) -> Prediction:
         shares: dict[str, float] = {}
 
         def watch(repeat: int, step: Step) -> None:
@@ -103,7 +118,7 @@ class Option:
 
         timeline = simulate(asked, self.places, self.cost.seconds, follow=follow, watch=watch if with_shares else None)
         total = sum(shares.values())
-        return Prediction.of(timeline, rate, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
+        return Prediction.of(timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
 
 
 def bounds(cost: StepCost, step: Step) -> dict[str, float]:
@@ -127,7 +142,7 @@ def bounds(cost: StepCost, step: Step) -> dict[str, float]:
 class Prediction:
     """What is served. Times in ms as the load tester names them; of the measured middle of the run.
 
-    rate           of clients, a second; None where each asks again when it is answered
+    offered        requests a second; None where each client asks again when it is answered
     ttft, tpot     of each request
     itl            (ms, tokens) of every step
     latency        of each request
@@ -139,7 +154,7 @@ class Prediction:
     shares         of busy time, by what bounds it
     """
 
-    rate: float | None
+    offered: float | None
     ttft: Any
     tpot: Any
     itl: Any
@@ -152,7 +167,7 @@ class Prediction:
     shares: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, timeline: Timeline, rate: float | None, front_s: float, shares: dict[str, float]) -> Prediction:
+    def of(cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float]) -> Prediction:
         served = [
             (one.arrival, one.output, first, end)
             for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
@@ -161,17 +176,17 @@ class Prediction:
         if not served:
             raise UsageError("no request fits")
         arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
-        span = arrival.max() - arrival.min()
-        low, high = arrival.min() + EDGE * span, arrival.max() - EDGE * span
-        measured = (arrival >= low) & (arrival <= high)
-        # Throughput where it is level: between the ends of the first and the last tenth of answers.
-        order = np.argsort(end)
-        start, stop = end[order[int(EDGE * len(end))]], end[order[int((1 - EDGE) * (len(end) - 1))]]
+        if offered is None:
+            order = np.sort(end)
+            start, stop = order[int(EDGE * len(order))], order[int((1 - EDGE) * (len(order) - 1))]
+        else:
+            start, stop = arrival.min() + FILLING * (arrival.max() - arrival.min()), arrival.max()
+        measured = (arrival >= start) & (arrival <= stop) if offered is not None else arrival >= arrival.min()
         inside = (end > start) & (end <= stop)
         seconds = max(stop - start, 1e-9)
         several = measured & (output > 1)
         return cls(
-            rate=rate,
+            offered=offered,
             ttft=(first - arrival + front_s)[measured] * 1e3,
             tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
             itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1),
@@ -203,7 +218,14 @@ class Prediction:
             return float(np.percentile(values, objective.percent))
         return float(values.mean() if objective.statistic == "mean" else values.max())
 
+    @property
+    def keeps_up(self) -> bool:
+        """Whether as much is answered as is asked: what queues up for ever still starts in time at first."""
+        return self.offered is None or self.requests_per_s > KEEPS_UP * self.offered
+
     def meets(self, objectives: Sequence[Objective]) -> bool:
+        if not self.keeps_up:
+            return False
         values = [(self.value(one), one.limit_ms) for one in objectives]
         return all(value is None or value < limit for value, limit in values)
 
@@ -214,7 +236,7 @@ class Prediction:
             return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in (50, 99)}
 
         return {
-            "rate": self.rate,
+            "offered_requests_per_s": self.offered,
             "time_to_first_token_ms": quantiles(self.ttft),
             "time_per_output_token_ms": quantiles(self.tpot),
             "request_latency_ms": quantiles(self.latency),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.advise.advice import Advice, Candidate
+from pipeline.advise.advice import Advice, Candidate, every_head
 from pipeline.advise.whatif import WhatIf
 
 
@@ -34,6 +34,26 @@ def options(found: Advice) -> Table:
     columns += ["a GPU"] + (["1M tokens"] if found.priced else []) + (["GPUs"] if found.asked.rate else [])
     rows = [_option(one, found) for one in found.candidates if one.best is not None]
     return Table(title="options", columns=[*columns, "why"], rows=rows)
+
+
+def memory(found: Advice) -> Table:
+    """Where each option's memory goes, in GiB, and what the rest holds."""
+    rows: list[list[str | None]] = []
+    for one in found.candidates:
+        if one.option is None:
+            continue
+        of, batch = one.option.memory, one.option.limits.max_batch_size
+        parts = (of.total, of.weights, of.activations, of.buffers, of.runtime, of.kv_pool)
+        every = every_head(one.option)
+        rows.append(
+            [
+                one.name, *(f"{part / 2**30:.1f}" for part in parts), f"{of.kv_token:,}", f"{every:,}",
+                f"{of.kv_blocks:,}", f"{of.batch(found.lengths.longest):,}", f"{of.context(batch):,}", str(batch),
+            ]
+        )  # fmt: skip
+    columns = ["option", "GiB", "weights", "activations", "buffers", "runtime", "KV pool", "KV bytes a token"]
+    columns += ["without GQA", "blocks", f"at once of {found.lengths.longest}", "longest at the batch", "of"]
+    return Table(title="memory of each GPU", columns=columns, rows=rows)
 
 
 def refusals(found: Advice) -> Table:
