@@ -14,9 +14,12 @@ from pipeline.advise.whatif import WhatIf
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
+    """`worded` where the last column is a sentence."""
+
     title: str
     columns: list[str]
     rows: list[list[str | None]]
+    worded: bool = True
 
 
 def load(found: Advice) -> str:
@@ -53,7 +56,7 @@ def memory(found: Advice) -> Table:
         )  # fmt: skip
     columns = ["option", "GiB", "weights", "activations", "buffers", "runtime", "KV pool", "KV bytes a token"]
     columns += ["without GQA", "blocks", f"at once of {found.lengths.longest}", "longest at the batch", "of"]
-    return Table(title="memory of each GPU", columns=columns, rows=rows)
+    return Table(title="memory of each GPU", columns=columns, rows=rows, worded=False)
 
 
 def refusals(found: Advice) -> Table:
