@@ -20,6 +20,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, or a recipe such as fp8; a list is compared.")] = "auto",
     kv_cache: Annotated[str | None, typer.Option(help="none, fp8 or int8, before the recipe's own.")] = None,
     tp: Annotated[str | None, typer.Option("--tp", help="GPUs of one engine; without it 1, 2, 4 and 8.")] = None,
+    runtime: Annotated[str, typer.Option(help="tensorrt_llm or vllm.")] = "tensorrt_llm",
     load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file: its lengths.")] = None,
     input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as `trtpipe bench` has them.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
@@ -40,7 +41,7 @@ def plan(
     from pipeline.advise.whatif import what_ifs
 
     asked = _asked(
-        model, gpu, dtype, kv_cache, tp, load, input_tokens, output_tokens, rate, slo or [], price or [], reuse
+        model, gpu, dtype, kv_cache, tp, runtime, load, input_tokens, output_tokens, rate, slo or [], price or [], reuse
     )
     advice = advise(asked)
     best = advice.candidates[0].option
@@ -53,7 +54,7 @@ def plan(
 
 
 def _asked(
-    model: str, gpu: str, dtype: str, kv_cache: str | None, tp: str | None, load: str | None,
+    model: str, gpu: str, dtype: str, kv_cache: str | None, tp: str | None, runtime: str, load: str | None,
     input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str], price: list[str],
     reuse: bool,
 ) -> Asked:  # fmt: skip
@@ -75,7 +76,7 @@ def _asked(
     gpus = tuple(config.find_gpu(one) for one in _list(gpu))
     return Asked(
         model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
-        kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate,
+        kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate, runtime=runtime,
         objectives=tuple(parse_objective(one) for one in slo), prices=dict(_price(one) for one in price),
     )  # fmt: skip
 

@@ -218,3 +218,40 @@ def served(point: Serving, how: Efficiency) -> tuple[float, float, float]:
     ttft = (first - arrival).mean() + how.front_s
     itl = ((end - first) / (point.output - 1)).mean()
     return ttft * 1e3, itl * 1e3, 500 * point.output / (end.max() - arrival.min())
+
+
+@dataclass(frozen=True)
+class Together:
+    """So many clients at once, each asking again when it is answered."""
+
+    quantization: Quantization
+    concurrency: int
+    tokens_per_s: float
+
+
+def vllm() -> list[Together]:
+    """Our own runs of vLLM. Only those of 16 bits are fitted to."""
+    with (FOLDER / "vllm.csv").open(newline="") as file:
+        return [
+            Together(
+                Quantization(quant_algo=QuantAlgo.FP8) if row["quantization"] == "fp8" else UNQUANTIZED,
+                int(row["concurrency"]), float(row["output_tokens_per_s"]),
+            )
+            for row in csv.DictReader(file)
+        ]  # fmt: skip
+
+
+def together(point: Together, how: Efficiency) -> float:
+    """Tokens/s that the planner says of such a run: Llama 3 8B on an H200, 128 tokens in and out."""
+    model, gpu, mapping = shape("llama3-8b"), gpu_of("h200"), Mapping()
+    limits = Limits(max_batch_size=512, max_num_tokens=8192)
+    found = memory(model, DataType.BFLOAT16, mapping, point.quantization, gpu, limits, how)
+    places = Places(batch=512, tokens=8192, kv_blocks=found.kv_blocks)
+    step = StepCost.of(model, DataType.BFLOAT16, mapping, point.quantization, gpu, how)
+    count = 4 * point.concurrency
+    rest = iter(range(count - point.concurrency))
+    made = simulate(
+        [Asked(0.0, 128, 128)] * point.concurrency, places, step.seconds,
+        follow=lambda index, now: Asked(now, 128, 128) if next(rest, None) is not None else None,
+    )  # fmt: skip
+    return count * 128 / max(end for end in made.end if end is not None)

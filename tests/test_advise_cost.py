@@ -20,6 +20,7 @@ IDEAL = Efficiency(
     products={"90.fp16": 1.0, "90.fp8": 1.0}, attention=1.0, weights=1.0, kv=1.0, sharpness=30.0, elementwise=0.0,
     step_s=0.0, layer_s=0.0, request_s=0.0, nvlink=1.0, pcie=0.5, allreduce_s=0.0, front_s=0.0, activations=1.0,
     runtime_gib=1.0, probed={"bandwidth": 0.9, "bf16": 0.8, "nvlink": 0.7},
+    runtimes={},
 )  # fmt: skip
 GPU = GpuSpec(
     name="round", sm=90, memory_gib=80, bandwidth_gbs=1000, tflops={"fp16": 1000, "bf16": 1000, "fp8": 2000},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.advise.efficiency import load_efficiency
-from tests.published import errors, served, serving, throughput
+from tests.published import errors, served, serving, throughput, together, vllm
 
 
 def test_throughput_is_within_fifteen_percent_on_average() -> None:
@@ -52,3 +52,11 @@ def test_fp8_over_16_bits_is_what_was_seen() -> None:
         ratio[length] = eight / sixteen
     assert 1.5 < ratio[128] < 2.0
     assert 1.8 < ratio[2048] < 2.3
+
+
+def test_vllm_in_fp8_is_within_fifteen_percent_of_what_it_did() -> None:
+    """Its overheads are fitted to 16 bits; FP8 is only judged."""
+    how = load_efficiency().of("vllm")
+    found = {point: together(point, how) / point.tokens_per_s - 1 for point in vllm()}
+    assert len(found) == 8
+    assert all(abs(error) < 0.15 for error in found.values()), found

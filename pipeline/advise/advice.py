@@ -51,6 +51,7 @@ class Asked:
     dtypes: tuple[str, ...] = ("auto",)
     kv_cache: str | None = None
     tps: tuple[int, ...] = ()
+    runtime: str = "tensorrt_llm"
     objectives: tuple[Objective, ...] = ()
     rate: float | None = None
     prices: dict[str, float] | None = None
@@ -155,6 +156,7 @@ class Advice:
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.asked.model,
+            "runtime": self.asked.runtime,
             "objectives": [vars(one) for one in self.asked.objectives],
             "rate": self.asked.rate,
             "lengths": vars(self.lengths),
@@ -166,7 +168,7 @@ class Advice:
 
 def advise(asked: Asked, efficiency: Efficiency | None = None) -> Advice:
     """Raises UsageError for objectives that are not predicted, and where nothing could be served at all."""
-    how = efficiency or load_efficiency()
+    how = (efficiency or load_efficiency()).of(asked.runtime)
     lengths = asked.demand.lengths()
     rows = [
         candidate

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from engines.errors import UsageError
+from engines.errors import UsageError, suggestion
 from engines.gpu import GpuSpec
 from pipeline import config
 
@@ -28,6 +29,7 @@ class Efficiency:
     front_s        seconds from a client to the engine and back, once a request
     activations    of the largest layer's activations that TensorRT reserves
     runtime_gib    GiB that are gone before anything is loaded
+    runtimes       of an engine other than TensorRT-LLM, what of the above is different
     probed         what `trtpipe probe` measured on a card that the fit holds for, as shares of its data sheet
     """
 
@@ -47,6 +49,16 @@ class Efficiency:
     activations: float
     runtime_gib: float
     probed: dict[str, float]
+    runtimes: dict[str, dict[str, float]]
+
+    def of(self, runtime: str) -> Efficiency:
+        """Of that runtime. Raises UsageError for one that is not predicted."""
+        if runtime == "tensorrt_llm":
+            return self
+        if runtime not in self.runtimes:
+            known = ["tensorrt_llm", *self.runtimes]
+            raise UsageError(f"the speed of runtime {runtime} is not predicted", remedy=suggestion(runtime, known))
+        return dataclasses.replace(self, **self.runtimes[runtime])  # type: ignore[arg-type]
 
     def product(self, sm: int, kind: str) -> float:
         """The share for this SM, or of the nearest one that has been fitted."""
