@@ -122,6 +122,15 @@ def test_what_ifs() -> None:
     assert (
         "1.4e+10 operations for each token that is kept, 2.13e+05 for each byte of cache" in found["no KV cache"].said
     )
+    bare = found["no KV cache"]
+    assert bare.tpot is not None
+    assert bare.tokens_per_s is not None
+    # 160 tokens computed for one, of which a step without a cache has room for few.
+    assert bare.tpot[1] > bare.tpot[0]
+    assert bare.tokens_per_s[1] < bare.tokens_per_s[0] / 20
+    window = found["streaming window of 1024 tokens"]
+    assert window.tokens_per_s is not None
+    assert window.tokens_per_s[1] == window.tokens_per_s[0]  # sequences of 192 tokens are shorter than it
     whole = found["prompts in one piece (no chunked context)"]
     assert whole.ttft is not None
     assert whole.ttft[0] == whole.ttft[1]  # a prompt of 128 tokens is one piece anyway

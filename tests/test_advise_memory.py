@@ -101,3 +101,14 @@ def test_a_mapping_that_cannot_be_and_a_gpu_without_memory() -> None:
         memory(model, BF16, Mapping(), UNQUANTIZED, find_gpu("cpu"), LIMITS, how)
     with pytest.raises(UsageError):
         memory(model, BF16, Mapping(tp_size=3), UNQUANTIZED, find_gpu("h100"), LIMITS, how)
+
+
+def test_what_a_real_engine_said_of_its_pool() -> None:
+    """Llama 2 7B with SmoothQuant on an A100 of 80 GB: "Allocate 69524783104 bytes for k/v cache", "Using 132608 tokens
+    in paged KV cache" (TensorRT-LLM 0.8, github.com/NVIDIA/TensorRT-LLM issue 1400).
+    """
+    model, int8 = find_shape("llama2-7b")[1], Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL)
+    assert kv_token_bytes(model, DataType.FLOAT16, Mapping(), int8) * 132_608 == 69_524_783_104
+    limits = Limits(max_batch_size=1, max_num_tokens=4096, tokens_per_block=128)
+    found = memory(model, DataType.FLOAT16, Mapping(), int8, find_gpu("a100"), limits, load_efficiency())
+    assert found.kv_tokens == pytest.approx(132_608, rel=0.02)

@@ -47,6 +47,12 @@ def test_the_cache_is_kept_for_all_that_a_request_may_need() -> None:
     assert found.end == [5.0, 11.0, None]
 
 
+def test_a_window_bounds_what_a_sequence_holds() -> None:
+    places = Places(batch=10, tokens=100, kv_blocks=4, tokens_per_block=10, window=20)
+    found = simulate([Asked(0.0, 35, 6), Asked(0.0, 35, 6)], places, second)
+    assert found.first == [1.0, 1.0]  # two blocks each, where four and more would not have fitted together
+
+
 def test_what_is_found_in_the_cache_is_not_computed() -> None:
     steps: list[Step] = []
     simulate([Asked(0.0, 100, 2, reused=60)], WIDE, second, watch=lambda repeat, step: steps.append(step))

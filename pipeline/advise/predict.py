@@ -43,6 +43,7 @@ class Option:
     memory: Memory
     cost: StepCost
     chunked: bool = True
+    window: int | None = None
 
     @classmethod
     def make(
@@ -71,8 +72,13 @@ class Option:
     def places(self) -> Places:
         return Places(
             batch=self.limits.max_batch_size, tokens=self.limits.max_num_tokens, kv_blocks=self.memory.kv_blocks,
-            tokens_per_block=self.limits.tokens_per_block, chunked=self.chunked,
+            tokens_per_block=self.limits.tokens_per_block, chunked=self.chunked, window=self.window,
         )  # fmt: skip
+
+    def seconds(self, step: Step) -> float:
+        if self.window is not None:
+            step = step._replace(cached=min(step.cached, self.window * step.decoding))
+        return float(self.cost.seconds(step))
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""
@@ -116,7 +122,7 @@ class Option:
             for name, seconds in bounds(self.cost, step).items():
                 shares[name] = shares.get(name, 0.0) + repeat * seconds
 
-        timeline = simulate(asked, self.places, self.cost.seconds, follow=follow, watch=watch if with_shares else None)
+        timeline = simulate(asked, self.places, self.seconds, follow=follow, watch=watch if with_shares else None)
         total = sum(shares.values())
         return Prediction.of(timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
 

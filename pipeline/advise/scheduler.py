@@ -37,6 +37,7 @@ class Places:
     tokens     of a step
     kv_blocks  of tokens_per_block tokens
     chunked    whether a prompt may be spread over steps
+    window     tokens of a sequence that the cache keeps; None: all
     """
 
     batch: int
@@ -44,9 +45,11 @@ class Places:
     kv_blocks: int
     tokens_per_block: int = 32
     chunked: bool = True
+    window: int | None = None
 
     def blocks(self, asked: Asked) -> int:
-        return -(-(asked.input + asked.output) // self.tokens_per_block)
+        tokens = asked.input + asked.output
+        return -(-(tokens if self.window is None else min(tokens, self.window)) // self.tokens_per_block)
 
 
 @dataclass

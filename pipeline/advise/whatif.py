@@ -21,6 +21,7 @@ import numpy as np
 from engines.errors import UsageError
 from engines.quant import Quantization, resolve_precision
 from pipeline import config
+from pipeline.advise.cost import Step
 from pipeline.advise.demand import Demand, Lengths
 from pipeline.advise.predict import Option, quantization
 from pipeline.bench.work.work import SharedPrefix
@@ -66,7 +67,7 @@ def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
         return WhatIf(name=name, said=said, kv_tokens=(option.memory.kv_tokens, changed.memory.kv_tokens), **pairs)
 
     return [
-        without_cache(option, lengths),
+        without_cache(option, lengths, now),
         against(
             "every head with its own keys and values", lambda: (_ungrouped(option, lengths), demand),
             f"{option.model.num_attention_heads // option.model.num_key_value_heads} times the cache",
@@ -80,32 +81,29 @@ def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
             "KV-cache reuse: half of the requests share half of their prompt",
             lambda: (option, _sharing(demand, lengths)),
         ),
-        streaming_window(option, lengths),
+        against(
+            f"streaming window of {WINDOW} tokens", lambda: (replace(option, window=WINDOW), demand),
+            f"a sequence holds {min(WINDOW, lengths.mean)} tokens instead of {lengths.mean}; what the model forgets is "
+            "not in these figures",
+        ),
         unsplit(option, demand, now[1]),
     ]  # fmt: skip
 
 
-def without_cache(option: Option, lengths: Lengths) -> WhatIf:
-    """The cache saves, for each token, its keys and values of every layer once a step: 2 x parameters operations."""
+def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
+    """Each step computes all tokens of a sequence again; as many sequences together as gain anything: none, since one
+    alone is compute-bound. A byte of cache saves 2 x parameters operations for each token, over the token's bytes.
+    """
     tokens = lengths.mean_input + lengths.mean_output / 2
     cost = option.cost
     operations = 2.0 * cost.parameters * cost.tp
-    per_byte = operations / (cost.token_bytes * cost.tp)
+    again = float(cost.seconds(Step(context=tokens, decoding=0, cached=0, work=tokens**2 / 2, logits=1)))
     return WhatIf(
-        name="no KV cache",
-        said=f"each token of an answer would compute {tokens:.0f} tokens instead of one: "
-        f"{operations:.3g} operations for each token that is kept, {per_byte:.3g} for each byte of cache",
-    )
-
-
-def streaming_window(option: Option, lengths: Lengths) -> WhatIf:
-    """A window of WINDOW tokens bounds what a sequence holds, whatever its length."""
-    held = min(WINDOW, lengths.mean)
-    return WhatIf(
-        name=f"streaming window of {WINDOW} tokens",
-        said=f"a sequence holds {held} tokens instead of {lengths.mean}: {option.memory.batch(held)} fit at once, "
-        f"{option.memory.batch(lengths.mean)} without; what the model forgets is not in this figure",
-    )
+        name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now[0], now[0]), tpot=(now[1], 1e3 * again),
+        tokens_per_s=(now[2], 1 / again),
+        said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
+        f"each token that is kept, {operations / (cost.token_bytes * cost.tp):.3g} for each byte of cache",
+    )  # fmt: skip
 
 
 def unsplit(option: Option, demand: Demand, tpot: float) -> WhatIf:
