@@ -21,7 +21,6 @@ from engines.hf_folder import ModelConfig, parse_model_config, read_model_config
 from engines.quant import QuantRecipe
 from engines.toolchain import Toolchain
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
-from pipeline.store import default_home
 
 CONFIGS = Path(configs.__file__).parent
 # The last stable release of TensorRT-LLM that builds engines.
@@ -119,6 +118,8 @@ def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
 
     A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or says some fields of a known one anew.
     """
+    from pipeline.store import default_home  # a load file needs no store
+
     raw = {path.stem: (path.name, read_yaml(path)) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))}
     folders = [CONFIGS / "gpus" / "measured", own or default_home() / "gpus"]
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
