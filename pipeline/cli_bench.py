@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 
 # Of each level of a search, where nothing else is said.
 SEARCH_SECONDS = 30.0
+# What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
+FLAGS = {
+    r"requests (and|or) duration_s": r"--requests \1 --duration",
+    r"requests is": "--requests is",
+    "duration_s": "--duration",
+    "ramp_s": "--ramp",
+    "max_in_flight": "--max-in-flight",
+}
 
 app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -299,8 +308,17 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
         return found.levels, found.work
     if not {"rate", "trace"} & set(when):
         when.setdefault("concurrency", [1, 4, 16])
-    levels = parse_levels(when, "options", Path(), UsageError)
+    try:
+        levels = parse_levels(when, "options", Path(), UsageError)
+    except UsageError as error:
+        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
     return levels, parse_work(what, "options", Path(), levels, UsageError)
+
+
+def _flags(words: str) -> str:
+    for field, flag in FLAGS.items():
+        words = re.sub(rf"\b{field}\b", flag, words)
+    return words
 
 
 def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int) -> Search:

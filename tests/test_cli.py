@@ -259,6 +259,15 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
     assert refused("bench") == "no server is running; run `trtpipe serve`"
+    assert refused("bench", "--rate", "2,4") == ("options: an open loop has no end; give --requests or --duration")
+    assert refused("bench", "--rate", "2", "--requests", "9", "--duration", "1") == (
+        "options: both --requests and --duration are given; give one of them"
+    )
+    assert refused("bench", "--duration", "-1") == "options: --duration is -1; give a positive number of seconds"
+    assert refused("bench", "--concurrency", "4", "--requests", "5") == (
+        "options: 5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
+    )
+    assert refused("bench", "--requests", "0") == "options: --requests is 0; give 1 or more"
     assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe ps`"
     assert build(model, "--until", "covnert").error() == "unknown stage 'covnert'; did you mean 'convert'?"
     assert not Path("runs").exists()
