@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_errors_there_are_those_here(known: KnownProcess, cluster: str, tokenize
         run(options(known, tokenizer, Closed(concurrency=2), ray=cluster), None, None)
     with pytest.raises(HostError, match="has 2 machines, not 5"):
         run(options(known, tokenizer, Closed(concurrency=5), hosts=5, ray=cluster), None, None)
+
+
+@pytest.mark.loopback
+@pytest.mark.process  # importing Ray derives a class from subprocess.Popen
+def test_where_nobody_listens_ray_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    asked: list[str] = []
+
+    def init(address: str, **options: Any) -> None:
+        asked.append(address)
+        raise ConnectionError("no")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = "127.0.0.1:{1}".format(*listener.getsockname())
+        with pytest.raises(HostError) as caught:
+            hosts.nodes(address, 2)
+        assert str(caught.value) == (
+            f"there is no Ray cluster at {address}: Connection refused; "
+            "start one with `ray start --head`, or name the host and port that it printed with --ray"
+        )
+        assert asked == []
+        listener.listen()
+        for one in (address, "auto"):
+            with pytest.raises(HostError, match=r"there is no Ray cluster at .*: no"):
+                hosts.nodes(one, 2)
+    assert asked == [address, "auto"]
 
 
 @pytest.mark.real

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 ROUND_TRIPS = 20
 # How often the live view asks.
 LIVE_S = 0.5
+# How long a cluster's head may take to accept a connection.
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def nodes(address: str, count: int) -> list[Node]:
         ) from None
     ray: Any = _ray  # most of it has no types
     if not ray.is_initialized():
+        _check_listening(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -64,6 +68,21 @@ def nodes(address: str, count: int) -> list[Node]:
         raise HostError(f"the Ray cluster at {address} has {len(alive)} machines, not {count}")
     # Always the same ones in the same order.
     return sorted(alive, key=lambda node: (node.address, node.id))[:count]
+
+
+def _check_listening(address: str) -> None:
+    """Ray asks for minutes, in words of its own, where nobody answers. Raises HostError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        return  # "auto", and forms that Ray alone knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise HostError(
+            f"there is no Ray cluster at {address}",
+            why=getattr(error, "strerror", None) or str(error),
+            remedy="start one with `ray start --head`, or name the host and port that it printed with --ray",
+        ) from None
 
 
 def check_reach(options: BenchOptions, chosen: Sequence[Node]) -> None:
