@@ -126,7 +126,7 @@ def run_worker(
                 with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's print, not ours
                     message = json.loads(line)
                     if "error" in message:
-                        failures.append(_error(message))
+                        failures.append(error_from_json(message))
                     else:
                         progress(message["done"], message["total"])
 
@@ -160,12 +160,17 @@ def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
         try:
             work(json.loads(sys.argv[1]), lambda done, total: tell({"done": done, "total": total}))
         except TrtpipeError as error:
-            kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(errors, cls.__name__))
-            tell({"error": kind, "what": error.what, "why": error.why, "remedy": error.remedy})
+            tell(error_to_json(error))
             raise SystemExit(1) from None
 
 
-def _error(message: dict[str, str]) -> TrtpipeError:
+def error_to_json(error: TrtpipeError) -> dict[str, str]:
+    """A failure for another process of ours, as the one of the five classes that it is."""
+    kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(errors, cls.__name__))
+    return {"error": kind, "what": error.what, "why": error.why, "remedy": error.remedy}
+
+
+def error_from_json(message: dict[str, str]) -> TrtpipeError:
     cls: type[TrtpipeError] = getattr(errors, message["error"])
     return cls(message["what"], why=message["why"], remedy=message["remedy"])
 

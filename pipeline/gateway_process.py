@@ -1,11 +1,12 @@
 """The gateway beside a server: a process of its own, started, found again and ended by number.
 
-`python -m pipeline.gateway_process OPTIONS` is that process; it says where it listens in the first line of its log.
+`python -m pipeline.gateway_process OPTIONS` is that process; it says in a line of its log where it listens, or why not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,17 +15,18 @@ import sys
 import time
 from pathlib import Path
 
-from engines.errors import StageFailed
-from engines.process import tail
+from engines.errors import StageFailed, TrtpipeError
+from engines.process import error_from_json, error_to_json, tail
 from pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 15.0
 LISTENS = re.compile(r"^gateway at (\S+)$", re.MULTILINE)
+FAILED = re.compile(r"^gateway failed: (\{.*\})$", re.MULTILINE)
 
 
 def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
-    """Start it and wait until it listens; its number and address. Raises StageFailed with its own words."""
+    """Start it and wait until it listens; its number and address. Raises its own error, or StageFailed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.gateway_process", options.to_json()],
@@ -42,6 +44,9 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
             break
         time.sleep(0.05)
     end(process.pid)
+    told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
+    if told:
+        raise error_from_json(json.loads(told[1]))
     raise StageFailed("the gateway does not start", why=tail(log), remedy=f"its log is {log}")
 
 
@@ -73,7 +78,12 @@ def alive(pid: int) -> bool:
 def main() -> None:
     from pipeline.gateway.supervisor import serve
 
-    serve(GatewayOptions.from_json(sys.argv[1]), ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True))
+    try:
+        options = GatewayOptions.from_json(sys.argv[1])
+        serve(options, ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True))
+    except TrtpipeError as error:
+        print(f"gateway failed: {json.dumps(error_to_json(error))}", flush=True)
+        raise SystemExit(error.exit_code) from None
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from engines.passport import Passport, read_passport
 from pipeline import gateway_process, guard, tritonserver
 from pipeline.diagnosis import explain
 from pipeline.executors import DockerExecutor
+from pipeline.gateway import access
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.runner import RUNS, RunFolder
 from pipeline.servers import Served, Server, find_running, forget, remember, running
@@ -122,8 +123,8 @@ def launch(
 ) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
 
-    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), ArtefactRefused, or
-    StageFailed with the server's own reason.
+    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (keys or
+    certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
     passports = [check_passport(repository) for _, repository in targets]
     require_alike([target for target, _ in targets], passports)
@@ -135,13 +136,16 @@ def launch(
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
-    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics)
+    # The LLM API's models take text: the gateway does not speak to them.
+    openai = None if passport.runtime == "trtllm_pytorch" else options.openai
+    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
     alone = len(targets) == 1
     served = tuple(
         Served(name=target, repository=repository, prefix="" if alone else f"{target}.")
         for target, repository in targets
     )
+    gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
     models = link_models(served, folder)
     if not alone:
         _check_together(models, passport, note)
@@ -168,7 +172,9 @@ def launch(
     try:
         for one in served:
             smoke(server, one)
-        server = _with_gateway(server, passports, options)
+        if gateway is not None:
+            pid, url = gateway_process.start(gateway, log.with_suffix(".gateway.log"))
+            server = replace(server, gateway_pid=pid, gateway_url=url)
         remember(store, server)
     except BaseException as error:
         tritonserver.end(process.pid)
@@ -236,10 +242,10 @@ def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> li
     return sorted(reads | ({folder / "renamed"} if any(one.prefix for one in served) else set()))
 
 
-def _with_gateway(server: Server, passports: Sequence[Passport], options: LaunchOptions) -> Server:
-    """Start the gateway, where one is asked for and the repositories have models that it can speak to."""
-    if options.openai is None or passports[0].runtime == "trtllm_pytorch":
-        return server
+def _gateway_options(
+    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
+) -> GatewayOptions:
+    """How the gateway is started, looked at before anything is. Raises UsageError, InputDataError for its files."""
     chosen = GatewayOptions(
         models=tuple(
             ServedModel(
@@ -249,19 +255,19 @@ def _with_gateway(server: Server, passports: Sequence[Passport], options: Launch
                 max_input_len=passport.build_config["max_input_len"],
                 max_seq_len=passport.build_config["max_seq_len"],
             )
-            for one, passport in zip(server.served, passports, strict=True)
+            for one, passport in zip(served, passports, strict=True)
         ),
         # What listens everywhere is reached here.
-        grpc_url=server.endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
+        grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
-        port=options.openai,
+        port=port,
         workers=options.gateway_workers,
         api_keys_file=options.api_keys_file,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
     )
-    pid, url = gateway_process.start(chosen, server.log.with_suffix(".gateway.log"))
-    return replace(server, gateway_pid=pid, gateway_url=url)
+    access.check(chosen)
+    return chosen
 
 
 def _end(server: Server) -> None:

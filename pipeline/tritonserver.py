@@ -134,11 +134,16 @@ def check_libpython() -> None:
         )
 
 
-def choose_endpoints(host: str, http: int, grpc: int, metrics: int) -> Endpoints:
-    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use, UsageError for none."""
+def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int | None = None) -> Endpoints:
+    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use, UsageError for none.
+
+    openai  the gateway's, looked at with the others, though it is the gateway that takes it
+    """
     chosen: dict[str, int] = {}
     with contextlib.ExitStack() as probes:  # held together, or one free port could be chosen twice
-        for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
+        for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("openai", openai)):
+            if port is None:
+                continue
             if not 0 <= port < 1 << 16:
                 raise UsageError(f"--{name}-port {port} is no port", remedy="give a number from 0 to 65535")
             if port in chosen.values():

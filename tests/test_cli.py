@@ -408,12 +408,47 @@ def test_a_taken_port_is_the_machine_s(build: Run, run: Run, model: Path, monkey
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        done = run("serve", "--http-port", "0", "--grpc-port", port, "--metrics-port", "0")
-    assert done.status == 4
-    assert done.error() == (
-        f"port {port} on 127.0.0.1 cannot be taken: Address already in use; "
-        "stop what listens there, or pass --grpc-port 0 to choose a free one"
-    )
+        for taken, others in (("grpc", ("metrics", "openai")), ("openai", ("grpc", "metrics"))):
+            free = [part for name in ("http", *others) for part in (f"--{name}-port", "0")]
+            done = run("serve", f"--{taken}-port", port, *free)
+            assert done.status == 4
+            assert done.error() == (
+                f"port {port} on 127.0.0.1 cannot be taken: Address already in use; "
+                f"stop what listens there, or pass --{taken}-port 0 to choose a free one"
+            )
+
+
+@pytest.mark.loopback
+def test_keys_and_certificate_are_read_before_anything_starts(
+    build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find_installation() -> None:
+        raise AssertionError("the server is next")
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert build(model).status == 0
+    ports = [part for name in ("http", "grpc", "metrics", "openai") for part in (f"--{name}-port", "0")]
+
+    def refused(*arguments: object) -> tuple[int, str]:
+        done = run("serve", *ports, *arguments)
+        return done.status, done.error()
+
+    empty = tmp_path / "empty"
+    empty.touch()
+    absent = tmp_path / "absent"
+    readable = "No such file or directory; name a file that this user can read"
+    assert refused("--api-keys-file", absent) == (3, f"the API keys in {absent} cannot be read: {readable}")
+    assert refused("--api-keys-file", empty) == (3, f"{empty} holds no API key; write one key a line")
+    assert refused("--tls-cert", empty) == (2, "TLS needs a certificate and a key; give both files or neither")
+    assert refused("--tls-cert", absent, "--tls-key", empty) == (
+        3, f"the certificate {absent} cannot be read: {readable}"
+    )  # fmt: skip
+    assert refused("--tls-cert", empty, "--tls-key", absent) == (3, f"the key {absent} cannot be read: {readable}")
+    status, words = refused("--tls-cert", empty, "--tls-key", empty)
+    assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are no certificate and its key")
+    assert words.endswith("; give PEM files that belong together, the key without a password")
+    with pytest.raises(AssertionError, match="the server is next"):
+        run("serve", *ports)
 
 
 def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from engines.errors import HostError, InputDataError, StageFailed, UsageError
+from engines.errors import HostError, InputDataError, UsageError
+from pipeline import gateway_process
 from pipeline.gateway import upstream
 from pipeline.gateway.app import build
 from pipeline.gateway.board import ROW_BYTES, Board
@@ -993,8 +994,27 @@ def test_tls(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.loopback
 @pytest.mark.process
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(StageFailed, match="holds no tokenizer"):
+    with pytest.raises(InputDataError, match=r"^.* holds no tokenizer that can be read") as caught:
         Gateway.start(options(tmp_path, port=0))
+    with pytest.raises(InputDataError) as again:
+        gateway_process.start(options(tmp_path, port=0), tmp_path / "log")
+    assert str(again.value) == str(caught.value)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.loopback
+@pytest.mark.process
+def test_a_gateway_whose_port_is_taken_says_so_in_its_own_words(folder: Path, tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(HostError) as caught:
+            gateway_process.start(options(folder, port=port), tmp_path / "log")
+    assert str(caught.value) == (
+        f"port {port} on 127.0.0.1 cannot be taken: Address already in use; stop what listens there, or choose "
+        "another port"
+    )
 
 
 @pytest.mark.process

@@ -102,7 +102,7 @@ def test_a_port_that_is_asked_for_is_kept() -> None:
 
 
 @pytest.mark.loopback
-@pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+@pytest.mark.parametrize("name", ["http", "grpc", "metrics", "openai"])
 def test_a_taken_port_names_the_option(taken: int, name: str) -> None:
     ports = {"http": 0, "grpc": 0, "metrics": 0, name: taken}
     with pytest.raises(HostError) as caught:
@@ -119,6 +119,8 @@ def test_one_port_cannot_serve_two() -> None:
     with pytest.raises(UsageError) as caught:
         choose_endpoints("127.0.0.1", port, 0, port)
     assert str(caught.value) == f"port {port} is asked for twice; pass --metrics-port 0 to choose a free one"
+    with pytest.raises(UsageError, match="is asked for twice; pass --openai-port 0"):
+        choose_endpoints("127.0.0.1", 0, port, 0, port)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -6,6 +6,7 @@ an ensemble Triton does not pass this on. Cost: a response that goes through `te
 Python stubs, at about 100 microseconds of a core each, where making text of a token here takes two.
 
 options     what a gateway is told; plain data, light to import
+access      API keys and the certificate, read from files; light to import
 supervisor  the worker processes: started, watched, ended
 requests    OpenAI's bodies, checked to the last field
 text        prompts to tokens and tokens to text, stop strings

@@ -14,7 +14,9 @@ from typing import Any
 
 import uvicorn
 
-from engines.errors import TrtpipeError
+from engines.errors import HostError, TrtpipeError
+from engines.process import error_to_json
+from pipeline.errors import translate
 from pipeline.gateway.app import build
 from pipeline.gateway.board import Board
 from pipeline.gateway.options import GatewayOptions
@@ -57,7 +59,8 @@ def main(spec: dict[str, Any]) -> int:
         )
         config.load()
     except (TrtpipeError, OSError) as error:
-        _tell(spec["ready"], str(error))
+        known = translate(error) or HostError("the gateway cannot listen", why=str(error))
+        _tell(spec["ready"], json.dumps(error_to_json(known)))
         return 1
     threading.Thread(target=_follow, args=(spec["life"],), daemon=True).start()
     _Server(config, spec["ready"]).run(sockets=[listening])

@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import os
 import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from engines.errors import InputDataError
+from pipeline.gateway.access import read_keys
 from pipeline.gateway.answers import Answer, Order
 from pipeline.gateway.board import Board
 from pipeline.gateway.failure import Failure, wrong
@@ -26,28 +24,8 @@ from pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
 from pipeline.gateway.text import Text
 from pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
-KEYS_VARIABLE = "TRTPIPE_API_KEYS"
 # OpenAI's default for text completions.
 COMPLETION_TOKENS = 16
-
-
-def read_keys(file: Path | None) -> tuple[bytes, ...]:
-    """Digests of the API keys in `file` (one a line, # for remarks) and the environment. Raises InputDataError."""
-    keys = _lines(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"))
-    if file is not None:
-        try:
-            own = _lines(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputDataError(f"the API keys in {file} cannot be read", why=str(error)) from None
-        if not own:
-            raise InputDataError(f"{file} holds no API key", remedy="write one key a line")
-        keys += own
-    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
-
-
-def _lines(text: str) -> list[str]:
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 class Gateway:

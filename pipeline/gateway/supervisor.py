@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from engines.errors import HostError, StageFailed
+from engines.process import error_from_json
 from pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
@@ -47,7 +48,7 @@ class Gateway:
     def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
         """Start the workers and wait until all listen; their words go to `log`, or with this process's own.
 
-        Raises HostError when the port is taken, StageFailed with a worker's own reason.
+        Raises HostError when the port is taken, a worker's own error, or StageFailed.
         """
         port = _hold(options.host, options.port)
         options = replace(options, port=port.getsockname()[1])
@@ -143,7 +144,7 @@ class Gateway:
 
 
 def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda gateway: None) -> None:
-    """Run a gateway until Ctrl-C, a TERM signal or its own failure. Raises HostError and StageFailed.
+    """Run a gateway until Ctrl-C, a TERM signal or its own failure. Raises what `Gateway.start` and `watch` raise.
 
     `ready` is called once it listens and signals are looked after.
     """
@@ -187,7 +188,7 @@ def _hold(host: str, port: int) -> socket.socket:
 
 
 def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) -> None:
-    """Raises StageFailed with the worker's own words."""
+    """Raises the worker's own error, or StageFailed."""
     said = b""
     try:
         while not said.endswith(b"ready\n"):
@@ -197,8 +198,9 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) 
             piece = os.read(ready, 4096)
             if not piece:
                 process.wait(timeout=STOP_SECONDS)
-                why = said.decode("utf-8", "replace") or f"it ended with status {process.returncode}"
-                raise StageFailed("the gateway does not start", why=why)
+                if said:
+                    raise error_from_json(json.loads(said))
+                raise StageFailed("the gateway does not start", why=f"it ended with status {process.returncode}")
             said += piece
     finally:
         os.close(ready)

@@ -1,0 +1,61 @@
+"""Who is let in: API keys and the certificate, read from files. Light, so that `serve` can look before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from pathlib import Path
+
+from engines.errors import InputDataError
+from pipeline.gateway.options import GatewayOptions
+
+KEYS_VARIABLE = "TRTPIPE_API_KEYS"
+
+
+def check(options: GatewayOptions) -> None:
+    """Read what a worker will read. Raises InputDataError for keys or a certificate that it could not."""
+    read_keys(options.api_keys_file)
+    if options.tls_cert is not None and options.tls_key is not None:
+        _check_certificate(options.tls_cert, options.tls_key)
+
+
+def read_keys(file: Path | None) -> tuple[bytes, ...]:
+    """Digests of the API keys in `file` (one a line, # for remarks) and the environment. Raises InputDataError."""
+    keys = _lines(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"))
+    if file is not None:
+        try:
+            own = _lines(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(f"the API keys in {file}", error) from None
+        if not own:
+            raise InputDataError(f"{file} holds no API key", remedy="write one key a line")
+        keys += own
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+
+def _lines(text: str) -> list[str]:
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _check_certificate(certificate: Path, key: Path) -> None:
+    for what, file in (("certificate", certificate), ("key", key)):
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise _unreadable(f"the {what} {file}", error) from None
+    try:
+        # The password is asked of nobody: workers have no terminal either.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        raise InputDataError(
+            f"{certificate} and {key} are no certificate and its key",
+            why=error.reason or str(error),
+            remedy="give PEM files that belong together, the key without a password",
+        ) from None
+
+
+def _unreadable(what: str, error: OSError | UnicodeDecodeError) -> InputDataError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return InputDataError(f"{what} cannot be read", why=why, remedy="name a file that this user can read")
