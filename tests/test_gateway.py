@@ -549,11 +549,43 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
         (chat() | {"messages": [{"role": "user"}]}, 400, "messages.0.content", "missing"),
         (chat() | {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role", "'system'"),
         (
-            chat() | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            chat() | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             400,
-            None,
-            "messages.0.content",
+            "messages.0.content.0.type",
+            "images are not supported",
         ),
+        (
+            chat() | {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            400,
+            "messages.0.content.0.text",
+            "'messages.0.content.0.text': Input should be a valid string",
+        ),
+        (
+            chat() | {"messages": [{"role": "user", "content": 5}]},
+            400,
+            "messages.0.content",
+            "'messages.0.content': Input should be a valid string or a valid list",
+        ),
+        (
+            chat() | {"messages": [{"role": "user", "content": {}}]},
+            400,
+            "messages.0.content",
+            "'messages.0.content': Input should be a valid string or a valid list",
+        ),
+        (chat(stop=5), 400, "stop", "'stop': Input should be a valid string or a valid list"),
+        (chat(stop=["x", 5]), 400, "stop.1", "'stop.1': Input should be a valid string"),
+        (chat("\ud800"), 400, "messages.0.content", "'messages.0.content' holds half of a surrogate pair"),
+        (
+            chat() | {"messages": [{"role": "user", "content": [{"type": "text", "text": "a\udfff"}]}]},
+            400,
+            "messages.0.content.0.text",
+            "half of a surrogate pair",
+        ),
+        (chat(stop="\udc00"), 400, "stop", "'stop' holds half of a surrogate pair"),
+        (chat(stop=["x", "\udc00"]), 400, "stop.1", "half of a surrogate pair"),
+        (chat(model="\ud800"), 400, "model", "half of a surrogate pair"),
+        (chat(**{"\ud800": 1}), 400, None, "the name of a field holds half of a surrogate pair"),
+        (b'{"model": "llama", "messages": "\xed\xa0\x80"}', 400, None, "not JSON"),
         (chat(model="gpt-4"), 404, "model", "model 'gpt-4' does not exist; served: llama"),
         (chat("x" * 60), 400, "messages", "the prompt has 67 tokens; this model takes 50"),
         (chat("x" * 40, max_tokens=60), 400, "messages", "has 47 tokens and max_tokens is 60; this model takes 100"),
@@ -586,6 +618,9 @@ def test_completions_refuse_what_they_cannot_do(folder: Path) -> None:
         cases: list[tuple[dict[str, Any], str]] = [
             ({"prompt": ""}, "prompt"),
             ({"prompt": []}, "prompt"),
+            ({"prompt": 5}, "prompt"),
+            ({"prompt": "\ud800"}, "prompt"),
+            ({"prompt": ["x", "\ud800"]}, "prompt.1"),
             ({"prompt": [5, 9999]}, "prompt"),
             ({"prompt": [-5]}, "prompt"),
             ({"prompt": "x", "suffix": "y"}, "suffix"),
@@ -595,10 +630,12 @@ def test_completions_refuse_what_they_cannot_do(folder: Path) -> None:
             ({"prompt": "x", "messages": []}, "messages"),
         ]
         for fields, param in cases:
-            answer = await client.post(TEXT, json={"model": "llama", **fields})
+            answer = await client.post(TEXT, content=json.dumps({"model": "llama", **fields}))
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), fields
         neutral: dict[str, Any] = {"suffix": None, "echo": False, "best_of": 1, "logit_bias": {}, "user": "me", "n": 1}
         assert (await client.post(TEXT, json={"model": "llama", "prompt": "x", **neutral})).status_code == 200
+        pair = {"model": "llama", "prompt": "\U0001f600", "stop": "\U0001f600"}  # escaped, it is two surrogates
+        assert (await client.post(TEXT, content=json.dumps(pair))).status_code == 200
 
     ask(saying(folder, "x"), folder, scenario)
 

@@ -7,6 +7,7 @@ import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeline.gateway.failure import Failure, wrong
 
@@ -30,6 +31,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+# Parts of a message's content that are OpenAI's, but no text.
+_NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
 # Fields about the caller's books, not about the answer.
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
@@ -137,11 +140,14 @@ class CompletionRequest(Common):
 def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> ChatRequest | CompletionRequest:
     """The request in `body`. Raises Failure 400 naming the field."""
     try:
-        raw = json.loads(body)
+        text = body.decode("utf-8")
+        raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise wrong(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise wrong("the body is not a JSON object", code="invalid_json")
+    if "\\u" in text:  # only an escape can write half a character
+        _check_characters(raw)
     for name in _IGNORED:
         raw.pop(name, None)
     for name in _UNSUPPORTED.keys() & raw.keys():
@@ -151,22 +157,56 @@ def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> Cha
     try:
         request = kind.model_validate(raw)
     except ValidationError as error:
-        raise _named(error, kind) from None
+        raise _named(error, kind, raw) from None
     if request.stream_options is not None and not request.stream:
         raise wrong("'stream_options' needs 'stream': true", "stream_options")
     return request
 
 
-def _named(error: ValidationError, kind: type[BaseModel]) -> Failure:
+def _check_characters(raw: dict[str, Any]) -> None:
+    """Raises Failure for a lone surrogate: JSON can say it, but it is no text, for a tokenizer or in an answer."""
+    left: list[tuple[str, Any]] = [("", raw)]
+    while left:
+        place, value = left.pop()
+        inner = f"{place}." if place else ""
+        if isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
+            raise wrong(f"'{place}' holds half of a surrogate pair, which is no character", place, "invalid_value")
+        if isinstance(value, dict):
+            if any("\ud800" <= one <= "\udfff" for name in value for one in name):
+                raise wrong("the name of a field holds half of a surrogate pair", place or None, "invalid_value")
+            left += reversed([(f"{inner}{name}", one) for name, one in value.items()])
+        elif isinstance(value, list):
+            left += reversed([(f"{inner}{index}", one) for index, one in enumerate(value)])
+
+
+def _place(error: ErrorDetails, raw: Any) -> str:
+    """Where in the body it is: its `loc` without the names that pydantic gives to the types a field may have."""
+    out, value = [], raw
+    for part in error["loc"]:
+        if isinstance(value, dict) and (part in value or error["type"] == "missing"):
+            out.append(str(part))
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            out.append(str(part))
+            value = value[part]
+    return ".".join(out)
+
+
+def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -> Failure:
     """The first complaint, with its field; an unknown field with the nearest known one."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"] if not (isinstance(part, str) and "[" in part))
-    name = str(first["loc"][-1])
+    every = [(_place(one, raw), one) for one in error.errors(include_url=False, include_context=False)]
+    # Of a field that may have several types, what is deepest in it: it came nearest to being one of them.
+    place, first = max((one for one in every if one[0].startswith(every[0][0])), key=lambda one: one[0].count("."))
+    name = place.rpartition(".")[2]
+    if first["type"] == "literal_error" and name == "type" and first["input"] in _NO_TEXT:
+        return wrong(f"'{place}': {_NO_TEXT[first['input']]} not supported", place, "unsupported_parameter")
     if first["type"] == "extra_forbidden":
-        known = list(kind.model_fields) if len(first["loc"]) == 1 else []
+        known = [] if "." in place else list(kind.model_fields)
         near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         return wrong(f"unknown field '{place}'{hint}", place, "unknown_parameter")
     if first["type"] == "missing":
         return wrong(f"'{place}' is missing", place, "missing_parameter")
-    return wrong(f"'{place}': {first['msg']}", place, "invalid_value")
+    wanted = dict.fromkeys(str(one["msg"]).removeprefix("Input should be ") for at, one in every if at == place)
+    told = first["msg"] if len(wanted) == 1 else f"Input should be {' or '.join(wanted)}"
+    return wrong(f"'{place}': {told}", place, "invalid_value")
