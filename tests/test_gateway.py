@@ -677,6 +677,7 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             headers = {"authorization": header} if header else {}
             for answer in (
                 await client.get("/v1/models", headers=headers),
+                await client.get("/metrics", headers=headers),
                 await client.post(CHAT, json=chat(), headers=headers),
             ):
                 assert answer.status_code == status, header
@@ -684,7 +685,8 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                     assert answer.json()["error"]["type"] == "authentication_error"
                     assert answer.headers["www-authenticate"] == "Bearer"
         assert (await client.post(CHAT, content=b"{")).status_code == 401, "nothing is read of a stranger's body"
-        assert (await client.get("/health/ready")).status_code == 200
+        for path in ("/health/live", "/health/ready"):
+            assert (await client.get(path)).status_code == 200
 
     ask(saying(folder, "x"), folder, scenario, api_keys_file=keys)
     (tmp_path / "none").write_text("# nothing\n")

@@ -270,7 +270,8 @@ def build(options: GatewayOptions, board: Board) -> FastAPI:
         return PlainTextResponse("ready\n")
 
     @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
+        gateway.authorise(request)  # how much is asked, and of what length, is nobody else's business
         return PlainTextResponse(board.text(), media_type="text/plain; version=0.0.4")
 
     return app
