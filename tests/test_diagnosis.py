@@ -286,7 +286,8 @@ gpu-7:21858:21858 [2] misc/shmutils.cc:72 NCCL WARN Error: failed to extend /dev
     f.write(engine)
 OSError: [Errno 28] No space left on device
 """,
-    "host-out-of-memory": "/entrypoint.sh: line 3:    27 Killed\nKilled\n",
+    "host-out-of-memory": "what():  std::bad_alloc\n",
+    "killed": "/entrypoint.sh: line 3:    27 Killed\nKilled\n",
     "worker-died": """\
 concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly while the future \
 was running or pending.
@@ -503,6 +504,7 @@ The application appears to have been direct launched using "srun",
 but OMPI was not built with SLURM support.
 """,
     "host-out-of-memory": "[Fri Nov 20 09:18:59 2026] Out of memory: Killed process 331 (tritonserver) total-vm:91GB\n",
+    "killed": "tritonserver ended by itself (status -9)\n",
     "engine-unreadable": f"""\
 {ASSERTION}Failed to deserialize cuda engine. (/app/tensorrt_llm/runtime/tllmRuntime.cpp:239){FRAME}"
 """,
@@ -638,6 +640,9 @@ def test_what_the_log_tells_is_in_the_words() -> None:
         ("build", BUILD["cuda-out-of-memory"] + BUILD["weights-do-not-fit"], "weights-do-not-fit"),
         ("build", BUILD["tensors-missing"] + BUILD["weight-scales-missing"], "weight-scales-missing"),
         ("build", BUILD["host-out-of-memory"] + BUILD["disk-full"], "disk-full"),
+        # That memory ran out is only said where something shows it.
+        ("build", BUILD["killed"] + BUILD["host-out-of-memory"], "host-out-of-memory"),
+        ("serve", SERVE["killed"] + SERVE["host-out-of-memory"], "host-out-of-memory"),
     ],
 )
 def test_the_most_specific_failure_wins(where: Where, log: str, name: str) -> None:
@@ -702,9 +707,9 @@ def test_a_killed_process_is_told_from_the_error_alone(tmp_path: Path) -> None:
     log.write_text(HEALTHY_BUILD)
     error = StageFailed("trtllm-build failed (ended by SIGKILL, usually for want of memory)", why="the last lines")
     assert str(explain(error, log, "build")) == (
-        "trtllm-build failed (ended by SIGKILL, usually for want of memory): the machine's own memory ran out, and "
-        "the process was ended for it; close other programs, or build on a machine with more memory; "
-        f"the log is {log}"
+        "trtllm-build failed (ended by SIGKILL, usually for want of memory): it was killed (SIGKILL), most often "
+        'because the machine\'s memory ran out; look for "Out of memory" in `dmesg`; if it is there, close other '
+        f"programs or build on a machine with more memory; the log is {log}"
     )
 
 

@@ -77,7 +77,7 @@ def test_an_engine_is_built_and_knows_where_it_runs(host: Cli, tmp_path: Path, m
     ("failure", "telling"),
     [
         ("oom", "the weights of a rank do not fit the GPU memory that is free"),
-        ("killed", "the machine's own memory ran out"),
+        ("killed", "most often because the machine's memory ran out"),
         ("disk-full", "the disk is full"),
     ],
 )
