@@ -278,6 +278,8 @@ WRONG: list[tuple[Any, ...]] = [
     ("unfilled strategy", param("gpt_model_type", "${batching_strategy}"), "placeholder"),
     ("empty strategy", param("gpt_model_type", ""), "missing-parameter"),
     ("unfilled engine", param("gpt_model_path", "${engine_dir}"), "placeholder"),
+    ("prefetch unfilled", param("lora_prefetch_dir", "${lora_prefetch_dir}"), "unfilled-parameter", WARNING),
+    ("beams unfilled", param("max_beam_width", "${max_beam_width}"), "unfilled-parameter", WARNING),
     ("half filled engine", param("gpt_model_path", "/engines/${model}"), "placeholder"),
     ("no engine", drop("gpt_model_path"), "missing-parameter"),
     ("no tokenizer", drop("tokenizer_dir", "preprocessing"), "missing-parameter"),
@@ -474,6 +476,48 @@ def test_a_template_filled_rightly_is_sound(tmp_path: Path, release: str) -> Non
     assert told(check_repository(inflight(tmp_path / "models", release).path)) == ""
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_template_with_optional_parameters_unfilled_is_only_remarked_upon(tmp_path: Path, release: str) -> None:
+    faults = check_repository(inflight(tmp_path / "models", release, unfilled=True).path)
+    assert {(fault.rule, fault.severity) for fault in faults} == {("unfilled-parameter", WARNING)}, told(faults)
+    # One line a model, however many they are; what the release does not read is left out.
+    assert len({fault.path for fault in faults}) == len(faults)
+    (engine,) = (fault for fault in faults if fault.path == "tensorrt_llm/config.pbtxt")
+    names = engine.where.removeprefix("parameter ").split(", ")
+    assert {"max_beam_width", "batch_scheduler_policy", "decoding_mode"} <= set(names)
+    assert "enable_trt_overlap" not in names
+
+
+def test_unfilled_parameters_are_named_in_one_line(repository: Repository) -> None:
+    for name in ("max_beam_width", "enable_kv_cache_reuse"):
+        repository.parameter("tensorrt_llm", name, f"${{{name}}}")
+    assert told(check_repository(repository.path)) == (
+        "warning [unfilled-parameter] tensorrt_llm/config.pbtxt: parameter enable_kv_cache_reuse, max_beam_width: "
+        "still hold their placeholders: the model takes its default for each; "
+        'fill in what you mean to set, and write "" for a default you mean'
+    )
+
+
+@pytest.mark.parametrize("damage", [remove("postprocessing/1/model.py"), write("postprocessing/1/model.py", "def (")])
+def test_what_a_script_reads_is_not_guessed_where_it_is_missing_or_broken(
+    repository: Repository, damage: Change
+) -> None:
+    # Ours has it; of NVIDIA's models only the BLS reads it.
+    add = 'parameters: {\n  key: "tensorrt_llm_model_name"\n  value: { string_value: "tensorrt_llm" }\n}\n'
+    config = repository.path / "postprocessing" / "config.pbtxt"
+    config.write_text(config.read_text() + add)
+    expect(repository, "unknown-parameter")
+    damage(repository)
+    expect(repository, "model-script")
+
+
+def test_a_tokenizer_that_several_models_miss_is_told_once_with_all_of_them(repository: Repository) -> None:
+    shutil.rmtree(repository.path / "preprocessing" / "1" / "tokenizer")
+    fault = expect(repository, "tokenizer-folder")
+    assert fault.path == "postprocessing/config.pbtxt"
+    assert fault.what == "is 'preprocessing/1/tokenizer', as in preprocessing, which is not there"
+
+
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case[0])
 def test_a_single_fault_is_named(repository: Repository, case: tuple[Any, ...]) -> None:
     name, change, rule, *severity = case
@@ -496,7 +540,6 @@ HARMLESS: list[tuple[str, Change]] = [
     ("overlap unfilled", param("enable_trt_overlap", "${enable_trt_overlap}")),
     ("overlap off", param("enable_trt_overlap", "false")),
     ("empty values", params(max_tokens_in_paged_kv_cache="", enable_chunked_context="", batch_scheduler_policy="")),
-    ("prefetch unfilled", param("lora_prefetch_dir", "${lora_prefetch_dir}")),
     ("dead and unfilled", param("max_num_sequences", "${max_num_sequences}")),
     ("True", param("enable_chunked_context", "True")),
     ("FALSE", param("enable_kv_cache_reuse", "FALSE")),

@@ -474,8 +474,8 @@ class Repository:
         path.write_text(json.dumps(config))
 
 
-def inflight(path: Path, release: str = "1.2.1", **filled: str) -> Repository:
-    """NVIDIA's five models as the release's template has them; optional tokens stay placeholders, as its docs do."""
+def inflight(path: Path, release: str = "1.2.1", *, unfilled: bool = False, **filled: str) -> Repository:
+    """NVIDIA's five models as the release's template has them, optional tokens made empty, or left as placeholders."""
     values = {**FILLED, **filled}
     tables = {
         "tensorrt_llm": (ENGINE_INPUTS, ENGINE_OUTPUTS),
@@ -509,7 +509,8 @@ def inflight(path: Path, release: str = "1.2.1", **filled: str) -> Repository:
                 token = row[1]
                 # The engine model's own tokenizer_dir is for the Python runtime's guided decoding.
                 given = values.get(token) if (model, token) != ("tensorrt_llm", "tokenizer_dir") else None
-                body += parameter(row[0], token[1:] if token[0] == "=" else given or f"${{{token}}}")
+                left = f"${{{token}}}" if unfilled else ""
+                body += parameter(row[0], token[1:] if token[0] == "=" else given or left)
             (folder / "1" / "model.py").write_text(SCRIPT)
         (folder / "config.pbtxt").write_text(body)
     engine = path / "tensorrt_llm" / "1"

@@ -18,6 +18,7 @@ RULES: dict[str, str] = {
     "config-unreadable": "config.pbtxt is UTF-8 text",
     "syntax": "config.pbtxt is a model configuration in protobuf text",
     "placeholder": "no placeholder of a template is left where a value is needed",
+    "unfilled-parameter": "no optional parameter still holds the placeholder of its template",
     "model-name": "a configuration names the model as its folder does",
     "version-folder": "each model has a numbered version folder that its version policy takes",
     "backend": "a model names a backend or platform that exists",

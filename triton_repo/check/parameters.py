@@ -45,12 +45,19 @@ def check_parameters(model: Model, script: Script, release: Release, report: Rep
     if known is None:
         return
     _check_present(model, known, release, report)
+    unfilled = []
     for name, text in model.parameters.items():
         fact = known.get(name)
         if fact is None:
             _check_unknown(model, name, known, script, report)
         elif not _check_place(model, name, fact, release, report):
-            _check_value(model, name, text, fact, script, report)
+            # This project's own scripts insist on a word for a boolean; else every reader takes its default.
+            must = fact.required or (script.own and fact.kind == "bool")
+            if PLACEHOLDER.fullmatch(text.strip()) and not must:
+                unfilled.append(name)
+            else:
+                _check_value(model, name, text, fact, script, report)
+    _tell_unfilled(model, sorted(unfilled), report)
     if model.role == "engine":
         _check_lookahead(model, report)
         _check_guided(model, report)
@@ -102,9 +109,26 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
         )
 
 
+def _tell_unfilled(model: Model, names: list[str], report: Report) -> None:
+    """In one line: templates are used with most of them unfilled, and still somebody may have meant to fill one in."""
+    if names:
+        many = len(names) > 1
+        report.warning(
+            "unfilled-parameter",
+            model.path,
+            f"parameter {', '.join(names)}",
+            "still hold their placeholders" if many else "still holds its placeholder",
+            why=f"the model takes its default for {'each' if many else 'it'}",
+            remedy='fill in what you mean to set, and write "" for a default you mean' if many else
+            'fill it in, or write "" if you mean the default',
+        )  # fmt: skip
+
+
 def _check_unknown(model: Model, name: str, known: dict[str, Parameter], script: Script, report: Report) -> None:
     if name in _ANYWHERE or (name in script.words and (model.role != "engine" or model.python_runtime)):
         return
+    if script.unread:
+        return  # the script is blamed, and what it would read is not known
     where = model.at_parameter(name)
     live = [one for one, fact in known.items() if not fact.dead and not fact.limit]
     near = nearest(name, live, 0.82)
@@ -191,7 +215,7 @@ def _is_default(value: str, fact: Parameter) -> bool:
 def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Script, report: Report) -> None:
     where = model.at_parameter(name)
     found = PLACEHOLDER.search(text)
-    if found and (fact.required or text.strip() != found.group()):
+    if found:
         report.error(
             "placeholder",
             model.path,
@@ -200,11 +224,8 @@ def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Sc
             remedy=_choices(fact) or "fill it in",
         )
         return
-    if found or not text.strip():
-        # Every reader takes its default for these; only this project's own scripts insist on a word.
-        if found and script.own and fact.kind == "bool":
-            report.error("placeholder", model.path, where, f"still holds the placeholder {found.group()}")
-        return
+    if not text.strip():
+        return  # the default, as every reader takes it
     if fact.kind == "bool":
         _check_bool(model, name, text, fact, script, report)
     elif fact.kind in ("int", "size", "float"):

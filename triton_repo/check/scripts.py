@@ -29,6 +29,7 @@ class Script:
     inputs, outputs  whose types are looked up in the configuration then
     asked       outputs that are asked of other models, by role
     real        it does something: an empty file stands for a script that is elsewhere
+    unread      it is missing or broken, so nobody knows what it reads
     own         it is one of this project's
     """
 
@@ -38,6 +39,7 @@ class Script:
     outputs: set[str] = field(default_factory=set)
     asked: dict[str, list[str]] = field(default_factory=dict)
     real: bool = False
+    unread: bool = False
     own: bool = False
 
 
@@ -59,13 +61,16 @@ def read_script(model: Model, report: Report) -> Script:
                 why="the Python backend runs it",
                 remedy=f"copy {main} of the release's template into it",
             )
+            script.unread = True
             return script
     if not python:
         return script
     script.own = (folder / OWN_MODULE).is_file()
     for path in sorted({folder / main, *folder.glob("*.py"), *folder.glob("lib/*.py")}):
         tree = _tree(path, report) if path.is_file() else None
-        if tree is not None:
+        if tree is None:
+            script.unread |= path == folder / main
+        else:
             _collect(tree, script)
             if path == folder / main:
                 _check_main(tree, path, folder, report)

@@ -16,6 +16,8 @@ from triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
 # Also without a vocabulary of its own, a class may be named that brings one.
 SETTINGS = ("tokenizer_config.json", "qwen.tiktoken", "tokenizer.tiktoken", "tiktoken.model")
+# The models that make tokens of text or text of tokens.
+ROLES = ("preprocessing", "postprocessing", "bls")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -35,11 +37,16 @@ def check_tokenizers(repository: Path, models: dict[str, Model], report: Report)
     seen: dict[str, Path | None] = {}
     for model in models.values():
         text = model.value("tokenizer_dir")
-        if model.role not in ("preprocessing", "postprocessing", "bls") or text is None or "${" in text:
+        if model.role not in ROLES or text is None or "${" in text:
             continue
         given[model.role] = model, text
         if text not in seen:  # a folder that several name is one cause
-            seen[text] = _folder(model, text, repository, models, report)
+            others = [
+                other.name
+                for other in models.values()
+                if other is not model and other.role in ROLES and other.value("tokenizer_dir") == text
+            ]
+            seen[text] = _folder(model, text, others, repository, models, report)
         folder = seen[text]
         if folder is not None:
             found[model.role] = model, folder
@@ -51,19 +58,20 @@ def check_tokenizers(repository: Path, models: dict[str, Model], report: Report)
     return vocabularies
 
 
-def _folder(model: Model, text: str, repository: Path, models: dict[str, Model], report: Report) -> Path | None:
+def _folder(
+    model: Model, text: str, others: list[str], repository: Path, models: dict[str, Model], report: Report
+) -> Path | None:
+    named = f"is '{text}'" + (f", as in {' and '.join(others)}" if others else "")
     where = model.at_parameter("tokenizer_dir")
     place = locate(text, repository, models)
     if place.absent and not may_be_hub_id(text, repository):
         # The hub's oldest models have one word for a name, such as gpt2.
         add = report.warning if text.isalnum() else report.error
-        add("tokenizer-folder", model.path, where, f"is '{text}', which is not there", place.why)
+        add("tokenizer-folder", model.path, where, f"{named}, which is not there", place.why)
     if place.path is None:
         return None
     if not place.path.is_dir():
-        report.error(
-            "tokenizer-folder", model.path, where, f"is '{text}', which is no folder", remedy="name its folder"
-        )
+        report.error("tokenizer-folder", model.path, where, f"{named}, which is no folder", remedy="name its folder")
         return None
     names = {path.name for path in place.path.iterdir()}
     if names & {*FILES, *SETTINGS}:
@@ -73,7 +81,7 @@ def _folder(model: Model, text: str, repository: Path, models: dict[str, Model],
             "tokenizer-folder",
             model.path,
             where,
-            f"is '{text}', which holds no tokenizer",
+            f"{named}, which holds no tokenizer",
             why=f"none of {', '.join(FILES[:3])} is in it",
             remedy="copy the model's tokenizer files into it",
         )
