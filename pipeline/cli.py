@@ -560,7 +560,7 @@ def check(
 
     from pipeline import config, console, host
     from pipeline.runner import RUNS
-    from triton_repo.check import ERROR, RepositoryError, check_repository
+    from triton_repo.check import check_repository, require_sound
 
     folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
     release = None if toolchain is None else config.find_toolchain(toolchain)
@@ -569,9 +569,7 @@ def check(
         console.result_json([dataclasses.asdict(fault) for fault in faults])
     else:
         console.faults(faults)
-    errors = [fault for fault in faults if fault.severity == ERROR]
-    if errors:
-        raise RepositoryError(f"{folder} has {len(errors)} fault(s)", why=errors[0].what, remedy=errors[0].remedy)
+    require_sound(str(folder), faults)
 
 
 @app.command()

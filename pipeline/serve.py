@@ -28,7 +28,7 @@ from pipeline.servers import Served, Server, find_running, forget, remember, run
 from pipeline.store import Store
 from pipeline.stubs import Stubs
 from pipeline.tritonserver import Endpoints
-from triton_repo.check import check_repository
+from triton_repo.check import check_repository, require_sound
 from triton_repo.combine import model_names, rename_models
 from triton_repo.launch import ENGINE_MODEL
 from triton_repo.render import ENGINE_FOLDER
@@ -123,11 +123,14 @@ def launch(
 ) -> tuple[Server, subprocess.Popen[bytes]]:
     """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
 
-    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (keys or
-    certificate), ArtefactRefused, or StageFailed with the server's own reason.
+    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
+    repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
     passports = [check_passport(repository) for _, repository in targets]
     require_alike([target for target, _ in targets], passports)
+    for name, repository in targets:
+        called = name if (RUNS / name / "repository").is_dir() else str(repository)
+        require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
     name = "+".join(target for target, _ in targets)

@@ -418,6 +418,38 @@ def test_a_taken_port_is_the_machine_s(build: Run, run: Run, model: Path, monkey
             )
 
 
+def test_a_damaged_repository_is_refused_before_anything_starts(
+    build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_installation() -> None:
+        raise AssertionError("the server is next")
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert build(model).status == 0
+    shutil.copytree(Path("runs/tiny.cpu.fp32/repository").resolve(), "mine")
+    config = Path("mine/postprocessing/config.pbtxt")
+    config.chmod(0o644)
+    text = config.read_text()
+    config.write_text(text + "max_batch_size: many\n")
+    mine = Path("mine").resolve()
+    done = run("serve", "mine")
+    assert done.status == 3
+    line = len(text.splitlines()) + 1
+    assert done.error() == (
+        f"{mine} has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is no model configuration: "
+        f"Couldn't parse integer: many; run `trtpipe check {mine}` for all"
+    )
+    checked = run("check", "mine")
+    assert checked.status == 3
+    assert checked.error().startswith(f"mine has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is ")
+    # What is only suspicious is served.
+    config.write_text(text + 'parameters: { key: "no_such_thing" value: { string_value: "1" } }\n')
+    assert run("check", "mine").out.startswith("warning  postprocessing/config.pbtxt: parameter no_such_thing")
+    monkeypatch.setattr(tritonserver, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
+    with pytest.raises(AssertionError, match="the server is next"):
+        run("serve", "mine")
+
+
 @pytest.mark.loopback
 def test_keys_and_certificate_are_read_before_anything_starts(
     build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

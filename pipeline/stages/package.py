@@ -13,7 +13,7 @@ from engines.toolchain import Toolchain
 from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
-from triton_repo.check import ERROR, RepositoryError, check_repository
+from triton_repo.check import check_repository, require_sound
 from triton_repo.render import render
 from triton_repo.serving import ServingConfig
 
@@ -49,9 +49,7 @@ class Package:
         require_target(read_passport(engine.path), settings.target, engine.path)
         repository = render(engine, job.inputs["tokenizer"], settings.serving, job.out)
         faults = check_repository(job.out, toolchain=_release(settings))
-        errors = [fault for fault in faults if fault.severity == ERROR]
-        if errors:
-            raise RepositoryError(f"the repository has {len(errors)} fault(s)", why=str(errors[0]))
+        require_sound("the repository", faults)
         return {"models": list(repository.models), "notices": [str(fault) for fault in faults]}
 
 

@@ -9,6 +9,7 @@ Facts are in configs/triton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engines.errors import InputDataError
@@ -36,7 +37,16 @@ from triton_repo.check.service import check_callers, check_instances, check_shar
 from triton_repo.check.tensors import check_tensors, evidence
 from triton_repo.check.tokenizer import check_tokenizers
 
-__all__ = ["ERROR", "RULES", "WARNING", "Fault", "RepositoryError", "check_configs", "check_repository"]
+__all__ = [
+    "ERROR",
+    "RULES",
+    "WARNING",
+    "Fault",
+    "RepositoryError",
+    "check_configs",
+    "check_repository",
+    "require_sound",
+]
 
 
 class RepositoryError(InputDataError):
@@ -82,6 +92,19 @@ def check_repository(
     check_sharing(models, report)
     _check_graphs(models, report)
     return report.sorted()
+
+
+def require_sound(repository: str, faults: Sequence[Fault], *, remedy: str | None = None) -> None:
+    """Raises RepositoryError for the first error among `faults` of what is called `repository`.
+
+    remedy  in place of the fault's own
+    """
+    errors = [fault for fault in faults if fault.severity == ERROR]
+    if errors:
+        first = replace(errors[0], remedy="")
+        raise RepositoryError(
+            f"{repository} has {len(errors)} fault(s)", why=str(first), remedy=remedy or errors[0].remedy
+        )
 
 
 def check_configs(repository: Path, models: Iterable[str]) -> None:
