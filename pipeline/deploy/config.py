@@ -17,6 +17,8 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 STORAGE = ("pvc", "model_image", "host_path")
+# Fields that have an option of their own; the others are given by --set.
+OPTIONS = ("namespace", "image", *STORAGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +76,11 @@ class DeployConfig:
         given = [name for name in STORAGE if getattr(self, name) is not None]
         if len(given) != 1:
             raise UsageError(
-                f"{' and '.join(given)} are given" if given else "nothing says where the model repository is",
+                f"{' and '.join(map(option, given))} are given"
+                if given
+                else "nothing says where the model repository is",
                 why="it is in a PersistentVolumeClaim, in an image, or in a folder of the node",
-                remedy="give exactly one of " + ", ".join(STORAGE),
+                remedy="give exactly one of " + ", ".join(map(option, STORAGE)),
             )
         object.__setattr__(self, "repository_path", _relative(self.repository_path))
         if self.model_image is not None and not self.repository_path:
@@ -86,7 +90,7 @@ class DeployConfig:
                 remedy="put the repository into a folder of the image, such as models",
             )
         if self.host_path is not None and (not self.host_path.startswith("/") or ".." in self.host_path.split("/")):
-            raise UsageError(f"host_path '{self.host_path}' is no absolute path", remedy="give one from the root")
+            raise UsageError(f"--host-path '{self.host_path}' is no absolute path", remedy="give one from the root")
         for name, pattern, what in (
             ("namespace", LABEL, "a DNS label"),
             ("pvc", SUBDOMAIN, "a DNS name"),
@@ -101,7 +105,7 @@ class DeployConfig:
         ):
             value = getattr(self, name)
             if value is not None and not pattern.fullmatch(value):
-                raise UsageError(f"{name} '{value}' is not {what}", remedy="correct it")
+                raise UsageError(f"{option(name)} '{value}' is not {what}", remedy="correct it")
         for name, least in (
             ("replicas_min", 1),
             ("waiting_per_replica", 1),
@@ -122,6 +126,11 @@ class DeployConfig:
             raise UsageError(
                 f"replicas_max {self.replicas_max} is below replicas_min {self.replicas_min}", remedy="raise it"
             )
+
+
+def option(field: str) -> str:
+    """What a user gives for it."""
+    return f"--{field.replace('_', '-')}" if field in OPTIONS else field
 
 
 def dns_name(text: str) -> str:

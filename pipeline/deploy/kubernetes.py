@@ -105,7 +105,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
         raise UsageError(
             f"no image is given for the runtime {passport.runtime}",
             why="NVIDIA's image does not hold it",
-            remedy="give one that holds trtpipe, and what the runtime needs",
+            remedy="give --image, one that holds trtpipe and what the runtime needs",
         )
     target = Target(
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image
