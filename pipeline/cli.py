@@ -471,7 +471,10 @@ def ps(as_json: Json = False) -> None:
 
 @app.command()
 def logs(
-    server: ServerName = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Whose log, of a server that runs or of one that has ended; the only one's if left out."),
+    ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines.")] = 50,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
@@ -624,15 +627,15 @@ def generate(
     from pipeline import chat, console, servers
     from pipeline.generate import Sampling, stream
 
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
+    )  # fmt: skip
     found = servers.find_running(_store(), server)
     served = found.find(target)
     template = None if raw else chat.read_template(served.tokenizer)
     if template is not None:
         prompt = chat.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
-    sampling = Sampling(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
-    )  # fmt: skip
     for piece in stream(found.endpoints.grpc_url, prompt, sampling, model=served.front):
         console.text(piece)
     console.text("\n")

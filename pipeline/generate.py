@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from engines.errors import HostError, StageFailed
+from engines.errors import HostError, StageFailed, UsageError
 
 # How long a server may be silent between two pieces of text.
 SILENCE_SECONDS = 120.0
@@ -16,7 +16,10 @@ SILENCE_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling options under the names of the ensemble's inputs; None leaves one to the server."""
+    """Sampling options under the names of the ensemble's inputs; None leaves one to the server.
+
+    Raises UsageError for what the gateway would refuse as well.
+    """
 
     max_tokens: int = 128
     temperature: float | None = None
@@ -25,6 +28,19 @@ class Sampling:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        from pydantic import ValidationError
+
+        from pipeline.gateway.requests import Common
+
+        try:
+            Common(model="", **{name: getattr(self, name) for name in TYPES})
+        except ValidationError as error:
+            first = error.errors()[0]
+            flag = f"--{str(first['loc'][0]).replace('_', '-')}"
+            told = first["msg"].removeprefix("Input should be ")
+            raise UsageError(f"{flag} is {first['input']}", remedy=f"it has to be {told}") from None
 
 
 TYPES = {

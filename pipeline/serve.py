@@ -153,7 +153,7 @@ def launch(
     if not alone:
         _check_together(models, passport, note)
     names = sorted(path.name for path in models.iterdir())
-    log = store.home / "logs" / f"serve-{name}.log"
+    log = _log(store, name)
     log.parent.mkdir(parents=True, exist_ok=True)
     if kind == "local":
         installation = tritonserver.find_installation()
@@ -438,15 +438,14 @@ def _ended(status: int, log: Path) -> StageFailed:
 def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
     """The last `lines` of a server's log, and with `follow` what comes after them while the server runs.
 
-    A server that has ended has a log too. Raises UsageError for a name without one.
+    A server that has ended has a log too. Raises UsageError for a name without one, and for none where it is not clear.
     """
-    if name is None:
-        server: Server | None = find_running(store, None)
-        assert server is not None
-        name = server.name
-    path = store.home / "logs" / f"serve-{name}.log"
+    name = name or _whose_log(store)
+    path = _log(store, name)
     if not path.is_file():
-        raise UsageError(f"there is no log of a server named '{name}'", remedy="see `trtpipe ps`")
+        left = _logged(store)
+        remedy = suggestion(name, left) if left else "run `trtpipe serve`"
+        raise UsageError(f"there is no log of a server named '{name}'", remedy=remedy)
     with path.open(encoding="utf-8", errors="replace") as file:
         yield "".join(collections.deque(file, maxlen=lines))
         while follow:
@@ -457,6 +456,31 @@ def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Ite
                 return
             else:
                 time.sleep(0.2)
+
+
+def _log(store: Store, name: str) -> Path:
+    return store.home / "logs" / f"serve-{name}.log"
+
+
+def _logged(store: Store) -> list[str]:
+    """The servers that have a log, running or not."""
+    logs = sorted((store.home / "logs").glob("serve-*.log"))
+    names = {log.stem.removeprefix("serve-") for log in logs}
+    return sorted(name for name in names if name.removesuffix(".gateway") not in names - {name})
+
+
+def _whose_log(store: Store) -> str:
+    """That of the only server, running or, where none runs, of the only one that has left one. Raises UsageError."""
+    if running(store):
+        return find_running(store, None).name
+    left = _logged(store)
+    if not left:
+        raise UsageError("no server is running, and none has left a log", remedy="run `trtpipe serve`")
+    if len(left) > 1:
+        raise UsageError(
+            "no server is running, and several have left a log", remedy="name one with --server: " + ", ".join(left)
+        )
+    return left[0]
 
 
 def stop(store: Store, name: str | None) -> list[Server]:

@@ -258,6 +258,17 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     )
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
+    for option, value, told in (
+        ("--temperature", "-1", "--temperature is -1.0; it has to be greater than or equal to 0"),
+        ("--temperature", "nan", "--temperature is nan; it has to be a finite number"),
+        ("--max-tokens", "0", "--max-tokens is 0; it has to be greater than or equal to 1"),
+        ("--max-tokens", 2**31, "--max-tokens is 2147483648; it has to be less than 2147483648"),
+        ("--seed", 2**64, "--seed is 18446744073709551616; it has to be less than 18446744073709551616"),
+        ("--top-p", "5", "--top-p is 5.0; it has to be less than or equal to 1"),
+        ("--top-k", "-2", "--top-k is -2; it has to be greater than or equal to -1"),
+        ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than 0"),
+    ):
+        assert refused("generate", "Hello", option, value) == told
     assert refused("bench") == "no server is running; run `trtpipe serve`"
     assert refused("bench", "--rate", "2,4") == ("options: an open loop has no end; give --requests or --duration")
     assert refused("bench", "--rate", "2", "--requests", "9", "--duration", "1") == (
@@ -744,6 +755,31 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
     assert len(whys) - len(left) == starts
     assert len(ended) == starts - ready
     assert len(notes) == starts - 1
+
+
+def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = run("logs")
+    assert (nothing.status, nothing.error()) == (
+        2, "no server is running, and none has left a log; run `trtpipe serve`"
+    )  # fmt: skip
+    logs = store.home / "logs"
+    logs.mkdir(parents=True)
+    (logs / "serve-a.cpu.bf16.log").write_text("first\nlast\n")
+    (logs / "serve-a.cpu.bf16.gateway.log").write_text("gateway at x\n")
+    (logs / "build-b.log").write_text("no server's\n")
+    assert run("logs") == Outcome(0, "first\nlast\n", "")
+    assert run("logs", "-n", "1", "-f") == Outcome(0, "last\n", "")
+    assert run("logs", "--server", "a.cpu.bf61").error() == (
+        "there is no log of a server named 'a.cpu.bf61'; did you mean 'a.cpu.bf16'?"
+    )
+    (logs / "serve-b.log").write_text("of b\n")
+    assert run("logs").error() == (
+        "no server is running, and several have left a log; name one with --server: a.cpu.bf16, b"
+    )
+    assert run("logs", "--server", "b").out == "of b\n"
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "b")
+    assert run("logs").out == "of b\n"  # the one that runs is meant
 
 
 def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
