@@ -259,13 +259,22 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
-    """A line that follows a benchmark; silent where stderr is no terminal."""
+    """A line that follows a benchmark; where stderr is no terminal, one as each level begins and one as it ends."""
     console = err()
     if not console.is_terminal:
-        yield lambda progress: None
+        yield _bench_note
         return
     with console.status("connecting") as status:
         yield lambda at: status.update(_bench_line(at))
+
+
+def _bench_note(at: BenchProgress) -> None:
+    if at.state == "begun":
+        note(f"{at.protocol}, {at.label}: begins" + (f", {at.total} requests" if at.total else ""))
+    elif at.state == "ended":
+        note(
+            f"{at.protocol}, {at.label}: {at.live.done} requests in {at.live.elapsed_s:.1f} s, {at.live.failed} failed"
+        )
 
 
 def _bench_line(at: BenchProgress) -> str:

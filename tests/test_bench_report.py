@@ -279,6 +279,22 @@ def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path
         measure(server, tokenizer)
 
 
+def test_each_level_is_told_when_it_begins_and_when_it_has_ended(known: KnownProcess, tokenizer: Path) -> None:
+    seen: list[Progress] = []
+    options = BenchOptions(
+        targets=(target(known, "grpc"),), tokenizer=tokenizer, work=Work(input_tokens=8, output_tokens=6),
+        loads=(Closed(concurrency=2, requests=9), Open(rate=50, duration_s=0.2)),
+    )  # fmt: skip
+    report = run(options, None, seen.append)
+    told = [one for one in seen if one.state != "running"]
+    assert [(one.label, one.state, one.total, one.live.failed) for one in told] == [
+        ("2 in flight", "begun", 9, 0), ("2 in flight", "ended", 9, 0),
+        ("50 requests/s", "begun", None, 0), ("50 requests/s", "ended", None, 0),
+    ]  # fmt: skip
+    assert [one.live.done for one in told] == [0, 9, 0, report.results[1].requests["succeeded"]]
+    assert 0.2 < told[3].live.elapsed_s < 30
+
+
 def test_ctrl_c_keeps_what_was_measured_and_says_so(known: KnownProcess, tokenizer: Path) -> None:
     seen: list[Progress] = []
 

@@ -659,6 +659,26 @@ def test_convert_needs_no_tokenizer(run: Run, in_folder: Path) -> None:
     assert run("convert", folder, "out").status == 0
 
 
+def test_where_stderr_is_no_terminal_bench_tells_a_line_as_a_level_begins_and_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pipeline import console
+    from pipeline.bench.driver import Live
+    from pipeline.bench.options import Progress
+
+    live = Live(elapsed_s=31.26, warmed=4, done=20, failed=1, in_flight=0, responses=9, first_ns=[])
+    with console.bench_progress() as progress:
+        for state, total in (("begun", 20), ("running", 20), ("ended", 20), ("begun", None)):
+            progress(Progress(protocol="grpc", label="4 in flight", total=total, live=live, state=state))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "grpc, 4 in flight: begins, 20 requests",
+        "grpc, 4 in flight: 20 requests in 31.3 s, 1 failed",
+        "grpc, 4 in flight: begins",
+    ]
+
+
 # What is served
 
 

@@ -139,9 +139,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a level stands. `total` measured requests; None when a duration decides."""
+    """Where a level stands. `total` measured requests; None when a duration decides.
+
+    state  begun, running or ended: the first and the last are told once
+    """
 
     protocol: str
     label: str
     total: int | None
     live: Live
+    state: str = "running"

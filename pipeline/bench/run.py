@@ -28,6 +28,8 @@ from pipeline.bench.work.workload import Render
 
 _T = TypeVar("_T")
 
+# Before a level's first request.
+NOTHING = Live(elapsed_s=0, warmed=0, done=0, failed=0, in_flight=0, responses=0, first_ns=())
 # Requests, one after the other, that tell a search where to begin.
 ALONE = 8
 # Several hands begin together so long after the last has been told: the first must not begin alone.
@@ -154,9 +156,14 @@ class _Session:
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
     async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LevelResult:
-        watches = _watches(self._progress, target.protocol, load, len(self._hands))
+        watching = None if self._progress is None else _Watching(self._progress, target.protocol, load)
+        watches: Sequence[Watch | None] = [None] * len(self._hands)
+        if watching is not None:
+            watches = watching.of(len(self._hands))
         pairs = list(zip(self._hands, watches, strict=True))
         await _all(hand.prepare(number, load, repeat, watch) for hand, watch in pairs)
+        if watching is not None:
+            watching.begin()
         beside = Beside(target.url, target.metrics_url)
         with beside:
             start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
@@ -166,6 +173,8 @@ class _Session:
         )
         self._report.results.append(result)
         self._report.records.append(driven.records)
+        if watching is not None:
+            watching.end(result)
         return result
 
 
@@ -178,17 +187,34 @@ async def _all(calls: Any) -> list[_T]:
     return answers
 
 
-def _watches(
-    progress: Callable[[Progress], None] | None, protocol: str, load: Load, hands: int
-) -> Sequence[Watch | None]:
-    """A callback for each hand; what they say of a level is added up."""
-    if progress is None:
-        return [None] * hands
-    total = load.measured_requests if isinstance(load, Closed) else None
-    last: list[Live | None] = [None] * hands
+class _Watching:
+    """Who is told where a level stands: when it begins, while it runs, and when it has ended."""
 
-    def watch(index: int, live: Live) -> None:
-        last[index] = live
-        progress(Progress(protocol=protocol, label=load.label, total=total, live=Live.sum(filter(None, last))))
+    def __init__(self, progress: Callable[[Progress], None], protocol: str, load: Load) -> None:
+        self._progress = progress
+        self._protocol = protocol
+        self._label = load.label
+        self._total = load.measured_requests if isinstance(load, Closed) else None
+        self._began_ns = 0
 
-    return [partial(watch, index) for index in range(hands)]
+    def of(self, hands: int) -> Sequence[Watch]:
+        """A callback for each hand; what they say is added up."""
+        last: list[Live | None] = [None] * hands
+
+        def watch(index: int, live: Live) -> None:
+            last[index] = live
+            self.tell("running", Live.sum(filter(None, last)))
+
+        return [partial(watch, index) for index in range(hands)]
+
+    def tell(self, state: str, live: Live) -> None:
+        self._progress(Progress(protocol=self._protocol, label=self._label, total=self._total, live=live, state=state))
+
+    def begin(self) -> None:
+        self.tell("begun", NOTHING)
+        self._began_ns = monotonic_ns()
+
+    def end(self, result: LevelResult) -> None:
+        succeeded, failed = (result.requests[name] for name in ("succeeded", "failed"))
+        took = (monotonic_ns() - self._began_ns) / 1e9
+        self.tell("ended", replace(NOTHING, elapsed_s=took, done=succeeded + failed, failed=failed))
