@@ -293,6 +293,7 @@ class EngineFigures:
     output_tokens_per_s: float | None
     in_flight: float | None
     in_flight_max: float | None
+    # In the last step, while any is in flight: the gauge alone keeps its value for ever on an idle engine.
     scheduled: float | None
     waiting: float | None
     paused: float | None
@@ -373,6 +374,9 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
     def blocks(kind: str) -> float | None:
         return after.total(KV_BLOCKS, model=model, kv_cache_block_type=kind)
 
+    scheduled = requests("scheduled")
+    if scheduled is not None and requests("active") == 0:
+        scheduled = 0.0
     sizes = [max(0.0, s.value) for s in after.find(KV_BLOCKS, model=model, kv_cache_block_type="tokens_per")]
     tokens_per_block = max(sizes, default=None)
     reused = change.increase(KV_BLOCKS, model=model, kv_cache_block_type="reused")
@@ -386,7 +390,7 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
         output_tokens_per_s=change.rate(OUTPUT_TOKENS, "sum", model=model),
         in_flight=requests("active"),
         in_flight_max=requests("max"),
-        scheduled=requests("scheduled"),
+        scheduled=scheduled,
         waiting=requests("waiting"),
         paused=after.total(BATCHER, model=model, inflight_batcher_specific_metric="paused_requests"),
         steps_per_s=change.rate(GENERAL, model=model, general_type="iteration_counter"),

@@ -303,6 +303,14 @@ def test_waiting_below_0_is_0() -> None:
     assert engine(derive(None, parse(idle, 0.0))).waiting == 0
 
 
+def test_nothing_is_scheduled_where_nothing_is_in_flight() -> None:
+    """The gauge keeps the last step's value, as an idle server's does for ever."""
+    idle = changed(FIRST, {'nv_trt_llm_request_metrics{model="tensorrt_llm",request_type="active"': 0})
+    assert 'request_type="scheduled",version="1"} 12' in idle
+    figures = engine(derive(None, parse(idle, 0.0)))
+    assert (figures.in_flight, figures.scheduled) == (0, 0)
+
+
 def test_after_a_restart_counters_count_from_0() -> None:
     """A restart shows in any counter of the model; then all of its counters began anew, those too that are larger."""
     again = changed(
