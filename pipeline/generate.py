@@ -63,6 +63,7 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
 
     arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
     client = InferenceServerClient(grpc_url)
+    whole = False
     try:
         client.start_stream(callback=lambda result, error: arrived.put((result, error)))
         # The id lets the ensemble's postprocessing continue the text of this very stream.
@@ -80,9 +81,12 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
             if text is not None:
                 yield "".join(piece.decode("utf-8") for piece in text.reshape(-1))
             if result.get_response().parameters["triton_final_response"].bool_param:
+                whole = True
                 return
     finally:
-        client.stop_stream(cancel_requests=True)
+        # A call that is cancelled as it ends can stay in Triton 2.51 for ever, and its model with it: the server then
+        # takes all its exit timeout to stop.
+        client.stop_stream(cancel_requests=not whole)
         client.close()
 
 
