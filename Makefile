@@ -30,10 +30,10 @@ unit: $(READY) ## unit tests alone (under a minute)
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu
 	@trap '$(BIN)/trtpipe stop' EXIT; set -ex; \
-	$(BIN)/trtpipe serve smollm2-135m.cpu.bf16 --detach --http-port 0 --grpc-port 0 --metrics-port 0 \
+	$(BIN)/trtpipe serve smollm2-135m.cpu.fp32 --detach --http-port 0 --grpc-port 0 --metrics-port 0 \
 	    --openai-port 0; \
 	$(BIN)/trtpipe generate "What is the capital of France?"; \
-	$(BIN)/trtpipe bench --concurrency 1,4,16
+	$(BIN)/trtpipe bench --concurrency 1,4 --requests 16 --input-tokens 64 --output-tokens 32
 
 MINUTES ?= 60
 soak: $(READY) ## a served model under mixed load: does anything grow? (MINUTES=60)
@@ -47,7 +47,7 @@ bench-quantize: $(READY) ## FP8 calibration beside ModelOpt's own flow, on a GPU
 
 bench-accuracy: $(READY) ## what every recipe costs SmolLM2, on a CPU (a quarter of an hour)
 	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
-	$(BIN)/python -m tests.benchmarks.accuracy runs/smollm2-135m.cpu.bf16/model .scratch/accuracy \
+	$(BIN)/python -m tests.benchmarks.accuracy runs/smollm2-135m.cpu.fp32/model .scratch/accuracy \
 	    --report docs/measurements/accuracy.md
 
 bench-front: $(READY) ## tokens through Triton and the gateway, from an engine that computes nothing

@@ -125,7 +125,7 @@ def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, t
 def test_plan_as_json(run: Run) -> None:
     done = run("settings", "--recipe", "smollm2-cpu", "--json")
     value = json.loads(done.out)
-    assert value["target"] == "smollm2-135m.cpu.bf16"
+    assert value["target"] == "smollm2-135m.cpu.fp32"
     assert {"name": "build.max_batch_size", "value": 16, "source": "recipe smollm2-cpu.yaml"} in value["values"]
     assert done.err == ""
 
