@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pipeline.advise.advice import Asked
+    from pipeline.advise.advice import Question
 
 # Where no GPU is named: what data centres rent out.
 USUAL = "a100,l40s,h100,h200,h20"
@@ -40,12 +40,12 @@ def plan(
     from pipeline.advise.advice import advise
     from pipeline.advise.whatif import what_ifs
 
-    asked = _asked(
+    question = _question(
         model, gpu, dtype, kv_cache, tp, runtime, load, input_tokens, output_tokens, rate, slo or [], price or [], reuse
     )
-    advice = advise(asked)
+    advice = advise(question)
     best = advice.candidates[0].option
-    changes = what_ifs(best, asked.demand) if what_if and best is not None else []
+    changes = what_ifs(best, question.demand) if what_if and best is not None else []
     if page is not None:
         from pipeline.advise.page import write
 
@@ -53,15 +53,15 @@ def plan(
     console_plan.advice(advice, changes, explain=explain, as_json=as_json)
 
 
-def _asked(
+def _question(
     model: str, gpu: str, dtype: str, kv_cache: str | None, tp: str | None, runtime: str, load: str | None,
     input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str], price: list[str],
     reuse: bool,
-) -> Asked:  # fmt: skip
+) -> Question:  # fmt: skip
     import dataclasses
 
     from pipeline import config
-    from pipeline.advise.advice import Asked
+    from pipeline.advise.advice import Question
     from pipeline.advise.demand import Demand
     from pipeline.bench.slo import parse_objective
     from pipeline.bench.work.work import Work
@@ -74,7 +74,7 @@ def _asked(
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=output_tokens)
     gpus = tuple(config.find_gpu(one) for one in _list(gpu))
-    return Asked(
+    return Question(
         model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
         kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate, runtime=runtime,
         objectives=tuple(parse_objective(one) for one in slo), prices=dict(_price(one) for one in price),

@@ -14,7 +14,7 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
     if as_json:
         console.result_json({**found.to_json(), "what_if": [one.to_json() for one in changes]})
         return
-    console.result(f"{found.asked.model}: {tables.load(found)}")
+    console.result(f"{found.question.model}: {tables.load(found)}")
     options = tables.options(found)
     if options.rows:
         console.table(options.columns, options.rows, numeric=options.columns[1:-1])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines.errors import UsageError
-from pipeline.advise.advice import Advice, Asked, Candidate, advise
+from pipeline.advise.advice import Advice, Candidate, Question, advise
 from pipeline.advise.demand import Demand
 from pipeline.advise.whatif import what_ifs
 from pipeline.bench.slo import parse_objective
@@ -19,8 +19,8 @@ SHORT = Work(input_tokens=128, output_tokens=64)
 PRICES = {"a100": 1.5, "h100": 2.5, "h200": 3.5, "l4": 0.5}
 
 
-def asked(model: str, gpus: str, *slo: str, work: Work = SHORT, reuse: bool = False, **fields: Any) -> Asked:
-    return Asked(
+def question(model: str, gpus: str, *slo: str, work: Work = SHORT, reuse: bool = False, **fields: Any) -> Question:
+    return Question(
         model=model, shape=find_shape(model)[1], gpus=tuple(find_gpu(one) for one in gpus.split(",")),
         demand=Demand(work, reuse=reuse), objectives=tuple(parse_objective(one) for one in slo), **fields,
     )  # fmt: skip
@@ -31,7 +31,7 @@ def named(found: Advice) -> dict[str, Candidate]:
 
 
 def test_options_are_ranked_by_cost_within_the_objectives() -> None:
-    found = advise(asked("llama3-8b", "a100,h100", "ttft:300ms", "tpot:30ms", tps=(1,), prices=PRICES, rate=200))
+    found = advise(question("llama3-8b", "a100,h100", "ttft:300ms", "tpot:30ms", tps=(1,), prices=PRICES, rate=200))
     first, second = found.candidates
     assert (first.name, second.name) == ("1 x h100 fp8-kv", "1 x a100 int8-sq")
     assert first.best is not None
@@ -39,7 +39,7 @@ def test_options_are_ranked_by_cost_within_the_objectives() -> None:
     assert first.cost < (second.cost or 0)
     assert first.rate is not None
     assert first.replicas == -(-200 // first.rate)
-    assert first.best.meets(found.asked.objectives)
+    assert first.best.meets(found.question.objectives)
     # It is answered as fast as it is asked: the simulation has reached its steady state.
     assert first.best.requests_per_s == pytest.approx(first.rate, rel=0.1)
     assert first.best.tokens_per_s == pytest.approx(64 * first.rate, rel=0.1)
@@ -51,14 +51,14 @@ def test_options_are_ranked_by_cost_within_the_objectives() -> None:
 def test_tighter_objectives_never_allow_more() -> None:
     rates = []
     for limit in (12, 20, 40):
-        (one,) = advise(asked("llama3-8b", "h100", f"tpot:{limit}ms", tps=(1,))).candidates
+        (one,) = advise(question("llama3-8b", "h100", f"tpot:{limit}ms", tps=(1,))).candidates
         rates.append(one.rate or 0)
     assert rates == sorted(rates)
     assert rates[0] < rates[-1]
 
 
 def test_without_a_price_gpus_are_ranked_by_what_one_gives() -> None:
-    found = advise(asked("llama3-8b", "l4,h100", tps=(1,), prices={"l4": 0.5}))
+    found = advise(question("llama3-8b", "l4,h100", tps=(1,), prices={"l4": 0.5}))
     assert [one.gpu.name for one in found.candidates] == ["h100", "l4"]
     assert found.candidates[0].cost is None
     assert found.remarks == (
@@ -68,23 +68,23 @@ def test_without_a_price_gpus_are_ranked_by_what_one_gives() -> None:
 
 
 def test_what_cannot_serve_says_why() -> None:
-    found = advise(asked("llama3-70b", "v100,a100,l4,cpu", dtypes=("fp8", "bf16"), tps=(1,)))
+    found = advise(question("llama3-70b", "v100,a100,l4,cpu", dtypes=("fp8", "bf16"), tps=(1,)))
     reasons = {(one.gpu.name, one.dtype): one.reason for one in found.candidates}
     assert reasons["v100", "fp8"].startswith("TensorRT-LLM removed Volta")
     assert reasons["a100", "fp8"].startswith("fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89")
     assert reasons["a100", "bf16"] == "does not fit: the weights take 131.4 GiB of 78.5 on each of 1"
     assert reasons["cpu", "bf16"].startswith("no engine runs on a CPU")
     assert found.remarks == ("nothing here serves this load within its objectives",)
-    impossible = advise(asked("llama3-8b", "h100", "ttft:1ms", tps=(1,))).candidates[0]
+    impossible = advise(question("llama3-8b", "h100", "ttft:1ms", tps=(1,))).candidates[0]
     assert impossible.reason.startswith("too slow for one client alone: time_to_first_token p99 ")
     assert impossible.reason.endswith(" ms of 1")
 
 
 def test_what_is_asked_wrongly_is_refused() -> None:
     with pytest.raises(UsageError, match="rate is 0; give a positive number"):
-        asked("llama3-8b", "h100", rate=0.0)
+        question("llama3-8b", "h100", rate=0.0)
     with pytest.raises(UsageError, match="the load asks for sequences of 9000 tokens, llama3-8b takes 8192"):
-        advise(asked("llama3-8b", "h100", work=Work(input_tokens=8000, output_tokens=1000)))
+        advise(question("llama3-8b", "h100", work=Work(input_tokens=8000, output_tokens=1000)))
 
 
 def test_turns_carry_their_history() -> None:
@@ -101,15 +101,15 @@ def test_turns_carry_their_history() -> None:
 
 def test_a_cache_that_is_found_again_makes_prompts_shorter() -> None:
     work = Work(input_tokens=2000, output_tokens=20, shared_prefix=SharedPrefix(share=1.0, tokens=1900))
-    (cold,) = advise(asked("llama3-8b", "h100", work=work, tps=(1,))).candidates
-    (warm,) = advise(asked("llama3-8b", "h100", work=work, tps=(1,), reuse=True)).candidates
+    (cold,) = advise(question("llama3-8b", "h100", work=work, tps=(1,))).candidates
+    (warm,) = advise(question("llama3-8b", "h100", work=work, tps=(1,), reuse=True)).candidates
     assert cold.single is not None
     assert warm.single is not None
     assert warm.single.ttft.mean() < 0.5 * cold.single.ttft.mean()
 
 
 def test_what_ifs() -> None:
-    (one,) = advise(asked("llama3-8b", "h100", tps=(1,))).candidates
+    (one,) = advise(question("llama3-8b", "h100", tps=(1,))).candidates
     assert one.option is not None
     found = {change.name: change for change in what_ifs(one.option, Demand(SHORT))}
     grouped = found["every head with its own keys and values"]

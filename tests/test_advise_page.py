@@ -9,15 +9,15 @@ from xml.etree import ElementTree
 from pipeline.advise.advice import advise
 from pipeline.advise.page import write
 from pipeline.advise.whatif import what_ifs
-from tests.test_advise_advice import PRICES, asked
+from tests.test_advise_advice import PRICES, question
 
 
 def test_a_plan_s_page(tmp_path: Path) -> None:
-    question = asked("llama3-8b", "a100,h100,v100", "tpot:30ms", tps=(1,), prices=PRICES)
-    found = advise(question)
+    what = question("llama3-8b", "a100,h100,v100", "tpot:30ms", tps=(1,), prices=PRICES)
+    found = advise(what)
     option = found.candidates[0].option
     assert option is not None
-    write(found, what_ifs(option, question.demand), tmp_path / "plan.html")
+    write(found, what_ifs(option, what.demand), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<title>Plan for llama3-8b</title>" in page
     assert "prompts of 128 tokens on average" in page

@@ -12,9 +12,10 @@ from engines.gpu import GpuSpec
 from engines.hf_folder import ModelConfig
 from engines.quant import Precision, resolve_precision
 from pipeline import config
-from pipeline.advise.demand import Demand, Lengths
+from pipeline.advise.demand import Demand
 from pipeline.advise.efficiency import Efficiency, load_efficiency
 from pipeline.advise.predict import Option, Prediction
+from pipeline.advise.sizes import Lengths
 from pipeline.bench.slo import Objective
 
 TPS = (1, 2, 4, 8)
@@ -33,7 +34,7 @@ BOUND = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Question:
     """What the plan is for. Raises UsageError.
 
     gpus        in the order of the question
@@ -114,7 +115,7 @@ class Candidate:
 
     @property
     def gpus(self) -> int | None:
-        """For the asked rate."""
+        """For the rate that is asked for."""
         return None if self.replicas is None else self.replicas * self.tp
 
     def _cost(self, at: Prediction | None) -> float | None:
@@ -147,7 +148,7 @@ class Candidate:
 class Advice:
     """Candidates, the best first: by cost where every price is known, else by tokens a second of a GPU."""
 
-    asked: Asked
+    question: Question
     lengths: Lengths
     candidates: tuple[Candidate, ...]
     priced: bool
@@ -155,10 +156,10 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "model": self.asked.model,
-            "runtime": self.asked.runtime,
-            "objectives": [vars(one) for one in self.asked.objectives],
-            "rate": self.asked.rate,
+            "model": self.question.model,
+            "runtime": self.question.runtime,
+            "objectives": [vars(one) for one in self.question.objectives],
+            "rate": self.question.rate,
             "lengths": vars(self.lengths),
             "ranked_by": "cost" if self.priced else "tokens/s of a GPU",
             "candidates": [one.to_json() for one in self.candidates],
@@ -166,38 +167,42 @@ class Advice:
         }
 
 
-def advise(asked: Asked, efficiency: Efficiency | None = None) -> Advice:
+def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
     """Raises UsageError for objectives that are not predicted, and where nothing could be served at all."""
-    how = (efficiency or load_efficiency()).of(asked.runtime)
-    lengths = asked.demand.lengths()
+    how = (efficiency or load_efficiency()).of(question.runtime)
+    lengths = question.demand.lengths()
     rows = [
         candidate
-        for gpu in asked.gpus
-        for dtype in asked.dtypes
-        for candidate in _of_gpu(asked, gpu, dtype, lengths, how)
+        for gpu in question.gpus
+        for dtype in question.dtypes
+        for candidate in _of_gpu(question, gpu, dtype, lengths, how)
     ]
-    priced = all(asked.price(gpu) is not None for gpu in asked.gpus if not gpu.refused)
+    priced = all(question.price(gpu) is not None for gpu in question.gpus if not gpu.refused)
 
     def order(one: Candidate) -> tuple[bool, float]:
         return one.best is None, (one.cost or math.inf) if priced else -one.per_gpu
 
     ranked = tuple(sorted(rows, key=order))
     return Advice(
-        asked=asked, lengths=lengths, candidates=ranked, priced=priced, remarks=tuple(_remarks(ranked, asked, priced))
+        question=question,
+        lengths=lengths,
+        candidates=ranked,
+        priced=priced,
+        remarks=tuple(_remarks(ranked, question, priced)),
     )
 
 
-def _of_gpu(asked: Asked, gpu: GpuSpec, dtype: str, lengths: Lengths, how: Efficiency) -> list[Candidate]:
+def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how: Efficiency) -> list[Candidate]:
     if gpu.refused or gpu.is_cpu:
         reason = gpu.refused or "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        precision = resolve_precision(dtype, gpu, config.load_quant_recipes(), asked.kv_cache)
+        precision = resolve_precision(dtype, gpu, config.load_quant_recipes(), question.kv_cache)
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
     made: list[Candidate] = []
-    for tp in asked.tps or TPS:
-        one = _candidate(asked, gpu, precision, tp, lengths, how)
+    for tp in question.tps or TPS:
+        one = _candidate(question, gpu, precision, tp, lengths, how)
         # What did not fit one GPU and fits two is said once, by the largest that does not.
         if made and made[-1].option is None:
             made.pop()
@@ -206,38 +211,38 @@ def _of_gpu(asked: Asked, gpu: GpuSpec, dtype: str, lengths: Lengths, how: Effic
 
 
 def _candidate(
-    asked: Asked, gpu: GpuSpec, precision: Precision, tp: int, lengths: Lengths, how: Efficiency
+    question: Question, gpu: GpuSpec, precision: Precision, tp: int, lengths: Lengths, how: Efficiency
 ) -> Candidate:
     def without(reason: str) -> Candidate:
         return Candidate(gpu=gpu, dtype=precision.name, tp=tp, reason=reason)
 
-    if lengths.longest > asked.shape.max_position_embeddings:
+    if lengths.longest > question.shape.max_position_embeddings:
         raise UsageError(
             f"the load asks for sequences of {lengths.longest} tokens, "
-            f"{asked.model} takes {asked.shape.max_position_embeddings}",
+            f"{question.model} takes {question.shape.max_position_embeddings}",
             remedy="set max_total_tokens in its work",
         )
     try:
-        option = Option.make(asked.shape, gpu, precision, tp, lengths, how)
+        option = Option.make(question.shape, gpu, precision, tp, lengths, how)
         option.require_fit(lengths.longest)
     except UsageError as error:
         return without(str(error))
-    single = option.together(asked.demand, 1)
-    if not single.meets(asked.objectives):
+    single = option.together(question.demand, 1)
+    if not single.meets(question.objectives):
         return Candidate(
-            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=asked.price(gpu),
-            reason=_too_slow(single, asked.objectives),
+            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
+            reason=_too_slow(single, question.objectives),
         )  # fmt: skip
-    found = highest_rate(option, asked.demand, asked.objectives)
+    found = highest_rate(option, question.demand, question.objectives)
     if found is None:
         return Candidate(
-            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=asked.price(gpu),
+            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
             reason="too slow as soon as two requests meet",
         )  # fmt: skip
     rate, best = found
     return Candidate(
         gpu=gpu, dtype=precision.name, tp=tp, option=option, rate=rate, best=best, single=single,
-        price=asked.price(gpu), replicas=None if asked.rate is None else math.ceil(asked.rate / rate),
+        price=question.price(gpu), replicas=None if question.rate is None else math.ceil(question.rate / rate),
         reason=_reason(option, best, precision),
     )  # fmt: skip
 
@@ -280,7 +285,7 @@ def _reason(option: Option, best: Prediction, precision: Precision) -> str:
     return said
 
 
-def _remarks(ranked: Sequence[Candidate], asked: Asked, priced: bool) -> list[str]:
+def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> list[str]:
     said: list[str] = []
     able = [one for one in ranked if one.best is not None]
     if not able:
@@ -313,10 +318,10 @@ def _remarks(ranked: Sequence[Candidate], asked: Asked, priced: bool) -> list[st
             f"a job of less than {best.best.tokens_per_s * 3600 * duty / 1e6:.1f} million tokens "  # type: ignore[union-attr]
             "in a paid hour is cheaper on the latter"
         )
-    if asked.rate is not None:
+    if question.rate is not None:
         fewest = min(able, key=lambda one: ((one.hourly or 0) * (one.replicas or 1), one.gpus or 0))
         said.append(
-            f"{asked.rate:g} clients/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
+            f"{question.rate:g} clients/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
             f"{fewest.name}, {fewest.gpus} GPUs, {(fewest.hourly or 0) * (fewest.replicas or 1):.2f} an hour: "
             "the least there is"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engines.errors import UsageError
 from pipeline.advise.scheduler import Asked
+from pipeline.advise.sizes import Lengths
 from pipeline.bench.work.arrivals import due_times
 from pipeline.bench.work.loads import Open
 from pipeline.bench.work.seeds import generator
@@ -23,21 +24,6 @@ POOL = 4000
 SEED = 0
 
 Follow = Callable[[int, float], "Asked | None"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of a load's requests: means, and the longest prompt and sequence that it asks for."""
-
-    mean_input: float
-    mean_output: float
-    longest_input: int
-    longest: int
-
-    @property
-    def mean(self) -> int:
-        """Of a whole sequence."""
-        return max(2, round(self.mean_input + self.mean_output))
 
 
 class Demand:

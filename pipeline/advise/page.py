@@ -35,7 +35,7 @@ def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
         trim_blocks=True,
     )  # fmt: skip
     page = environment.get_template("plan.html.j2").render(
-        title=f"Plan for {found.asked.model}", load=tables.load(found), remarks=found.remarks,
+        title=f"Plan for {found.question.model}", load=tables.load(found), remarks=found.remarks,
         figures=list(_figures(found)), tables=[one for one in made if one.rows],
     )  # fmt: skip
     file.write_text(page, encoding="utf-8")
@@ -64,12 +64,12 @@ def _curve(one: Candidate, found: Advice, style: int) -> plots.Curve:
     points = []
     concurrency = 1
     while concurrency <= one.option.limits.max_batch_size:
-        at = one.option.together(found.asked.demand, concurrency)
+        at = one.option.together(found.question.demand, concurrency)
         if len(at.tpot):
             speed, throughput = 1e3 / float(np.median(at.tpot)), at.tokens_per_s / one.tp
             points.append(
                 plots.Point(
-                    x=speed, y=throughput, label=str(concurrency), hollow=not at.meets(found.asked.objectives),
+                    x=speed, y=throughput, label=str(concurrency), hollow=not at.meets(found.question.objectives),
                     title=f"{one.name}, {concurrency} in flight: {speed:.1f} tokens/s of one client, "
                     f"{throughput:.0f} of a GPU, TTFT {np.median(at.ttft):.0f} ms",
                 )

@@ -21,6 +21,21 @@ MOST_BATCH = 2048
 MAX_NUM_TOKENS = 8192
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of a load's requests: means, and the longest prompt and sequence that it asks for."""
+
+    mean_input: float
+    mean_output: float
+    longest_input: int
+    longest: int
+
+    @property
+    def mean(self) -> int:
+        """Of a whole sequence."""
+        return max(2, round(self.mean_input + self.mean_output))
+
+
 def sizes(
     model: ModelConfig,
     dtype: DataType,
@@ -43,15 +58,6 @@ def rounded(batch: int) -> int:
     """Up to a multiple of 8, 32 or 128 by size; what is below 8 stays, and is at least 1."""
     grain = 1 if batch < 8 else 8 if batch <= 128 else 32 if batch <= 512 else 128
     return max(1, -(-batch // grain) * grain)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """Tokens: of a sequence on average, of the longest prompt, of the longest sequence."""
-
-    mean: int
-    longest_input: int
-    longest: int
 
 
 def planned_sizes(
@@ -77,7 +83,7 @@ def planned_sizes(
         out["build.max_input_len"] = (min(_blocks(wanted.longest_input), _blocks(wanted.longest) - 1), why)
     else:
         longest = _given(chosen, "build.max_seq_len", BuildConfig().max_seq_len)
-        wanted = _Wanted(mean=longest // 2, longest_input=longest // 2, longest=longest)
+        wanted = Lengths(mean_input=longest / 4, mean_output=longest / 4, longest_input=longest // 2, longest=longest)
     tp = _given(chosen, "tp", 1)
     least = Limits(max_batch_size=8, max_num_tokens=MAX_NUM_TOKENS)
     if "tp" not in chosen and "pp" not in chosen:
@@ -96,12 +102,11 @@ def planned_sizes(
     return out
 
 
-def _of_load(name: str) -> _Wanted:
+def _of_load(name: str) -> Lengths:
     from pipeline.advise.demand import Demand
     from pipeline.load_files import find_load
 
-    lengths = Demand(find_load(name).work).lengths()
-    return _Wanted(mean=lengths.mean, longest_input=lengths.longest_input, longest=lengths.longest)
+    return Demand(find_load(name).work).lengths()
 
 
 def _given(chosen: dict[str, tuple[Any, str]], name: str, otherwise: int) -> int:

@@ -27,14 +27,14 @@ def load(found: Advice) -> str:
     return (
         f"prompts of {lengths.mean_input:.0f} tokens on average, {lengths.longest_input} at most; "
         f"answers of {lengths.mean_output:.0f}; sequences of up to {lengths.longest}; "
-        f"{found.asked.demand.turns:.3g} requests of a client"
+        f"{found.question.demand.turns:.3g} requests of a client"
     )
 
 
 def options(found: Advice) -> Table:
     """Those that can serve the load, the best first."""
     columns = ["option", "KV GiB", "batch", "TTFT alone", "TPOT alone", "clients/s", "TTFT p99", "TPOT p99", "tokens/s"]
-    columns += ["a GPU"] + (["1M tokens"] if found.priced else []) + (["GPUs"] if found.asked.rate else [])
+    columns += ["a GPU"] + (["1M tokens"] if found.priced else []) + (["GPUs"] if found.question.rate else [])
     rows = [_option(one, found) for one in found.candidates if one.best is not None]
     return Table(title="options", columns=[*columns, "why"], rows=rows)
 
@@ -94,7 +94,7 @@ def _option(one: Candidate, found: Advice) -> list[str | None]:
     ]
     if found.priced:
         row.append(f"{one.cost:.2f}")
-    if found.asked.rate:
+    if found.question.rate:
         row.append(str(one.gpus))
     return [*row, one.reason]
 

@@ -22,8 +22,9 @@ from engines.errors import UsageError
 from engines.quant import Quantization, resolve_precision
 from pipeline import config
 from pipeline.advise.cost import Step
-from pipeline.advise.demand import Demand, Lengths
+from pipeline.advise.demand import Demand
 from pipeline.advise.predict import Option, quantization
+from pipeline.advise.sizes import Lengths
 from pipeline.bench.work.work import SharedPrefix
 
 WINDOW = 1024
