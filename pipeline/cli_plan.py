@@ -36,6 +36,7 @@ def plan(
     page: Annotated[Path | None, typer.Option(help="Write an HTML page with each option's frontier.")] = None,
 ) -> None:
     """Before anything is rented: which GPUs serve a model within objectives, how fast, and at what cost."""
+    from engines.errors import UsageError
     from pipeline import console_plan
     from pipeline.advise.advice import advise
     from pipeline.advise.whatif import what_ifs
@@ -51,6 +52,8 @@ def plan(
 
         write(advice, changes, page)
     console_plan.advice(advice, changes, explain=explain, as_json=as_json)
+    if all(one.best is None for one in advice.candidates):
+        raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
 
 
 def _question(

@@ -74,7 +74,7 @@ def test_what_cannot_serve_says_why() -> None:
     assert reasons["a100", "fp8"].startswith("fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89")
     assert reasons["a100", "bf16"] == "does not fit: the weights take 131.4 GiB of 78.5 on each of 1"
     assert reasons["cpu", "bf16"].startswith("no engine runs on a CPU")
-    assert found.remarks == ("nothing here serves this load within its objectives",)
+    assert found.remarks == ()
     impossible = advise(question("llama3-8b", "h100", "ttft:1ms", tps=(1,))).candidates[0]
     assert impossible.reason.startswith("too slow for one client alone: time_to_first_token p99 ")
     assert impossible.reason.endswith(" ms of 1")

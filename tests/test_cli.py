@@ -851,6 +851,9 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["--gpu", ","], "no gpu is named; give one, or several with commas"),
+        (["--dtype", "fp9"], "unknown dtype 'fp9'; did you mean 'fp8'?"),
+        (["--kv-cache", "int9"], "unknown KV cache type 'int9'; did you mean 'int8'?"),
         (["--gpu", "h1000"], "unknown GPU 'h1000'; did you mean 'h100'?"),
         (["--slo", "tptt:1ms"], "'tptt' is no time; did you mean 'tpot'?"),
         (["--price", "h100"], "--price h100 is no price; give for example h100=2.5, of one GPU an hour"),
@@ -864,3 +867,10 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
     done = run("plan", "--model", "llama3-8b", *words)
     assert (done.status, done.err) == (2, f"error: {line}\n")
+
+
+def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
+    done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
+    assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
+    assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
+    assert done.status == 2

@@ -19,6 +19,8 @@ from pipeline.advise.sizes import Lengths
 from pipeline.bench.slo import Objective
 
 TPS = (1, 2, 4, 8)
+# The CPU's runtime executes every recipe.
+ANYTHING = GpuSpec(name="anything", sm=None)
 # A rate is found this exactly.
 PRECISION = 0.02
 # One option's share of time below which it is not worth a sentence.
@@ -60,6 +62,12 @@ class Question:
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise UsageError(f"rate is {self.rate:g}", remedy="give a positive number of requests a second")
+        for name in ("gpus", "dtypes"):
+            if not getattr(self, name):
+                raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
+        for dtype in self.dtypes:
+            # A word that means nothing is refused; what one GPU does not run is said of that GPU.
+            resolve_precision(dtype, ANYTHING, config.load_quant_recipes(), self.kv_cache)
         for tp in self.tps:
             if tp < 1:
                 raise UsageError(f"tp is {tp}", remedy="give 1 or more")
@@ -289,7 +297,7 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
     said: list[str] = []
     able = [one for one in ranked if one.best is not None]
     if not able:
-        return ["nothing here serves this load within its objectives"]
+        return []
     if not priced:
         missing = sorted({one.gpu.name for one in ranked if not one.gpu.refused and one.price is None})
         said.append(
