@@ -21,7 +21,7 @@ from engines.gpu import GpuSpec
 from engines.quant import UNQUANTIZED, Precision, Quantization, resolve_precision
 from engines.toolchain import Toolchain
 from pipeline import config
-from pipeline.advise.sizes import planned_sizes
+from pipeline.advise.planned import planned_sizes
 from pipeline.model_ref import ModelRef
 from triton_repo.serving import ServingConfig, resolve_serving
 

@@ -14,8 +14,8 @@ from engines.quant import Precision, resolve_precision
 from pipeline import config
 from pipeline.advise.demand import Demand
 from pipeline.advise.efficiency import Efficiency, load_efficiency
+from pipeline.advise.lengths import Lengths
 from pipeline.advise.predict import Option, Prediction
-from pipeline.advise.sizes import Lengths
 from pipeline.bench.slo import Objective
 
 TPS = (1, 2, 4, 8)

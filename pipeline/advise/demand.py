@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from engines.errors import UsageError
+from pipeline.advise.lengths import Lengths
 from pipeline.advise.scheduler import Asked
-from pipeline.advise.sizes import Lengths
 from pipeline.bench.work.arrivals import due_times
 from pipeline.bench.work.loads import Open
 from pipeline.bench.work.seeds import generator

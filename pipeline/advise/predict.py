@@ -16,9 +16,10 @@ from engines.quant import UNQUANTIZED, Precision, Quantization
 from pipeline.advise.cost import Parts, Step, StepCost
 from pipeline.advise.demand import REQUESTS, Demand, Follow
 from pipeline.advise.efficiency import Efficiency
+from pipeline.advise.lengths import Lengths
 from pipeline.advise.memory import Limits, Memory, memory
 from pipeline.advise.scheduler import Asked, Places, Timeline, simulate
-from pipeline.advise.sizes import Lengths, sizes
+from pipeline.advise.sizes import sizes
 from pipeline.bench.slo import Objective
 
 # Of a run's time: before that the batch fills.

@@ -1,39 +1,20 @@
-"""The sizes an engine is built for, from what its GPU holds. Light: `trtpipe settings` resolves them in a blink."""
+"""The sizes an engine is built for, from what its GPU holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from engines.base import DataType, Mapping
-from engines.build_config import BuildConfig
-from engines.errors import UsageError
 from engines.gpu import GpuSpec
 from engines.hf_folder import ModelConfig
 from engines.quant import Quantization
-from pipeline import config
-from pipeline.advise.efficiency import Efficiency, load_efficiency
-from pipeline.advise.memory import Limits, memory, smallest_tp
+from pipeline.advise.efficiency import Efficiency
+from pipeline.advise.memory import Limits, memory
 
 # Of a batch: what more gains less than its logits' memory costs.
 MOST_BATCH = 2048
 # TensorRT-LLM's own default: large enough for products to be compute-bound.
 MAX_NUM_TOKENS = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Tokens of a load's requests: means, and the longest prompt and sequence that it asks for."""
-
-    mean_input: float
-    mean_output: float
-    longest_input: int
-    longest: int
-
-    @property
-    def mean(self) -> int:
-        """Of a whole sequence."""
-        return max(2, round(self.mean_input + self.mean_output))
 
 
 def sizes(
@@ -58,62 +39,3 @@ def rounded(batch: int) -> int:
     """Up to a multiple of 8, 32 or 128 by size; what is below 8 stays, and is at least 1."""
     grain = 1 if batch < 8 else 8 if batch <= 128 else 32 if batch <= 512 else 128
     return max(1, -(-batch // grain) * grain)
-
-
-def planned_sizes(
-    chosen: dict[str, tuple[Any, str]], name: str, gpu: GpuSpec, dtype: DataType, quantization: Quantization
-) -> dict[str, tuple[Any, str]]:
-    """tp, batch, lengths and tokens of a step that nobody has given: dotted name -> (value, why).
-
-    Of a load its lengths; without one BuildConfig's lengths, half of which a sequence is taken to use. Nothing where
-    the model's shapes are not known before it is downloaded. Raises UsageError for a load that is not there.
-    """
-    try:
-        _, model = config.find_shape(name)
-    except UsageError:
-        if "load" in chosen:
-            raise
-        return {}
-    how = load_efficiency()
-    out: dict[str, tuple[Any, str]] = {}
-    if "load" in chosen:
-        wanted = _of_load(str(chosen["load"][0]))
-        why = f"the plan, for the load {chosen['load'][0]}"
-        out["build.max_seq_len"] = (_blocks(wanted.longest), why)
-        out["build.max_input_len"] = (min(_blocks(wanted.longest_input), _blocks(wanted.longest) - 1), why)
-    else:
-        longest = _given(chosen, "build.max_seq_len", BuildConfig().max_seq_len)
-        wanted = Lengths(mean_input=longest / 4, mean_output=longest / 4, longest_input=longest // 2, longest=longest)
-    tp = _given(chosen, "tp", 1)
-    least = Limits(max_batch_size=8, max_num_tokens=MAX_NUM_TOKENS)
-    if "tp" not in chosen and "pp" not in chosen:
-        fewest = smallest_tp(model, dtype, quantization, gpu, least, how, wanted.longest)
-        if fewest is not None and fewest > 1:
-            tp = fewest
-            out["tp"] = (tp, f"the plan: the fewest {gpu.name} that it fits")
-    mapping = Mapping(tp_size=tp, pp_size=_given(chosen, "pp", 1))
-    try:
-        found = sizes(model, dtype, mapping, quantization, gpu, wanted.mean, how)
-    except UsageError:
-        return out  # a mapping that cannot be is refused with the model at hand
-    held = f"the plan: what {gpu.name} holds of sequences of {wanted.mean} tokens"
-    out["build.max_batch_size"] = (found.max_batch_size, held)
-    out["build.max_num_tokens"] = (found.max_num_tokens, "the plan: large enough to compute at full speed")
-    return out
-
-
-def _of_load(name: str) -> Lengths:
-    from pipeline.advise.demand import Demand
-    from pipeline.load_files import find_load
-
-    return Demand(find_load(name).work).lengths()
-
-
-def _given(chosen: dict[str, tuple[Any, str]], name: str, otherwise: int) -> int:
-    """What is wrong about a given value is said where it is read."""
-    value, _ = chosen.get(name, (otherwise, ""))
-    return value if isinstance(value, int) and value > 0 else otherwise
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // 64) * 64

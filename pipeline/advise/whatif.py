@@ -23,8 +23,8 @@ from engines.quant import Quantization, resolve_precision
 from pipeline import config
 from pipeline.advise.cost import Step
 from pipeline.advise.demand import Demand
+from pipeline.advise.lengths import Lengths
 from pipeline.advise.predict import Option, quantization
-from pipeline.advise.sizes import Lengths
 from pipeline.bench.work.work import SharedPrefix
 
 WINDOW = 1024
