@@ -37,11 +37,14 @@ WORKERS = (
         f"engines.reference.{name}"
         for name in (
             "codes",
+            "graphs",
             "hf_weights",
             "kv_codec",
             "layer",
             "linear",
             "model",
+            "parallel",
+            "ranks",
             "weights",
             "rope",
             "sampling",

@@ -264,7 +264,7 @@ def by_layers(source: WeightSource, ids: torch.Tensor) -> torch.Tensor:
     cos, sin = rotary_tables(config, ids.shape[1])
     for index in range(config.num_hidden_layers):
         hidden = run_layer(config, source.layer(index), hidden, cos, sin)
-    norm, parts = source.head()
+    norm, parts, _ = source.head()
     rows = rms_norm(hidden, norm, config.norm_epsilon).flatten(0, 1)
     logits = torch.cat([multiply(rows, part) for part in parts], -1)
     return logits.unflatten(0, ids.shape).float()

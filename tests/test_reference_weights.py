@@ -67,14 +67,14 @@ def test_values_are_those_of_the_file(tmp_path: Path, spaces: bytes) -> None:
     assert weights.embedding[0][1].tolist() == [8, 9, 10, 11, 12, 13, 14, 15]
     assert weights.layers[0][0].input_norm.tolist() == [56, 57, 58, 59, 60, 61, 62, 63]
     assert len(weights.layers) == 3
-    assert load_weights(tmp_path, CONFIG, torch.bfloat16).final_norm.dtype == torch.bfloat16
+    assert load_weights(tmp_path, CONFIG, torch.bfloat16).head.final_norm.dtype == torch.bfloat16
 
 
 def test_rotary_tables_are_tolerated(tmp_path: Path) -> None:
     shapes = rank_shapes(CONFIG)
     tables = {"embed_positions": (1, 64, 2), "rotary_inv_freq": (1,), "embed_positions_for_gpt_attention": (1, 128)}
     write(rank_file(tmp_path, 0), {**tables, **shapes})
-    assert load_weights(tmp_path, CONFIG, torch.float32).final_norm.shape == (8,)
+    assert load_weights(tmp_path, CONFIG, torch.float32).head.final_norm.shape == (8,)
 
 
 def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_missing_head_is_the_embedding(tmp_path: Path) -> None:
     del shapes["lm_head.weight"]
     write(rank_file(tmp_path, 0), shapes)
     weights = load_weights(tmp_path, CONFIG, torch.float32)
-    assert weights.head[0] is weights.embedding[0]
+    assert weights.head.parts[0] is weights.embedding[0]
 
 
 def test_a_head_missing_from_one_rank_is_refused(tmp_path: Path) -> None:

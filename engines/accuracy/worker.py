@@ -65,7 +65,7 @@ class _Stream:
 
     def final(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The normed states [P, hidden_size] of every position with a next token, and the head's parts."""
-        norm, parts = self.source.head()
+        norm, parts, _ = self.source.head()
         states = self.hidden[:, :-1].flatten(0, 1)
         return rms_norm(states, norm, self.source.config.norm_epsilon), parts
 

@@ -72,7 +72,7 @@ class HfFolder:
         return (read_layer(self._rank, index, self.config, self._dtype),)
 
     def head(self) -> Head:
-        return Head(self._rank[FINAL_NORM], (self._rank[HEAD],))
+        return Head(self._rank[FINAL_NORM], (self._rank[HEAD],), sharded=False)
 
 
 class UnifiedFolder:
@@ -116,8 +116,8 @@ class UnifiedFolder:
         return (shard,)
 
     def head(self) -> Head:
-        tied = self.config.tie_word_embeddings
-        return Head(self._float("model.norm.weight"), self.embedding() if tied else (self._float("lm_head.weight"),))
+        parts = self.embedding() if self.config.tie_word_embeddings else (self._float("lm_head.weight"),)
+        return Head(self._float("model.norm.weight"), parts, sharded=False)
 
     def _float(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._dtype)

@@ -1,7 +1,4 @@
-"""One decoder layer over any tokens, from the shards as they are stored; who attends to whom is the caller's.
-
-Tensor-parallel shards run one after another and their partial sums are added, which is what the all-reduce does.
-"""
+"""One decoder layer over any tokens, from the shards as they are stored; who attends to whom is the caller's."""
 
 from __future__ import annotations
 
@@ -10,30 +7,39 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from engines.reference.ranks import Ranks, Together
 from engines.reference.weights import LayerShard, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig
 
-# (rank, [T, features of q, k and v]) -> [T, features of q], for the heads of that rank.
+# (place of the shard, [T, features of q, k and v]) -> [T, features of q], for the heads of that shard.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def apply_layer(shards: Sequence[LayerShard], hidden: torch.Tensor, epsilon: float, attend: Attend) -> torch.Tensor:
-    """[T, hidden_size] -> [T, hidden_size]. `attend` is given a contiguous tensor that it may write to."""
+def apply_layer(
+    ranks: Ranks, shards: Sequence[LayerShard], hidden: torch.Tensor, epsilon: float, attend: Attend
+) -> torch.Tensor:
+    """[T, hidden_size] -> [T, hidden_size], from the shards of the ranks held.
+
+    `attend` is given a contiguous tensor that it may write to.
+    """
     first = shards[0]
     normed = rms_norm(hidden, first.input_norm, epsilon)
     if first.dense_bias is not None:
         hidden = hidden + first.dense_bias
-    for rank, shard in enumerate(shards):
+    parts = []
+    for place, shard in enumerate(shards):
         qkv = shard.qkv(normed)
         if shard.qkv_bias is not None:
             qkv = qkv + shard.qkv_bias
-        hidden = hidden + shard.dense(attend(rank, qkv.contiguous()))
+        parts.append(shard.dense(attend(place, qkv.contiguous())))
+    hidden = hidden + ranks.sum(parts)
     normed = rms_norm(hidden, first.post_norm, epsilon)
+    parts = []
     for shard in shards:
         act = functional.silu(shard.fc(normed), inplace=True)
         act *= shard.gate(normed)
-        hidden = hidden + shard.proj(act)
-    return hidden
+        parts.append(shard.proj(act))
+    return hidden + ranks.sum(parts)
 
 
 @torch.inference_mode()
@@ -52,10 +58,10 @@ def run_layer(
     heads, kv = rank_heads(config)
     cos, sin = (table.to(hidden.dtype)[:, None] for table in (cos, sin))
 
-    def attend(rank: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(place: int, qkv: torch.Tensor) -> torch.Tensor:
         x = qkv.view(batch, length, heads + 2 * kv, config.head_size)
         rotate(x[:, :, : heads + kv], cos, sin)
-        cached, codec = x[:, :, heads:], shards[rank].kv_codec
+        cached, codec = x[:, :, heads:], shards[place].kv_codec
         if codec is not None:
             cached = codec.decode(codec.encode(cached), hidden.dtype)
         out = functional.scaled_dot_product_attention(
@@ -67,7 +73,8 @@ def run_layer(
         )
         return out.transpose(1, 2).reshape(batch * length, -1)
 
-    return apply_layer(shards, hidden.reshape(-1, width), config.norm_epsilon, attend).reshape(hidden.shape)
+    together = Together(len(shards))
+    return apply_layer(together, shards, hidden.reshape(-1, width), config.norm_epsilon, attend).reshape(hidden.shape)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

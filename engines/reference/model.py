@@ -3,10 +3,10 @@
 All tokens of a step are flattened into [T, hidden] and go through every matrix together; only attention tells
 requests apart. Pipeline stages are simply all the layers in order.
 
-Keys and values live in one pool per layer and shard, [blocks * tokens_per_block, 2 * kv_heads, head_size], keys
-in the first half of the heads: a token is written at its slot in one go, and a block is gathered as one row. A
-quantized cache holds codes. The tokens of a prompt see those of their own step as they are, like TensorRT-LLM's
-context attention; a decoding token sees everything through the cache, itself included, like its XQA kernels.
+Keys and values live in one pool, [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's
+keys in front of its values: a token is written at its slot in one go, and a block is gathered as one row. A quantized
+cache holds codes. The tokens of a prompt see those of their own step as they are, like TensorRT-LLM's context
+attention; a decoding token sees everything through the cache, itself included, like its XQA kernels.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from engines.reference.graphs import Decode, Graphs
 from engines.reference.kv_codec import KvCodec
 from engines.reference.layer import apply_layer, rms_norm, rotate
 from engines.reference.linear import multiply
+from engines.reference.ranks import Ranks, Together
 from engines.reference.rope import rotary_tables
 from engines.reference.weights import LayerShard, Weights, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig, EmbeddingSharding
@@ -59,8 +61,6 @@ class _Step(NamedTuple):
     cos: torch.Tensor  # [T, 1, head_size]
     sin: torch.Tensor
     slots: torch.Tensor  # [T]
-    # Blocks begun but not filled in this step, whose rest must not keep what others left there.
-    begun: torch.Tensor | None
     decodes: int
     # Blocks of the decoding spans, flattened [decodes * width], and the additive mask [decodes, 1, 1, length].
     tables: torch.Tensor
@@ -72,67 +72,116 @@ class _Step(NamedTuple):
 class Model:
     """The weights, the rotary tables up to `max_positions` and the KV pool of `num_blocks` blocks.
 
-    Everything is on the device of the weights, and in their type.
+    Everything is on the device of the weights, and in their type. `ranks` joins these weights to those of others.
+    On a GPU a step that only decodes is recorded once for its size and then replayed.
 
     Raises CheckpointError for a rotary scaling that cannot be computed.
     """
 
     def __init__(
-        self, config: CheckpointConfig, weights: Weights, *, max_positions: int, num_blocks: int, tokens_per_block: int
+        self,
+        config: CheckpointConfig,
+        weights: Weights,
+        *,
+        max_positions: int,
+        num_blocks: int,
+        tokens_per_block: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
-        self.dtype = weights.final_norm.dtype
-        self.device = weights.final_norm.device
+        self.dtype = weights.head.final_norm.dtype
+        self.device = weights.head.final_norm.device
+        self.num_blocks = num_blocks
         self._weights = weights
+        self._ranks = ranks or Together(config.mapping.tp_size)
         self._heads, self._kv_heads = rank_heads(config)
         self._block = tokens_per_block
+        self._per_token = 2 * self._kv_heads * config.head_size
         cos, sin = rotary_tables(config, max_positions)
         self._cos, self._sin = (table.to(self.device, self.dtype) for table in (cos, sin))
-        # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives.
-        shape = (num_blocks * tokens_per_block, 2 * self._kv_heads, config.head_size)
         held = self.dtype if config.quantization.kv_cache_quant_algo is None else torch.int8
-        self._pools = [[torch.zeros(shape, dtype=held, device=self.device) for _ in layer] for layer in weights.layers]
+        shards = sum(len(layer) for layer in weights.layers)
+        # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives. The block behind the
+        # last is where a replayed step writes what nobody asked for.
+        shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
+        self._pool = torch.zeros(shape, dtype=held, device=self.device)
         self._scratch = torch.empty(0, dtype=held, device=self.device)
+        self._graphs = Graphs(self.decode, tokens_per_block, num_blocks) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """Logits of the wanted tokens, [sum of span.logits, vocab_size] in the compute type, in span order.
 
         Writes the keys and values of every token into the pool. Spans of one token must come first: they attend
-        in one batch.
+        in one batch. The logits may be overwritten by the next call.
         """
-        ids = torch.tensor([token for span in spans for token in span.tokens], device=self.device)
-        step = self._plan(spans)
-        hidden = self._embed(ids)
-        for layer, pools in zip(self._weights.layers, self._pools, strict=True):
-            hidden = apply_layer(layer, hidden, self.config.norm_epsilon, partial(self._attend, step, layer, pools))
-        return self._logits(hidden, spans)
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        parts = self._weights.embedding
-        if len(parts) == 1:
-            return functional.embedding(ids, parts[0])
-        if self.config.embedding is EmbeddingSharding.HIDDEN:
-            return torch.cat([functional.embedding(ids, part) for part in parts], dim=-1)
-        # Each rank looks up the rows it has, gives zeros for the others, and the ranks are summed.
-        rows = parts[0].shape[0]
-        found = [
-            functional.embedding((ids - rank * rows).clamp(0, rows - 1), part) * (ids // rows == rank)[:, None]
-            for rank, part in enumerate(parts)
-        ]
-        return torch.stack(found).sum(dim=0)
-
-    def _logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        self._clear(spans)
+        if self._graphs is not None and all(len(span.tokens) == 1 == span.logits for span in spans):
+            return self._graphs.replay(
+                *zip(*[(span.tokens[0], span.start, span.blocks) for span in spans], strict=True)
+            )
+        tokens = torch.tensor([token for span in spans for token in span.tokens], device=self.device)
+        hidden = self._run(tokens, self._plan(spans))
         rows: list[int] = []
         end = 0
         for span in spans:
             end += len(span.tokens)
             rows.extend(range(end - span.logits, end))
-        if len(rows) < end:
-            hidden = hidden[rows]
-        hidden = rms_norm(hidden, self._weights.final_norm, self.config.norm_epsilon)
-        parts = [multiply(hidden, part) for part in self._weights.head]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self._logits(hidden if len(rows) == end else hidden[rows])
+
+    @torch.inference_mode()
+    def decode(self, step: Decode) -> torch.Tensor:
+        """Logits [n, vocab_size] of n spans of one token each, in a way that may be recorded."""
+        count = len(step.ids)
+        length = len(step.tables) // count * self._block
+        beyond = torch.arange(length, device=self.device) > step.positions[:, None]
+        mask = torch.zeros(count, 1, 1, length, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(beyond[:, None, None], -torch.inf)
+        cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
+        return self._logits(
+            self._run(step.ids, _Step(cos, sin, step.slots, count, step.tables, length, mask, prompts=[]))
+        )
+
+    def _clear(self, spans: Sequence[Span]) -> None:
+        """Zero the blocks begun but not filled in this step: their rest must not keep what others left there."""
+        begun: list[int] = []
+        for span in spans:
+            stop = span.start + len(span.tokens)
+            if 0 < stop % self._block <= len(span.tokens):
+                begun.append(span.blocks[stop // self._block])
+        if begun:
+            self._pool.index_fill_(1, torch.tensor(begun, device=self.device), 0)
+
+    def _run(self, ids: torch.Tensor, step: _Step) -> torch.Tensor:
+        hidden = self._embed(ids)
+        place = 0
+        for layer in self._weights.layers:
+            pools = self._pool[place : place + len(layer)]
+            attend = partial(self._attend, step, layer, pools)
+            hidden = apply_layer(self._ranks, layer, hidden, self.config.norm_epsilon, attend)
+            place += len(layer)
+        return hidden
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        parts = self._weights.embedding
+        if self.config.embedding is EmbeddingSharding.NONE:
+            return functional.embedding(ids, parts[0])
+        if self.config.embedding is EmbeddingSharding.HIDDEN:
+            return self._ranks.join([functional.embedding(ids, part) for part in parts])
+        # Each rank looks up the rows it has, gives zeros for the others, and the ranks are summed.
+        rows = parts[0].shape[0]
+        return self._ranks.sum(
+            [
+                functional.embedding((ids - rank * rows).clamp(0, rows - 1), part) * (ids // rows == rank)[:, None]
+                for rank, part in zip(self._ranks.held, parts, strict=True)
+            ]
+        )
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._weights.head
+        hidden = rms_norm(hidden, head.final_norm, self.config.norm_epsilon)
+        parts = [multiply(hidden, part) for part in head.parts]
+        logits = self._ranks.join(parts) if head.sharded else parts[0]
         # The last ranks are filled up with rows of zeros.
         return logits[:, : self.config.vocab_size]
 
@@ -164,17 +213,11 @@ class Model:
             parts.append(torch.from_numpy(blocks[at // size] * size + at % size))
             where.append(torch.from_numpy(at))
             row += count
-        begun: list[int] = []
-        for span in spans:
-            stop = span.start + len(span.tokens)
-            if 0 < stop % size <= len(span.tokens):
-                begun.append(span.blocks[stop // size])
         position = torch.cat(where).to(self.device)
         return _Step(
             cos=self._cos[position].unsqueeze(1),
             sin=self._sin[position].unsqueeze(1),
             slots=torch.cat(parts).to(self.device),
-            begun=torch.tensor(begun, device=self.device) if begun else None,
             decodes=decodes,
             tables=tables.to(self.device),
             length=length,
@@ -192,17 +235,16 @@ class Model:
         return _Prompt(row, row + count, blocks, length, mask)
 
     def _attend(
-        self, step: _Step, layer: Sequence[LayerShard], pools: list[torch.Tensor], rank: int, qkv: torch.Tensor
+        self, step: _Step, layer: Sequence[LayerShard], pools: torch.Tensor, place: int, qkv: torch.Tensor
     ) -> torch.Tensor:
         """[T, features of q, k and v] -> [T, features of q], for the heads of one shard."""
         heads, kv, size = self._heads, self._kv_heads, self.config.head_size
-        pool, codec = pools[rank], layer[rank].kv_codec
+        pool, codec = pools[place], layer[place].kv_codec
         x = qkv.view(len(qkv), heads + 2 * kv, size)
         # Keys lie right behind the queries, so both are rotated at once.
         rotate(x[:, : heads + kv], step.cos, step.sin)
-        if step.begun is not None:
-            pool.view(-1, self._block * 2 * kv * size).index_fill_(0, step.begun, 0)
-        pool.index_copy_(0, step.slots, x[:, heads:] if codec is None else codec.encode(x[:, heads:]))
+        new = x[:, heads:] if codec is None else codec.encode(x[:, heads:])
+        pool.view(-1, 2 * kv, size).index_copy_(0, step.slots, new)
         parts: list[torch.Tensor] = []
         if step.decodes:
             n = step.decodes
@@ -238,13 +280,15 @@ class Model:
         self, pool: torch.Tensor, codec: KvCodec | None, blocks: torch.Tensor, rows: int, length: int
     ) -> torch.Tensor:
         """Cached tokens of `rows` requests, [rows, length, 2 * kv_heads, head_size]; valid until the next call."""
-        per_token = 2 * self._kv_heads * self.config.head_size
-        wanted = len(blocks) * self._block * per_token
-        if self._scratch.numel() < wanted:
-            # A fresh buffer each time would cost more in page faults than the copy itself.
-            self._scratch = self._scratch.new_empty(wanted + wanted // 2)
-        out = self._scratch[:wanted].view(len(blocks), self._block * per_token)
-        torch.index_select(pool.view(-1, self._block * per_token), 0, blocks, out=out)
+        if pool.is_cuda:
+            out = pool.index_select(0, blocks)
+        else:
+            wanted = len(blocks) * self._block * self._per_token
+            if self._scratch.numel() < wanted:
+                # A fresh buffer each time would cost more in page faults than the copy itself.
+                self._scratch = self._scratch.new_empty(wanted + wanted // 2)
+            out = self._scratch[:wanted].view(len(blocks), -1)
+            torch.index_select(pool, 0, blocks, out=out)
         tokens = out.view(rows, -1, 2 * self._kv_heads, self.config.head_size)[:, :length]
         return tokens if codec is None else codec.decode(tokens, self.dtype)
 

@@ -15,18 +15,22 @@ import torch
 
 from engines.base import DataType
 from engines.build_config import BuildConfig
+from engines.devices import find_device, named_memory_errors
 from engines.errors import InputDataError, UsageError, suggestion
 from engines.files import read_json
 from engines.reference.cache import BlockPool
 from engines.reference.model import Model, Span
+from engines.reference.parallel import ParallelModel
 from engines.reference.request import FloatArray, Output, Request, RequestRefused
 from engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
 from engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
 from engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig, parse_config
 
-# Default size of the KV cache, unless one sequence of max_seq_len alone needs more.
+# Default size of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more.
 DEFAULT_KV_CACHE_BYTES = 1 << 30
+# What is left holds the numbers of one step.
+DEFAULT_FREE_FRACTION = 0.9
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
@@ -42,26 +46,34 @@ class _Flight:
 class Runtime:
     """Runs the engine in `engine_dir`.
 
+    device                  cpu, cuda, or auto: a GPU where there is one. A tensor-parallel engine takes as many GPUs
+                            as it has ranks, and runs on one where there are fewer
     kv_cache_tokens         tokens the KV cache holds, rounded up to blocks. Default: max_batch_size * max_seq_len,
-                            but at most what fits 1 GiB, and at least max_seq_len
+                            but at most what fits `kv_cache_free_gpu_mem_fraction`, on a CPU 1 GiB, and at least
+                            max_seq_len
+    kv_cache_free_gpu_mem_fraction  of the GPU's memory that is free once the weights are there
     policy                  guaranteed_no_evict or max_utilization
     enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
     compute_dtype           bfloat16, float16 or float32; default the checkpoint's
+    apart                   a process for each tensor-parallel rank: on a GPU by default, on a CPU not
 
     Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an option that
-    cannot be.
+    cannot be, HostError where there is no such device or too little memory.
     """
 
     def __init__(
         self,
         engine_dir: Path,
         *,
+        device: str = "auto",
         kv_cache_tokens: int | None = None,
+        kv_cache_free_gpu_mem_fraction: float = DEFAULT_FREE_FRACTION,
         policy: Policy = "guaranteed_no_evict",
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = False,
         compute_dtype: DataType | str | None = None,
+        apart: bool | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise UsageError(f"no batch scheduler policy is called '{policy}'", remedy=suggestion(policy, POLICIES))
@@ -71,24 +83,47 @@ class Runtime:
         self.build = _build_config(_section(raw, "build_config", path), path)
         dtype = TORCH_DTYPE[self.config.dtype if compute_dtype is None else _data_type(compute_dtype)]
         self._chunked = enable_chunked_context
-        tokens_per_block = self.build.tokens_per_block
-        tokens = _default_tokens(self.config, self.build, dtype) if kv_cache_tokens is None else kv_cache_tokens
-        if tokens < 1:
-            raise UsageError(f"kv_cache_tokens is {tokens}", remedy="give a positive number")
-        self._pool = BlockPool(-(-tokens // tokens_per_block), tokens_per_block, enable_reuse=enable_kv_cache_reuse)
+        where = find_device(device)
+        if kv_cache_tokens is not None and kv_cache_tokens < 1:
+            raise UsageError(f"kv_cache_tokens is {kv_cache_tokens}", remedy="give a positive number")
+        ranks, block = self.config.mapping.tp_size, self.build.tokens_per_block
+        if apart is None:
+            apart = where.type == "cuda" and torch.cuda.device_count() >= ranks
+
+        def num_blocks() -> int:
+            """Asked when the weights are on the device."""
+            tokens = kv_cache_tokens
+            if tokens is None:
+                share = _bytes_for_cache(where, kv_cache_free_gpu_mem_fraction) * (ranks if apart else 1)
+                tokens = _default_tokens(self.config, self.build, dtype, share)
+            return -(-tokens // block)
+
+        longest = self.build.max_seq_len
+        remedy = "lower kv_cache_free_gpu_mem_fraction, build with smaller limits, or free the GPU"
+        with named_memory_errors(where, ["the engine is loaded"], remedy):
+            self._model: Model | ParallelModel
+            if ranks > 1 and apart:
+                self._model = ParallelModel(
+                    engine_dir,
+                    self.config,
+                    dtype,
+                    where,
+                    max_positions=longest,
+                    num_blocks=num_blocks,
+                    tokens_per_block=block,
+                )
+            else:
+                weights = load_weights(engine_dir, self.config, dtype, where)
+                self._model = Model(
+                    self.config, weights, max_positions=longest, num_blocks=num_blocks(), tokens_per_block=block
+                )
+        self._pool = BlockPool(self._model.num_blocks, block, enable_reuse=enable_kv_cache_reuse)
         self._scheduler = Scheduler(
             self._pool,
             max_batch_size=self.build.max_batch_size,
             max_num_tokens=self.build.max_num_tokens,
             policy=policy,
             enable_chunked_context=enable_chunked_context,
-        )
-        self._model = Model(
-            self.config,
-            load_weights(engine_dir, self.config, dtype),
-            max_positions=self.build.max_seq_len,
-            num_blocks=self._pool.num_blocks,
-            tokens_per_block=tokens_per_block,
         )
         self._flights: dict[Hashable, _Flight] = {}
         self._cancelled: list[Output] = []
@@ -147,6 +182,11 @@ class Runtime:
         if drawing:
             outputs += self._draw(logits if len(rows) == len(logits) else logits[rows], drawing)
         return outputs
+
+    def close(self) -> None:
+        """End the processes of other ranks; nothing may be asked of it afterwards."""
+        if isinstance(self._model, ParallelModel):
+            self._model.close()
 
     def stats(self) -> dict[str, int]:
         """Counters of the last step and the state after it.
@@ -224,7 +264,7 @@ class Runtime:
         if flight.context_logits is None:
             shape = (len(chunk.sequence.request.prompt), self.config.vocab_size)
             flight.context_logits = np.empty(shape, dtype=np.float32)
-        flight.context_logits[chunk.start : chunk.stop] = logits.float().numpy()
+        flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
 
     def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
         """The next token of every sequence, appended to it or ending it."""
@@ -246,7 +286,7 @@ class Runtime:
                 flight.cum_log_prob += scores[row]
             generation = None
             if sequence.request.return_generation_logits:
-                generation = logits[row : row + len(new)].float().numpy()
+                generation = logits[row : row + len(new)].float().cpu().numpy()
             log_prob = [scores[row]] if new and row in scores else []
             outputs.append(
                 self._output(sequence, flight, new, finish=finish, log_probs=log_prob, generation_logits=generation)
@@ -324,9 +364,15 @@ def _data_type(value: DataType | str) -> DataType:
         raise UsageError(f"no compute type is called '{value}'", remedy=suggestion(str(value), names)) from None
 
 
-def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype) -> int:
+def _bytes_for_cache(device: torch.device, fraction: float) -> int:
+    """What a rank's KV cache may take on its device."""
+    return int(torch.cuda.mem_get_info(device)[0] * fraction) if device.type == "cuda" else DEFAULT_KV_CACHE_BYTES
+
+
+def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, affordable: int) -> int:
+    """Tokens in a cache of at most `affordable` bytes, all ranks together."""
     _, kv_heads = rank_heads(config)
     itemsize = dtype.itemsize if config.quantization.kv_cache_quant_algo is None else 1
     per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * itemsize
-    affordable = DEFAULT_KV_CACHE_BYTES // (per_layer * config.num_hidden_layers)
-    return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, affordable))
+    tokens = affordable // (per_layer * config.num_hidden_layers)
+    return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, tokens))

@@ -116,7 +116,7 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 def log_probs(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
     """Log softmax of each row's token; `logits` is [len(tokens), vocab_size]."""
     wide = logits.float()
-    picked = wide.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+    picked = wide.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1)
     out: list[float] = (picked - wide.logsumexp(dim=-1)).tolist()
     return out
 
@@ -126,9 +126,9 @@ def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
     for row, sampler in enumerate(samplers):
         if sampler.request.embedding_bias is not None:
             # A copy, for the caller's array may be read-only, which torch warns of.
-            logits[row] += torch.from_numpy(np.array(sampler.request.embedding_bias, dtype=np.float32))
+            logits[row] += torch.tensor(np.array(sampler.request.embedding_bias), device=logits.device).float()
     if any(sampler.temperature != 1 for sampler in samplers):
-        logits /= torch.tensor([sampler.temperature for sampler in samplers])[:, None]
+        logits /= torch.tensor([sampler.temperature for sampler in samplers], device=logits.device)[:, None]
     penalised = [(row, sampler) for row, sampler in enumerate(samplers) if sampler.counts]
     if penalised:
         _penalise(logits, penalised)
@@ -150,9 +150,10 @@ def _penalise(logits: torch.Tensor, penalised: Sequence[tuple[int, Sampler]]) ->
     columns = np.concatenate([np.fromiter(s.counts.keys(), np.int64, len(s.counts)) for _, s in penalised])
     counts = np.concatenate([np.fromiter(s.counts.values(), np.float32, len(s.counts)) for _, s in penalised])
     settings = np.array([(s.repetition, s.presence, s.frequency) for _, s in penalised], dtype=np.float32)
-    repetition, presence, frequency = torch.from_numpy(np.repeat(settings, sizes, axis=0)).unbind(dim=1)
-    where = (torch.from_numpy(rows), torch.from_numpy(columns))
-    seen = torch.from_numpy(counts)
+    device = logits.device
+    repetition, presence, frequency = torch.from_numpy(np.repeat(settings, sizes, axis=0)).to(device).unbind(dim=1)
+    where = (torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device))
+    seen = torch.from_numpy(counts).to(device)
     values = logits[where]
     values = torch.where(values < 0, values * repetition, values / repetition)
     logits[where] = values - presence * (seen > 0) - frequency * seen
@@ -175,14 +176,15 @@ def _pick(logits: torch.Tensor, samplers: Sequence[Sampler], width: int) -> list
     """Draw for every row among its `width` likeliest tokens, or without a top_k beyond them if u says so."""
     values, candidates = logits.topk(width, dim=-1)
     peak = values[:, :1]
-    limits = torch.tensor([min(sampler.top_k or width, width) for sampler in samplers])[:, None]
-    weights = (values - peak).double().exp_().masked_fill_(torch.arange(width) >= limits, 0.0)
+    device = logits.device
+    limits = torch.tensor([min(sampler.top_k or width, width) for sampler in samplers], device=device)[:, None]
+    weights = (values - peak).double().exp_().masked_fill_(torch.arange(width, device=device) >= limits, 0.0)
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:].clone()
     unlimited = [row for row, sampler in enumerate(samplers) if not sampler.top_k]
     if width < logits.shape[1] and unlimited:
         total[unlimited] = (logits[unlimited] - peak[unlimited]).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
-    draws = torch.tensor([sampler.uniform() * sampler.top_p for sampler in samplers], dtype=torch.float64)
+    draws = torch.tensor([s.uniform() * s.top_p for s in samplers], dtype=torch.float64, device=device)
     targets = draws[:, None] * total
     place = torch.searchsorted(cumulative, targets)
     tokens: list[int] = candidates.gather(1, torch.minimum(place, limits - 1)).squeeze(1).tolist()

@@ -6,7 +6,7 @@ another type, a decoding or another device copies it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -65,20 +65,20 @@ class LayerShard:
 
 
 class Head(NamedTuple):
-    """What follows the last layer: the norm [h] and the vocabulary's rows [.., h] by tp_rank, or one part."""
+    """What follows the last layer: the norm [h] and the vocabulary's rows [.., h], by tp_rank or whole."""
 
     final_norm: torch.Tensor
     parts: tuple[torch.Tensor, ...]
+    sharded: bool
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model: `layers[layer][tp_rank]`; embedding and head by tp_rank, or one part when not sharded."""
+    """A model, of all tp_ranks or one: `layers[layer][rank]`; the embedding by rank, or one part when not sharded."""
 
     embedding: tuple[torch.Tensor, ...]
     layers: tuple[tuple[LayerShard, ...], ...]
-    final_norm: torch.Tensor
-    head: tuple[torch.Tensor, ...]
+    head: Head
 
 
 class WeightSource(Protocol):
@@ -103,27 +103,43 @@ def rank_heads(config: CheckpointConfig) -> tuple[int, int]:
     return config.num_attention_heads // tp, -(-config.num_key_value_heads // tp)
 
 
-def load_weights(folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device = CPU) -> Weights:
-    """All of a checkpoint's or engine's rank files, to compute in `dtype`. Raises as `RankFiles` does."""
-    return load_all(RankFiles(folder, config, dtype, device))
+def load_weights(
+    folder: Path,
+    config: CheckpointConfig,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    tp_ranks: Sequence[int] | None = None,
+) -> Weights:
+    """A checkpoint's or engine's weights, of all ranks or `tp_ranks`, to compute in `dtype`. Raises as `RankFiles`."""
+    return load_all(RankFiles(folder, config, dtype, device, tp_ranks))
 
 
 def load_all(source: WeightSource) -> Weights:
     """Every part of `source` at once."""
     layers = tuple(source.layer(index) for index in range(source.config.num_hidden_layers))
-    return Weights(source.embedding(), layers, *source.head())
+    return Weights(source.embedding(), layers, source.head())
 
 
 class RankFiles:
     """The rank files of a checkpoint or engine: a WeightSource whose numbers are of `dtype`, on `device`.
 
+    tp_ranks  whose parts to give out, all by default
+
     Raises CheckpointError for a missing, unexpected or misshapen tensor, SafetensorsError for a damaged file.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        tp_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.config = config
         self._dtype = dtype
         mapping = config.mapping
+        self._held = range(mapping.tp_size) if tp_ranks is None else tp_ranks
         self._stages = [
             [
                 _map_rank(rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)), config, pp_rank, device)
@@ -144,24 +160,23 @@ class RankFiles:
     def embedding(self) -> tuple[torch.Tensor, ...]:
         # Kept: a head that shares it must not be a second copy.
         if self._embedding is None:
-            first = self._stages[0]
-            ranks = first[:1] if self.config.embedding is EmbeddingSharding.NONE else first
-            self._embedding = tuple(rank[EMBEDDING].to(self._dtype) for rank in ranks)
+            held = (0,) if self.config.embedding is EmbeddingSharding.NONE else self._held
+            self._embedding = tuple(self._stages[0][rank][EMBEDDING].to(self._dtype) for rank in held)
         return self._embedding
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         stage, local = self._places[index]
-        return tuple(read_layer(rank, local, self.config, self._dtype) for rank in stage)
+        return tuple(read_layer(stage[rank], local, self.config, self._dtype) for rank in self._held)
 
     def head(self) -> Head:
-        last = self._stages[-1]
+        last, sharding = self._stages[-1], self.config.embedding
+        norm = last[0][FINAL_NORM].to(self._dtype)
         if all(self._has_head):
-            parts = tuple(rank[HEAD].to(self._dtype) for rank in last)
-        elif self.config.embedding is EmbeddingSharding.HIDDEN:
-            parts = (torch.cat(self.embedding(), dim=1),)
-        else:
-            parts = self.embedding()
-        return Head(last[0][FINAL_NORM].to(self._dtype), parts)
+            return Head(norm, tuple(last[rank][HEAD].to(self._dtype) for rank in self._held), sharded=True)
+        if sharding is EmbeddingSharding.HIDDEN:
+            columns = [rank[EMBEDDING].to(self._dtype) for rank in self._stages[0]]
+            return Head(norm, (torch.cat(columns, dim=1),), sharded=False)
+        return Head(norm, self.embedding(), sharded=sharding is EmbeddingSharding.VOCABULARY)
 
 
 def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.device) -> MappedTensors:

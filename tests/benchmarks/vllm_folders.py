@@ -142,7 +142,7 @@ def reference(folder: Path, ids: list[int], dtype: str = "bfloat16") -> Any:
         tables = rotary_tables(source.config, len(ids))
         for index in range(source.config.num_hidden_layers):
             hidden = run_layer(source.config, source.layer(index), hidden, *tables)
-        norm, head = source.head()
+        norm, head, _ = source.head()
         states = rms_norm(hidden[0, :-1], norm, source.config.norm_epsilon)
         logits = states.float() @ torch.cat(list(head)).float().t()
         return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()

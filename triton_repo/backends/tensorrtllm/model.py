@@ -462,9 +462,13 @@ def _engine(parameters, model_repository, max_queue_size):
     tokens = parameters.get("max_tokens_in_paged_kv_cache", "")
     if tokens.isdigit():
         options["kv_cache_tokens"] = int(tokens)
+    if parameters.get("kv_cache_free_gpu_mem_fraction"):
+        options["kv_cache_free_gpu_mem_fraction"] = float(parameters["kv_cache_free_gpu_mem_fraction"])
+    passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
+    if passport["sm"] is None:
+        options["device"] = "cpu"
     if max_queue_size:
         # Not from config.json, which says it of compiled engines alone.
-        passport = json.loads((folder / "passport.json").read_text(encoding="utf-8"))
         options["max_requests"] = int(passport["build_config"]["max_batch_size"]) + max_queue_size
     return Engine(folder, options)
 

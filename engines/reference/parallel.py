@@ -1,0 +1,165 @@
+"""A tensor-parallel model whose ranks have a process and a device each: torch.distributed joins what they compute.
+
+Rank 0 is in the process of the runtime. It plans, tells the others every step's spans, and has the logits; they hold
+their rank's weights and part of the KV cache, and go with it. Over NCCL on GPUs, over gloo on a CPU. This module is
+also their program: `python -m`, with the descriptor of the pipe they are told through.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from engines.errors import HostError, TrtpipeError
+from engines.reference.model import Model, Span
+from engines.reference.ranks import Apart
+from engines.reference.weights import Weights, load_weights
+from engines.tensorrt_llm.checkpoint import CheckpointConfig
+
+LOCALHOST = "127.0.0.1"
+
+
+class _Part(NamedTuple):
+    """What a rank is told to hold, in which group: rank, and the port of the group's store."""
+
+    folder: Path
+    config: CheckpointConfig
+    dtype: torch.dtype
+    device: str
+    rank: int
+    port: int
+
+
+class ParallelModel:
+    """`Model` over the tp_ranks of the checkpoint in `folder`, on devices cuda:0 to cuda:tp_size-1 or the CPU.
+
+    `num_blocks` is asked when the weights are there. Raises as `load_weights` does, and HostError where a rank does
+    not start.
+    """
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device, *,
+        max_positions: int, tokens_per_block: int, num_blocks: Callable[[], int],
+    ) -> None:  # fmt: skip
+        size = config.mapping.tp_size
+        store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._closing = False
+        for rank in range(1, size):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "engines.reference.parallel", str(theirs.fileno())]
+            self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
+            theirs.close()
+            ours.send(_Part(folder, config, dtype, _device(device.type, rank), rank, store.port))
+            self._pipes.append(ours)
+        try:
+            weights = _join(folder, config, dtype, torch.device(_device(device.type, 0)), 0, store)
+            self._hear()
+            # A rank that is gone leaves the others waiting for its part, inside a call that never returns.
+            threading.Thread(target=self._watch, daemon=True).start()
+            self.num_blocks = num_blocks()
+            sizes = {
+                "max_positions": max_positions, "tokens_per_block": tokens_per_block, "num_blocks": self.num_blocks,
+            }  # fmt: skip
+            self._tell(sizes)
+            self._model = Model(config, weights, ranks=Apart(0, size), **sizes)
+            self._hear()
+        except BaseException:
+            self.close()
+            raise
+
+    def forward(self, spans: Sequence[Span]) -> torch.Tensor:
+        """As Model.forward."""
+        self._tell(spans)
+        return self._model.forward(spans)
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._closing = True
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.wait()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _tell(self, what: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send(what)
+
+    def _hear(self) -> None:
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                error = pipe.recv()
+            except EOFError:
+                error = HostError(f"rank {rank} ended while it was loading", remedy="see the log above")
+            if error is not None:
+                raise error
+
+    def _watch(self) -> None:
+        select.select([os.pidfd_open(process.pid) for process in self._processes], [], [])
+        if not self._closing:
+            print("a tensor-parallel rank has ended, and with it the engine", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _device(kind: str, rank: int) -> str:
+    return f"cuda:{rank}" if kind == "cuda" else kind
+
+
+def _join(
+    folder: Path, config: CheckpointConfig, dtype: torch.dtype, device: torch.device, rank: int,
+    store: Store,
+) -> Weights:  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=config.mapping.tp_size)
+    return load_weights(folder, config, dtype, device, [rank])
+
+
+def follow(pipe: Connection) -> None:
+    """A rank other than the first: load, then run every step that is told, until the first is gone."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    part: _Part = pipe.recv()
+    # Two ranks' threads on the same cores would be in each other's way, and a GPU's rank needs one.
+    torch.set_num_threads(max(1, torch.get_num_threads() // part.config.mapping.tp_size))
+    try:
+        store = TCPStore(LOCALHOST, part.port, is_master=False)
+        device = torch.device(part.device)
+        weights = _join(part.folder, part.config, part.dtype, device, part.rank, store)
+        pipe.send(None)
+        model = Model(part.config, weights, ranks=Apart(part.rank, part.config.mapping.tp_size), **pipe.recv())
+        pipe.send(None)
+    except (TrtpipeError, RuntimeError) as error:
+        pipe.send(error if isinstance(error, TrtpipeError) else HostError(f"rank {part.rank}: {error}"))
+        return
+    try:
+        while True:
+            model.forward(pipe.recv())
+    except EOFError:
+        torch.distributed.destroy_process_group()
+
+
+def _end_with(parent: int) -> None:
+    """Also when the parent is killed, and this one inside a call that waits for its part."""
+    try:
+        select.select([os.pidfd_open(parent)], [], [])
+    finally:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    follow(Connection(int(sys.argv[1])))
