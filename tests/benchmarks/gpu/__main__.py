@@ -1,0 +1,100 @@
+"""`make gpu-e2e`: what the project claims of GPUs, measured on one, end to end; on a machine with an NVIDIA GPU.
+
+Two environments: this one serves, quantizes and measures (nvidia-pytriton with its numpy, ModelOpt, torch); the
+engines run in that of `--engine-python`, which has torch and vLLM. Each section is measured in one run and its figures
+are kept with its date, machine, versions and commands in the JSON; the page is written from that file alone.
+
+    python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
+        [--json FILE.json] [--report FILE.md]
+
+SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from engines.nvidia import read_gpus
+from pipeline import config
+from tests.benchmarks.gpu import page, sections
+from tests.benchmarks.gpu.place import Place
+
+SECTIONS = ("accuracy", "engine", "reference", "quantize", "parallel")
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("scratch", type=Path)
+    options.add_argument("--engine-python", default=sys.executable, help="where torch and vLLM are installed")
+    options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy")
+    options.add_argument("--only", default=",".join(SECTIONS))
+    options.add_argument("--json", type=Path, default=Path("docs/measurements/h200.json"))
+    options.add_argument("--report", type=Path, default=Path("docs/measurements/h200.md"))
+    chosen = options.parse_args()
+    scratch: Path = chosen.scratch.resolve()
+    (scratch / "logs").mkdir(parents=True, exist_ok=True)
+    (scratch / "reports").mkdir(exist_ok=True)
+    gpus = read_gpus()
+    product = gpus[0].name.replace(" ", "-")
+    gpu = next((spec.name for spec in config.load_gpus().values() if spec.product == product), None)
+    if gpu is None:
+        raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
+    kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}
+    for name in chosen.only.split(","):
+        if name == "parallel" and len(gpus) < 2:
+            print("parallel: this machine has one GPU", flush=True)
+            continue
+        place = Place(scratch, chosen.engine_python, gpu)
+        found = place.inside("machine")
+        began = time.perf_counter()
+        if name == "accuracy":
+            result = sections.accuracy(place, chosen.smollm2.resolve())
+        else:
+            model = scratch / "llama3-8b-shaped"
+            if not model.is_dir():
+                place.inside("synthetic", folder=str(model))
+            result = getattr(sections, name)(place, model)
+        kept[name] = {
+            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+            "seconds": time.perf_counter() - began,
+            "machine": {
+                "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
+                "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
+                "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"],
+            },
+            "versions": {**found["versions"], **versions()},
+            "commands": place.said,
+            "result": result,
+        }  # fmt: skip
+        # After every section: what has been measured is not lost with what fails later.
+        chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        chosen.report.write_text(page.render(kept), encoding="utf-8")
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Of this environment, and the commit."""
+    out = {"nvidia-pytriton": importlib.metadata.version("nvidia-pytriton")}
+    for name in ("nvidia-modelopt",):
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        out["trtpipe"] = done.stdout.strip()
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""What runs in the engine's environment: `python -m tests.benchmarks.gpu.inside WHAT JSON`, a JSON object as last line.
+
+WHAT is one of the functions below, JSON its arguments. Nothing here needs more than torch, transformers and vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.gpu import loop
+
+# How many of its likeliest tokens vLLM is asked for at each place.
+TOP = 64
+
+
+class Vllm:
+    """vLLM's own engine, with the arguments of an engine folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
+
+        from engines.vllm_runtime import Runtime
+
+        self.engine = Runtime(folder)._engine
+        self._params = lambda new: SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.engine.model_config.get_vocab_size())
+
+    def add(self, number: int, prompt: Sequence[int], new: int) -> None:
+        self.engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, self._params(new))
+
+    def step(self) -> Iterable[tuple[int, int, bool]]:
+        for reply in self.engine.step():
+            yield int(reply.request_id), len(reply.outputs[0].token_ids), reply.finished
+
+    def drain(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+class Reference:
+    """The reference runtime."""
+
+    def __init__(self, folder: Path) -> None:
+        from engines.reference.runtime import Runtime
+
+        self.engine = Runtime(folder)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.engine.config.vocab_size
+
+    def add(self, number: int, prompt: Sequence[int], new: int) -> None:
+        from engines.reference.request import Request
+
+        self.engine.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
+
+    def step(self) -> Iterable[tuple[int, int, bool]]:
+        for output in self.engine.step():
+            yield output.id, len(output.tokens), output.finish is not None
+
+    def drain(self) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+
+
+ENGINES = {"vllm": Vllm, "reference": Reference}
+
+
+def synthetic(folder: str) -> dict[str, Any]:
+    """Write a Llama of Llama 3 8B's shapes and random weights, with a tokenizer of as many tokens; its bytes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.benchmarks.convert import COMMON, SIZES
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**COMMON, **SIZES["8b"], "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None})
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="5GB")
+    tokenizer(Path(folder), config.vocab_size)
+    return {"bytes": sum(parameter.nbytes for parameter in model.parameters())}
+
+
+def tokenizer(folder: Path, size: int) -> None:
+    """A byte-level BPE of `size` tokens: two specials, the bytes, then a space and up to three letters."""
+    from string import ascii_letters
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {name: index for index, name in enumerate(["<s>", "</s>", *alphabet])}
+    words = ["\u0120"]  # how byte-level BPE spells a space
+    merges: list[tuple[str, str]] = []
+    for _ in range(3):
+        grown = [(word, letter) for word in words for letter in ascii_letters]
+        merges += grown
+        words = [word + letter for word, letter in grown]
+    merges = merges[: size - len(vocab)]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def throughput(runtime: str, engine: str, levels: list[int], seconds: float) -> dict[str, Any]:
+    """Output tokens a second in this process, by requests in flight."""
+    began = time.perf_counter()
+    one = ENGINES[runtime](Path(engine))
+    loaded = time.perf_counter() - began
+    return {
+        "load_s": loaded,
+        "tokens_per_s": loop.levels(one, levels, seconds, one.vocabulary, one.drain),
+    }
+
+
+def transformers(model: str, streams: int, new: int) -> dict[str, Any]:
+    """transformers' own `generate` for one request, and its continuous batching for `streams`; tokens a second."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map="cuda")
+    vocabulary = loaded.config.vocab_size
+    random = np.random.default_rng(0)
+    ids = torch.tensor(random.integers(0, vocabulary, (1, loop.PROMPT_TOKENS)), device="cuda")
+    settings = GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, eos_token_id=None)
+    out: dict[str, Any] = {}
+    best = 0.0
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        made = loaded.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        torch.cuda.synchronize()
+        best = max(best, (made.shape[1] - ids.shape[1]) / (time.perf_counter() - began))
+    out["1"] = best
+    prompts = random.integers(0, vocabulary, (streams, loop.PROMPT_TOKENS)).tolist()
+    many = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    for _ in range(2):
+        results = list(loaded.generate_batch(prompts, generation_config=many, progress_bar=False).values())
+        taken = max(one.lifespan[1] for one in results) - min(one.created_time for one in results)
+        out[str(streams)] = sum(len(one.generated_tokens) for one in results) / taken
+    return out
+
+
+def vllm_scores(engine: str, rows: str, out: str, greedy: list[list[int]], new: int) -> dict[str, Any]:
+    """Write vLLM's likeliest tokens at every place of each row, [rows, length - 1, TOP]; its greedy answers too.
+
+    out  .npz of `ids` int32 and `logprobs` float32
+    """
+    from vllm import SamplingParams
+
+    one = Vllm(Path(engine))
+    tokens = np.load(rows)
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
+    for number, row in enumerate(tokens):
+        one.engine.add_request(f"s{number}", {"prompt_token_ids": row.tolist()}, asked)
+    answer = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for number, prompt in enumerate(greedy):
+        one.engine.add_request(f"g{number}", {"prompt_token_ids": prompt}, answer)
+    ended = {}
+    while one.engine.has_unfinished_requests():
+        for reply in one.engine.step():
+            if reply.finished:
+                ended[reply.request_id] = reply
+    ids = np.zeros((*tokens[:, 1:].shape, TOP), np.int32)
+    logprobs = np.zeros(ids.shape, np.float32)
+    for number in range(len(tokens)):
+        for place, found in enumerate(ended[f"s{number}"].prompt_logprobs[1:]):
+            # The token that is there is told as well, wherever it ranks.
+            best = sorted(found.items(), key=lambda item: -item[1].logprob)[:TOP]
+            ids[number, place] = [token for token, _ in best]
+            logprobs[number, place] = [one.logprob for _, one in best]
+    np.savez(out, ids=ids, logprobs=logprobs)
+    settings = one.engine.vllm_config
+    return {
+        "greedy": [list(ended[f"g{number}"].outputs[0].token_ids) for number in range(len(greedy))],
+        "method": settings.model_config.quantization,
+        "kv_cache": str(settings.cache_config.cache_dtype),
+    }
+
+
+def reference_scores(
+    engines: dict[str, str], vllm: dict[str, str], rows: str, greedy: list[list[int]], new: int
+) -> Any:
+    """How far the reference runtime's distributions are from each other's and from vLLM's, over the same rows.
+
+    engines  folders by precision, "bf16" first; vllm: what `vllm_scores` wrote, by precision
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = np.load(rows)
+    out: dict[str, Any] = {"greedy": {}, "pairs": []}
+    plain: list[Any] = []
+    for name, folder in engines.items():
+        one = Reference(Path(folder))
+        logs = [torch.from_numpy(logits).to(device).log_softmax(-1) for logits in _context_logits(one, tokens)]
+        if name == "bf16":
+            plain = logs
+        else:
+            pairs = [_whole(a, b) for a, b in zip(plain, logs, strict=True)]
+            out["pairs"].append({"of": "reference bf16", "to": f"reference {name}", **_mean(pairs)})
+        # Each of vLLM's against ours of the same precision, and against ours as it was before it was quantized.
+        for other, path in vllm.items():
+            if name in (other, "bf16"):
+                told = np.load(path)
+                pairs = [
+                    _partly(torch.from_numpy(ids).to(device).long(), torch.from_numpy(there).to(device), log)
+                    for ids, there, log in zip(told["ids"], told["logprobs"], logs, strict=True)
+                ]
+                out["pairs"].append({"of": f"vLLM {other}", "to": f"reference {name}", **_mean(pairs)})
+        out["greedy"][name] = _greedy(one, greedy, new)
+        del one, logs
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return out
+
+
+def _context_logits(one: Reference, tokens: Any) -> list[Any]:
+    """[length - 1, vocabulary] of each row: what follows every token but the last."""
+    from engines.reference.request import Request
+
+    for number, row in enumerate(tokens):
+        one.engine.submit(Request(id=number, prompt=tuple(row.tolist()), max_tokens=1, return_context_logits=True))
+    parts: dict[int, Any] = {}
+    while one.engine.has_work:
+        for output in one.engine.step():
+            if output.context_logits is not None:
+                parts[output.id] = output.context_logits
+    return [parts[number][:-1] for number in range(len(tokens))]
+
+
+def _greedy(one: Reference, prompts: list[list[int]], new: int) -> list[list[int]]:
+    made: list[list[int]] = [[] for _ in prompts]
+    from engines.reference.request import Request
+
+    for number, prompt in enumerate(prompts):
+        one.engine.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
+    while one.engine.has_work:
+        for output in one.engine.step():
+            made[output.id] += output.tokens
+    return made
+
+
+def _whole(a: Any, b: Any) -> tuple[float, float, int]:
+    """(sum of KL(a || b), places with the same likeliest token, places) of log-probabilities [places, vocabulary]."""
+    divergence = (a.exp() * (a - b)).sum(-1)
+    return float(divergence.sum()), float((a.argmax(-1) == b.argmax(-1)).sum()), len(a)
+
+
+def _partly(ids: Any, logprobs: Any, b: Any) -> tuple[float, float, int]:
+    """The same where only the likeliest tokens of the first are known: all others count as one.
+
+    So it is a lower bound; near, for what the others weigh is little.
+    """
+    there = b.gather(1, ids)
+    p, q = logprobs.exp().double(), there.exp().double()
+    rest, others = (1 - p.sum(-1)).clamp(min=1e-9), (1 - q.sum(-1)).clamp(min=1e-9)
+    divergence = (p * (p.log() - q.log())).sum(-1) + rest * (rest.log() - others.log())
+    return float(divergence.sum()), float((ids[:, 0] == b.argmax(-1)).sum()), len(b)
+
+
+def _mean(pairs: list[tuple[float, float, int]]) -> dict[str, float]:
+    divergence, same, places = (sum(column) for column in zip(*pairs, strict=True))
+    return {"kl": divergence / places, "top1": same / places, "places": places}
+
+
+def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """A tensor-parallel engine over NCCL, the same shards in one process, and the engine of one rank.
+
+    Every place of every prompt and greedy answer is compared.
+    """
+    import torch
+
+    from engines.reference.runtime import Runtime
+
+    def follow(runtime: Any, told: list[list[int]]) -> tuple[list[Any], float]:
+        from engines.reference.request import Request
+
+        for number, row in enumerate(told):
+            runtime.submit(Request(id=number, prompt=tuple(row), max_tokens=1, return_context_logits=True))
+        found: dict[int, Any] = {}
+        began = time.perf_counter()
+        while runtime.has_work:
+            for output in runtime.step():
+                if output.context_logits is not None:
+                    found[output.id] = torch.from_numpy(output.context_logits)
+        return [found[number] for number in range(len(told))], time.perf_counter() - began
+
+    apart = Reference.__new__(Reference)
+    apart.engine = Runtime(Path(engine), kv_cache_tokens=65536)
+    answers = _greedy(apart, prompts, new)
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    theirs, _ = follow(apart.engine, rows)
+    speeds = loop.levels(apart, [1, 64], 4.0, apart.vocabulary, apart.drain)
+    apart.engine.close()
+    out: dict[str, Any] = {"tokens_per_s": speeds, "pairs": []}
+    for name, folder in (("the same shards in one process", engine), ("one rank", alone)):
+        one = Reference.__new__(Reference)
+        one.engine = Runtime(Path(folder), kv_cache_tokens=65536, apart=False)
+        same = _greedy(one, prompts, new)
+        ours, _ = follow(one.engine, rows)
+        pairs = [_whole(a.log_softmax(-1), b.log_softmax(-1)) for a, b in zip(ours, theirs, strict=True)]
+        largest = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        answered = sum(a == b for a, b in zip(same, answers, strict=True))
+        out["pairs"].append({"to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts)})
+        if folder == alone:
+            out["tokens_per_s_of_one"] = loop.levels(one, [1, 64], 4.0, one.vocabulary, one.drain)
+        del one, ours
+        torch.cuda.empty_cache()
+    return out
+
+
+def quantized(model: str, scratch: str, samples: int) -> dict[str, Any]:
+    """Seconds of FP8 calibration and writing: ModelOpt's flow, and ours a layer at a time and all at once."""
+    from tests.benchmarks import quantize
+
+    folder, place = Path(model), Path(scratch)
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    ids = np.random.default_rng(0).integers(0, vocabulary, (samples, quantize.SEQ_LEN), dtype=np.int32)
+    np.save(place / "samples.npy", ids)
+    rows = quantize.theirs(folder, place / "theirs", ids)
+    quantize.shutil.rmtree(place / "theirs", ignore_errors=True)
+    quantize.ours(folder, place / "ours", place / "samples.npy", "hf")  # warms up
+    seconds, peak = quantize.ours(folder, place / "ours", place / "samples.npy", "hf")
+    quantize.shutil.rmtree(place / "ours", ignore_errors=True)
+    return {"modelopt_s": float(rows[-1].split("= ")[1].split(" ")[0]), "ours_s": seconds, "ours_peak_gib": peak}
+
+
+def machine() -> dict[str, Any]:
+    """The GPU, its memory's rate as a copy shows it, and versions."""
+    import importlib.metadata
+
+    import torch
+
+    from engines import probe
+
+    names = ("vllm", "torch", "transformers", "triton", "numpy")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "bandwidth_gbs": probe.bandwidth(torch),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
+
+
+def main() -> None:
+    what, arguments = sys.argv[1], json.loads(sys.argv[2])
+    print(json.dumps(globals()[what](**arguments)))
+
+
+if __name__ == "__main__":
+    main()

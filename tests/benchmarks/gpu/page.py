@@ -1,0 +1,216 @@
+"""The page of `make gpu-e2e`, from its JSON and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PROTOCOLS = {"grpc": "Triton gRPC", "http": "Triton `generate_stream`", "completions": "gateway"}
+# What could not be run on any machine so far, and what stands in for it.
+ABSENT = """\
+## What was not run
+
+- **TensorRT engines.** tensorrt-llm cannot be installed where this was measured: no `trtllm-build`, no C++ backend. In
+  its place: the reference runtime executes the very checkpoint files that `trtllm-build` would compile; vLLM, an engine
+  nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
+  that goes to production but for its backend directory.
+- **INT8 in vLLM.** It reads no INT8 SmoothQuant from ModelOpt's folders, and `trtpipe build` refuses it there. INT8
+  runs in the reference runtime alone.
+- **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
+"""
+
+
+def render(kept: Mapping[str, Any]) -> str:
+    parts = ["# Measured on a GPU, end to end\n"]
+    parts.append(
+        "Written by `make gpu-e2e`, which says what each section does; the same figures are in the JSON beside this "
+        "page. Every\nratio is of one run on one machine.\n"
+    )
+    for name, writer in WRITERS.items():
+        if name in kept:
+            parts.append(writer(kept[name], kept[name]["result"]))
+    return "\n".join([*parts, ABSENT])
+
+
+def _where(section: Mapping[str, Any]) -> str:
+    machine, versions = section["machine"], section["versions"]
+    named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    gpus = f"{machine['gpus']} x " if machine["gpus"] > 1 else ""
+    return (
+        f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
+        f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "
+        f"{machine['bandwidth_gbs']:,.0f} GB/s. {section['seconds']:.0f} s.\n"
+    )
+
+
+def _commands(section: Mapping[str, Any]) -> str:
+    return "\n".join(["<details><summary>Commands</summary>\n", "```", *section["commands"], "```\n", "</details>\n"])
+
+
+def _ms(value: float | None) -> str:
+    """None where chunks do not tell how many tokens they hold."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {pair['of']} | {pair['to']} | {pair['kl']:.5f} | {pair['top1']:.2%} | {pair['places']:,} |"
+        for pair in result["pairs"]
+    ]
+    greedy = [
+        f"| {one['precision']} | {one['vllm_method'] or 'none'}, KV cache {one['vllm_kv_cache']} "
+        f"| {one['same']} of {one['answers']} | {one['same_tokens']:.1%} |"
+        for one in result["greedy"]
+    ]
+    return "\n".join(
+        [
+            "## Correctness: SmolLM2-135M-Instruct, real weights\n",
+            _where(section),
+            f"Distributions over {result['rows']} x {result['length']} tokens of held-out text; vLLM runs our Hugging "
+            "Face folder,\nthe reference runtime our TensorRT-LLM checkpoint of the same quantization. KL in nats a "
+            "token; where vLLM is one side,\nit tells its 64 likeliest tokens and all others count as one, so that it "
+            "is a lower bound. bf16 against bf16 is the\nnoise of two implementations.\n",
+            "| of | to | mean KL | same likeliest token | places |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            "Greedy answers, vLLM's against the reference runtime's:\n",
+            "| precision | how vLLM took the folder | same to the end | tokens before they part |",
+            "|---|---|---|---|",
+            *greedy,
+            "",
+            _commands(section),
+        ]
+    )
+
+
+def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    levels = list(result["bf16"]["in_process"])
+    plain = result["bf16"]["in_process"]
+    inside = [
+        f"| {name} | " + " | ".join(f"{one['in_process'][level]:,.0f}" for level in levels) + " | "
+        + " | ".join(f"{one['in_process'][level] / plain[level]:.2f}" for level in levels) + " |"
+        for name, one in result.items()
+    ]  # fmt: skip
+    served = []
+    for name, one in result.items():
+        for row in one["served"]:
+            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])]
+            valid = "" if row["valid"] else "INVALID: the client was the limit"
+            valid += f" {row['failed']} failed" if row["failed"] else ""
+            served.append(
+                f"| {name} | {PROTOCOLS[row['protocol']]} | {row['concurrency']} | {row['tokens_per_s']:,.0f} "
+                f"| {kept:.1%} | {row['ttft_p50_ms']:.0f} | {_ms(row['itl_p50_ms'])} / {_ms(row['itl_p99_ms'])} "
+                f"| {valid} |"
+            )
+    head = " | ".join(levels)
+    return "\n".join(
+        [
+            "## Speed: vLLM from our folders, alone and behind our fronts\n",
+            _where(section),
+            "A Llama of Llama 3 8B's shapes and random weights, 128 tokens in and 128 out, a closed loop of so many "
+            "requests\nin flight. In process: vLLM's engine is stepped by the measuring process itself, with the same "
+            "arguments.\n",
+            f"| precision | tok/s at {head} | over bf16 at {head} |".replace(" | ", " | ", 1),
+            "|---|" + "---|" * (2 * len(levels)),
+            *inside,
+            "",
+            "Served: tritonserver, our backend, the same engine in a process of its own; the load tester on the same "
+            "machine.\n",
+            "| precision | front | in flight | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
+            "|---|---|---|---|---|---|---|---|",
+            *served,
+            "",
+            _commands(section),
+        ]
+    )
+
+
+def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    theirs = result["transformers"]
+    bandwidth = section["machine"]["bandwidth_gbs"] * 1e9
+    rows = [f"| transformers, bf16 | {theirs['1']:,.0f} | | | {theirs['256']:,.0f} | 1.0 / 1.0 | |"]
+    for name, one in result.items():
+        if name == "transformers":
+            continue
+        speed = one["in_process"]
+        bound = bandwidth / one["bytes_a_token"]
+        rows.append(
+            f"| reference, {name} | {speed['1']:,.0f} | {bound:,.0f} | {speed['64']:,.0f} | {speed['256']:,.0f} "
+            f"| {speed['1'] / theirs['1']:.1f} / {speed['256'] / theirs['256']:.1f} | {speed['1'] / bound:.0%} |"
+        )
+    served = "; ".join(
+        f"{row['tokens_per_s']:,.0f} at {row['concurrency']}" for row in result.get("int8", {}).get("served", [])
+    )
+    return "\n".join(
+        [
+            "## Speed: the reference runtime from our TensorRT-LLM checkpoints\n",
+            _where(section),
+            "The same model and load, in tokens a second. Of transformers: `generate` for one stream, "
+            "`generate_batch` (continuous\nbatching) for 256. The bound is the copy's rate over the bytes of the "
+            "weights that every token reads.\n",
+            "| engine | one stream | bound | 64 | 256 | over transformers, 1 / 256 | of the bound |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"INT8 served by tritonserver, over gRPC: {served} tok/s.\n" if served else "",
+            _commands(section),
+        ]
+    )
+
+
+def _quantize(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "## FP8 calibration and write\n",
+            _where(section),
+            "512 samples of 512 tokens, model to Hugging Face folder: ModelOpt's own flow "
+            f"{result['modelopt_s']:.1f} s, ours {result['ours_s']:.1f} s:\n"
+            f"{result['modelopt_s'] / result['ours_s']:.2f} times as fast, in {result['ours_peak_gib']:.1f} GiB of the "
+            "GPU's memory. [More of it](quantize.md).\n",
+            _commands(section),
+        ]
+    )
+
+
+def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    pairs, speeds = [], []
+    for name in ("bf16", "fp8"):
+        one = result[name]
+        for pair in one["pairs"]:
+            pairs.append(
+                f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
+                f"| {pair['answers']} of {pair['of']} |"
+            )
+        for level in one["tokens_per_s"]:
+            two, alone = one["tokens_per_s"][level], one["tokens_per_s_of_one"][level]
+            speeds.append(f"| {name} | {level} | {two:,.0f} | {alone:,.0f} | {two / alone:.2f} |")
+    vllm = ", ".join(f"{value:,.0f} at {level}" for level, value in result["vllm_fp8"].items())
+    return "\n".join(
+        [
+            "## Two GPUs\n",
+            _where(section),
+            "Our checkpoint of two ranks, executed by the reference runtime with a process and a GPU a rank, over "
+            "NCCL; against the\nsame shards one after the other in one process, and the checkpoint of one rank. Eight "
+            "prompts and greedy answers.\n",
+            "| precision | against | mean KL | same likeliest token | largest difference of a logit | same answers |",
+            "|---|---|---|---|---|---|",
+            *pairs,
+            "",
+            "| precision | in flight | tok/s on two | tok/s on one | ratio |",
+            "|---|---|---|---|---|",
+            *speeds,
+            "",
+            f"vLLM on two GPUs from the FP8 folder: {vllm} tok/s.\n",
+            "What `trtpipe probe` measured:\n",
+            "```yaml",
+            *[text.rstrip() for text in result["probe"]],
+            "```\n",
+            _commands(section),
+        ]
+    )
+
+
+WRITERS = {
+    "accuracy": _accuracy, "engine": _engine, "reference": _reference, "quantize": _quantize, "parallel": _parallel,
+}  # fmt: skip

@@ -1,0 +1,121 @@
+"""Where `make gpu-e2e` works: the command as a user types it, in a scratch folder, and the engine's environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+# Of every engine measured; calibration by the text that is shipped, for nothing can be downloaded.
+SIZES = ("build.max_batch_size=512", "build.max_input_len=512", "build.max_seq_len=1024")
+CALIBRATION = ("calibration.data=demo", "calibration.samples=64", "calibration.seq_len=256")
+INPUT, OUTPUT = "128", "128"
+
+
+@dataclass
+class Place:
+    """A scratch folder, the Python that torch and vLLM are installed in, and the GPU's name among ours.
+
+    said  the commands that were run, as they go into the report
+    """
+
+    scratch: Path
+    engine_python: str
+    gpu: str
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {
+            **os.environ, "TRTPIPE_HOME": str(self.scratch / "home"), "PYTHONPATH": os.pathsep.join(paths),
+            "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+
+    def trtpipe(self, *words: str) -> float:
+        """Run the command; seconds. Raises CalledProcessError."""
+        self.said.append(" ".join(["trtpipe", *words]).replace(str(self.scratch), "SCRATCH"))
+        print("+", self.said[-1], flush=True)
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "pipeline", *words], cwd=self.scratch, env=self.environment, check=True)
+        return time.perf_counter() - began
+
+    def inside(self, what: str, python: str | None = None, **arguments: Any) -> Any:
+        """Run a function of `inside` in the engine's environment, or in that of `python`; what it returns."""
+        print("+ inside", what, arguments, flush=True)
+        began = time.perf_counter()
+        log = self.scratch / "logs" / f"{len(list((self.scratch / 'logs').glob('*')))}-{what}.log"
+        environment = {**self.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, json.dumps(arguments)]
+        with log.open("wb") as errors:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, check=False
+            )
+        print(f"  {time.perf_counter() - began:.1f} s", flush=True)
+        if done.returncode:
+            print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
+            raise SystemExit(f"{what} failed")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def build(self, model: Path, dtype: str, runtime: str, *settings: str) -> Path:
+        """Build a target; its run folder. What an earlier target left in the store goes."""
+        words = [word for setting in (*SIZES, *CALIBRATION, *settings) for word in ("--set", setting)]
+        self.trtpipe(
+            "build", "--model", str(model), "--gpu", self.gpu, "--dtype", dtype, "--runtime", runtime,
+            "--accept-accuracy", *words,
+        )  # fmt: skip
+        return max((self.scratch / "runs").iterdir(), key=lambda run: run.stat().st_mtime)
+
+    def forget(self) -> None:
+        """Remove all that was built: engines of 16 GB each do not fit a disk side by side."""
+        shutil.rmtree(self.scratch / "home", ignore_errors=True)
+        shutil.rmtree(self.scratch / "runs", ignore_errors=True)
+
+    @contextmanager
+    def served(self, target: str) -> Iterator[float]:
+        """A server of the target, for the block; how long it took to be ready."""
+        ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
+        python = ["--engine-python", self.engine_python]
+        taken = self.trtpipe("serve", target, "--detach", "--gateway-workers", "6", *ports, *python)
+        try:
+            yield taken
+        finally:
+            self.trtpipe("stop")
+
+    def bench(self, levels: Sequence[int], protocols: str, seconds: float) -> list[dict[str, Any]]:
+        """The load tester's rows of the running server: protocol, load, tokens_per_s, times, and its verdict."""
+        path = self.scratch / "reports" / f"{time.time_ns()}.json"
+        words = [
+            "bench", "--protocol", protocols, "--model", "tensorrt_llm", "--concurrency", ",".join(map(str, levels)),
+            "--duration", f"{seconds:g}", "--input-tokens", INPUT, "--output-tokens", OUTPUT, "--report", str(path),
+        ]  # fmt: skip
+        try:
+            self.trtpipe(*words)
+        except subprocess.CalledProcessError:
+            if not path.exists():
+                raise
+        rows = []
+        for level in json.loads(path.read_text(encoding="utf-8"))["levels"]:
+            metrics = level["metrics"]
+            rows.append(
+                {
+                    "protocol": level["protocol"],
+                    "concurrency": level["load"]["concurrency"],
+                    "tokens_per_s": metrics["output_token_throughput"]["value"],
+                    "ttft_p50_ms": metrics["time_to_first_token"]["p50"],
+                    "itl_p50_ms": metrics["inter_token_latency"]["p50"],
+                    "itl_p99_ms": metrics["inter_token_latency"]["p99"],
+                    "failed": level["requests"]["failed"],
+                    "valid": level["verdict"]["valid"],
+                }
+            )
+        return rows

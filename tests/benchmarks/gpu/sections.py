@@ -1,0 +1,135 @@
+"""What `make gpu-e2e` measures, a function a section; each gives what goes into the report's JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.base import CalibrationConfig
+from pipeline import calibration
+from tests.benchmarks.gpu.place import Place
+
+PRECISIONS = ("bf16", "fp8", "fp8-kv")
+LEVELS = [1, 64, 256, 512]
+BUSY = [256, 512]
+SECONDS = 8.0
+ROWS, LENGTH = 16, 256
+PROMPTS = (
+    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time, in a village by the sea,",
+    "The three primary colours are", "To bake bread you need flour, water,", "In 1969, the first human",
+    "Dear Sir or Madam,", "import numpy as np\n\ndef mean(values):", "Q: What is the largest planet?\nA:",
+    "A list of European countries: Germany,", "Roses are red, violets are", "SELECT name FROM users WHERE",
+    "The recipe for a good life is simple:", "Mount Everest is", "An algorithm is a finite sequence of",
+)  # fmt: skip
+NEW = 48
+
+
+def accuracy(place: Place, smollm2: Path) -> dict[str, Any]:
+    """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+    heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=LENGTH)
+    rows = place.scratch / "rows.npy"
+    np.save(rows, calibration.samples(smollm2, heldout).astype(np.int32))
+    engines = {dtype: str(place.build(smollm2, dtype, "reference") / "engine") for dtype in (*PRECISIONS, "int8")}
+    told: dict[str, str] = {}
+    answers: dict[str, Any] = {}
+    for dtype in PRECISIONS:
+        engine = place.build(smollm2, dtype, "vllm") / "engine"
+        told[dtype] = str(place.scratch / f"{dtype}.npz")
+        answers[dtype] = place.inside(
+            "vllm_scores", engine=str(engine), rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
+        )
+    found = place.inside("reference_scores", engines=engines, vllm=told, rows=str(rows), greedy=prompts, new=NEW)
+    greedy = []
+    for dtype in PRECISIONS:
+        pairs = list(zip(answers[dtype]["greedy"], found["greedy"][dtype], strict=True))
+        greedy.append(
+            {
+                "precision": dtype, "vllm_method": answers[dtype]["method"],
+                "vllm_kv_cache": answers[dtype]["kv_cache"],
+                "answers": len(pairs), "same": sum(a == b for a, b in pairs),
+                "same_tokens": sum(_alike(a, b) for a, b in pairs) / sum(len(b) for _, b in pairs),
+                "text": tokenizer.decode(answers[dtype]["greedy"][0]),
+                "ours": tokenizer.decode(found["greedy"][dtype][0]),
+            }
+        )  # fmt: skip
+    refused = []
+    try:
+        place.build(smollm2, "int8", "vllm")
+    except Exception as error:
+        refused.append(str(error))
+    place.forget()
+    return {"pairs": found["pairs"], "greedy": greedy, "rows": ROWS, "length": LENGTH, "int8_refused": bool(refused)}
+
+
+def _alike(a: list[int], b: list[int]) -> int:
+    """Tokens up to where two answers part."""
+    return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b))
+
+
+def engine(place: Place, model: Path) -> dict[str, Any]:
+    """vLLM from our folders: called in its own process, and behind each of our fronts, on the same load."""
+    out: dict[str, Any] = {}
+    for dtype in PRECISIONS:
+        run = place.build(model, dtype, "vllm")
+        whole = dtype != "fp8-kv"
+        inside = place.inside("throughput", runtime="vllm", engine=str(run / "engine"), levels=LEVELS, seconds=SECONDS)
+        with place.served(run.name) as ready:
+            rows = place.bench(LEVELS if whole else BUSY[:1], "grpc", SECONDS)
+            if whole:
+                rows += place.bench(BUSY, "http,completions", SECONDS)
+        out[dtype] = {"in_process": inside["tokens_per_s"], "served": rows, "ready_s": ready}
+        place.forget()
+    return out
+
+
+def reference(place: Place, model: Path) -> dict[str, Any]:
+    """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
+    out: dict[str, Any] = {"transformers": place.inside("transformers", model=str(model), streams=256, new=128)}
+    for dtype in ("bf16", "fp8", "int8"):
+        run = place.build(model, dtype, "reference")
+        weights = sum(path.stat().st_size for path in (run / "engine").glob("rank*.safetensors"))
+        settings = json.loads((run / "engine" / "config.json").read_text())["pretrained_config"]
+        inside = place.inside(
+            "throughput", runtime="reference", engine=str(run / "engine"), levels=LEVELS[:3], seconds=SECONDS
+        )
+        # A token looks up one row of the embedding.
+        table = 2 * settings["vocab_size"] * settings["hidden_size"]
+        out[dtype] = {"in_process": inside["tokens_per_s"], "bytes_a_token": weights - table}
+        if dtype == "int8":
+            with place.served(run.name):
+                out[dtype]["served"] = place.bench([1, 64], "grpc", SECONDS)
+        place.forget()
+    return out
+
+
+def quantize(place: Place, model: Path) -> dict[str, Any]:
+    """FP8 calibration and write, ours and ModelOpt's flow, in this environment."""
+    return dict(place.inside("quantized", sys.executable, model=str(model), scratch=str(place.scratch), samples=512))
+
+
+def parallel(place: Place, model: Path) -> dict[str, Any]:
+    """Two GPUs: our runtime over NCCL from a checkpoint of two ranks, and vLLM from the folder."""
+    place.trtpipe("probe")
+    probed = sorted((place.scratch / "home" / "gpus").rglob("*.yaml"))
+    random = np.random.default_rng(1)
+    prompts = random.integers(2, 100_000, (8, 128)).tolist()
+    out: dict[str, Any] = {"probe": [path.read_text(encoding="utf-8") for path in probed]}
+    for dtype in ("bf16", "fp8"):
+        two = place.build(model, dtype, "reference", "tp=2") / "engine"
+        one = place.build(model, dtype, "reference") / "engine"
+        out[dtype] = place.inside("ranks", engine=str(two), alone=str(one), prompts=prompts, new=64)
+        place.forget()
+    run = place.build(model, "fp8", "vllm", "tp=2")
+    out["vllm_fp8"] = place.inside(
+        "throughput", runtime="vllm", engine=str(run / "engine"), levels=[1, 256], seconds=SECONDS
+    )["tokens_per_s"]
+    place.forget()
+    return out
