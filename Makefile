@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan gpu-e2e golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -61,6 +61,15 @@ bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, w
 
 bench-plan: $(READY) ## the planner against NVIDIA's published figures
 	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
+
+# Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
+ENGINE_PYTHON ?= $(BIN)/python
+SCRATCH ?= .scratch/gpu
+ONLY ?= accuracy,engine,reference,quantize,parallel
+gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e ENGINE_PYTHON=..` (60 GB of disk)
+	$(BIN)/trtpipe build --recipe smollm2-cpu --until download
+	$(BIN)/python -m tests.benchmarks.gpu $(SCRATCH) --engine-python $(ENGINE_PYTHON) --only $(ONLY) \
+	    --smollm2 runs/smollm2-135m.cpu.fp32/model
 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py

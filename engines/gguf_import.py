@@ -28,11 +28,15 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 
 def main() -> None:
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = json.loads(sys.argv[1])
     source, out = Path(spec["gguf"]), Path(spec["out"])
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the codes unless they are told not to
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(out)
     _write_both_rope_spellings(out / "config.json")
