@@ -153,7 +153,7 @@ def transformers(model: str, streams: int, new: int) -> dict[str, Any]:
     out["1"] = best
     prompts = random.integers(0, vocabulary, (streams, loop.PROMPT_TOKENS)).tolist()
     many = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    for _ in range(2):
+    for _ in range(2):  # the first time it sets itself up
         results = list(loaded.generate_batch(prompts, generation_config=many, progress_bar=False).values())
         taken = max(one.lifespan[1] for one in results) - min(one.created_time for one in results)
         out[str(streams)] = sum(len(one.generated_tokens) for one in results) / taken
@@ -165,8 +165,13 @@ def vllm_scores(engine: str, rows: str, out: str, greedy: list[list[int]], new: 
 
     out  .npz of `ids` int32 and `logprobs` float32
     """
+    import functools
+
+    import vllm
     from vllm import SamplingParams
 
+    # It tells at most 20 unless it is asked for more when it starts.
+    vllm.EngineArgs = functools.partial(vllm.EngineArgs, max_logprobs=TOP)
     one = Vllm(Path(engine))
     tokens = np.load(rows)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)

@@ -38,7 +38,7 @@ class Place:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ, "TRTPIPE_HOME": str(self.scratch / "home"), "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }  # fmt: skip
 
     def trtpipe(self, *words: str) -> float:
@@ -54,11 +54,10 @@ class Place:
         print("+ inside", what, arguments, flush=True)
         began = time.perf_counter()
         log = self.scratch / "logs" / f"{len(list((self.scratch / 'logs').glob('*')))}-{what}.log"
-        environment = {**self.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, json.dumps(arguments)]
         with log.open("wb") as errors:
             done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, check=False
+                command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, stderr=errors, check=False
             )
         print(f"  {time.perf_counter() - began:.1f} s", flush=True)
         if done.returncode:
