@@ -6,6 +6,7 @@ Run where vLLM is installed, which may be another environment than the server's:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ class Runtime:
         kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
     ) -> None:
+        # A process of vLLM's own would outlive this one when that is killed, and keep the GPU's memory. The GPU works
+        # on the next step while outputs of the last are handed on, so nothing is gained by it either.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
@@ -171,6 +175,8 @@ class _Running:
         self._request = request
         self._tokens: list[int] = []
         self._sum = 0.0
+        # Whether a token may mean more than itself.
+        self._watched = bool(request.stop_words or request.return_log_probs)
         self.stopped = False
 
     @property
@@ -185,6 +191,9 @@ class _Running:
     def take(self, reply: Any) -> Output:
         part = reply.outputs[0]
         tokens = list(part.token_ids)
+        if part.finish_reason is None and not self._watched:
+            self._tokens += tokens
+            return Output(id=self._request.id, tokens=tokens)
         finish: Finish | None = None
         if part.finish_reason == "length":
             finish = "length"

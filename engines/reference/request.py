@@ -72,7 +72,8 @@ class Request:
     return_generation_logits: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: one is made for every token, and freezing it would cost more than the rest of it.
+@dataclass(kw_only=True, slots=True)
 class Output:
     """What one step produced for one request.
 
@@ -96,3 +97,8 @@ class Output:
     allocated_blocks: int = 0
     context_logits: FloatArray | None = None
     generation_logits: FloatArray | None = None
+
+    @property
+    def only_tokens(self) -> bool:
+        """Whether it holds neither log_probs nor logits."""
+        return not self.log_probs and self.context_logits is None and self.generation_logits is None

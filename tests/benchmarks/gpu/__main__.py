@@ -24,7 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from engines.nvidia import read_gpus
+from engines.nvidia import Gpu, read_gpus
 from pipeline import config
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
@@ -57,29 +57,35 @@ def main() -> int:
         place = Place(scratch, chosen.engine_python, gpu)
         found = place.inside("machine")
         began = time.perf_counter()
+
+        def keep(result: dict[str, Any]) -> None:
+            kept[name] = section(gpus, found, place, began) | {"result": result}  # noqa: B023  # called in this turn
+            chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
         if name == "accuracy":
-            result = sections.accuracy(place, chosen.smollm2.resolve())
+            keep(sections.accuracy(place, chosen.smollm2.resolve(), keep))
         else:
             model = scratch / "llama3-8b-shaped"
             if not model.is_dir():
                 place.inside("synthetic", folder=str(model))
-            result = getattr(sections, name)(place, model)
-        kept[name] = {
-            "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-            "seconds": time.perf_counter() - began,
-            "machine": {
-                "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
-                "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
-                "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"],
-            },
-            "versions": {**found["versions"], **versions()},
-            "commands": place.said,
-            "result": result,
-        }  # fmt: skip
-        # After every section: what has been measured is not lost with what fails later.
-        chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+            keep(getattr(sections, name)(place, model, keep))
         chosen.report.write_text(page.render(kept), encoding="utf-8")
     return 0
+
+
+def section(gpus: tuple[Gpu, ...], found: dict[str, Any], place: Place, began: float) -> dict[str, Any]:
+    """What is kept of a section besides its result."""
+    return {
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "seconds": time.perf_counter() - began,
+        "machine": {
+            "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
+            "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
+            "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"],
+        },
+        "versions": {**found["versions"], **versions()},
+        "commands": place.said,
+    }  # fmt: skip
 
 
 def versions() -> dict[str, str]:

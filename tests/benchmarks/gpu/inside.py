@@ -1,6 +1,7 @@
-"""What runs in the engine's environment: `python -m tests.benchmarks.gpu.inside WHAT JSON`, a JSON object as last line.
+"""What runs in the engine's environment: `python -m tests.benchmarks.gpu.inside WHAT RESULT JSON`.
 
-WHAT is one of the functions below, JSON its arguments. Nothing here needs more than torch, transformers and vLLM.
+WHAT is one of the functions below, JSON its arguments, RESULT the file that what it returns is written to. Nothing here
+needs more than torch, transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -370,8 +371,8 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    what, arguments = sys.argv[1], json.loads(sys.argv[2])
-    print(json.dumps(globals()[what](**arguments)))
+    what, result, arguments = sys.argv[1:]
+    Path(result).write_text(json.dumps(globals()[what](**json.loads(arguments))), encoding="utf-8")
 
 
 if __name__ == "__main__":

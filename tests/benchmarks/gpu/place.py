@@ -51,19 +51,20 @@ class Place:
 
     def inside(self, what: str, python: str | None = None, **arguments: Any) -> Any:
         """Run a function of `inside` in the engine's environment, or in that of `python`; what it returns."""
-        print("+ inside", what, arguments, flush=True)
+        number = len(list((self.scratch / "logs").glob("*.log")))
+        log, result = (self.scratch / "logs" / f"{number}-{what}{suffix}" for suffix in (".log", ".json"))
+        print("+ inside", what, flush=True)
         began = time.perf_counter()
-        log = self.scratch / "logs" / f"{len(list((self.scratch / 'logs').glob('*')))}-{what}.log"
-        command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, json.dumps(arguments)]
-        with log.open("wb") as errors:
+        command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, str(result)]
+        with log.open("wb") as out:
             done = subprocess.run(
-                command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, stderr=errors, check=False
+                [*command, json.dumps(arguments)], cwd=ROOT, env=self.environment, stdout=out, stderr=out, check=False
             )
         print(f"  {time.perf_counter() - began:.1f} s", flush=True)
         if done.returncode:
             print(log.read_text(encoding="utf-8", errors="replace")[-6000:], flush=True)
             raise SystemExit(f"{what} failed")
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(result.read_text(encoding="utf-8"))
 
     def build(self, model: Path, dtype: str, runtime: str, *settings: str) -> Path:
         """Build a target; its run folder. What an earlier target left in the store goes."""

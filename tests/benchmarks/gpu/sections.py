@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from engines.base import CalibrationConfig
 from pipeline import calibration
 from tests.benchmarks.gpu.place import Place
 
+# Told what there is so far, so that it is not lost with what fails later.
+Keep = Callable[[dict[str, Any]], None]
 PRECISIONS = ("bf16", "fp8", "fp8-kv")
 LEVELS = [1, 64, 256, 512]
 BUSY = [256, 512]
-SECONDS = 8.0
+SECONDS = 6.0
 ROWS, LENGTH = 16, 256
 PROMPTS = (
     "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time, in a village by the sea,",
@@ -28,7 +31,7 @@ PROMPTS = (
 NEW = 48
 
 
-def accuracy(place: Place, smollm2: Path) -> dict[str, Any]:
+def accuracy(place: Place, smollm2: Path, keep: Keep) -> dict[str, Any]:
     """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
     from tokenizers import Tokenizer
 
@@ -74,23 +77,23 @@ def _alike(a: list[int], b: list[int]) -> int:
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b))
 
 
-def engine(place: Place, model: Path) -> dict[str, Any]:
+def engine(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
     """vLLM from our folders: called in its own process, and behind each of our fronts, on the same load."""
     out: dict[str, Any] = {}
-    for dtype in PRECISIONS:
+    for dtype in ("bf16", "fp8"):
         run = place.build(model, dtype, "vllm")
-        whole = dtype != "fp8-kv"
         inside = place.inside("throughput", runtime="vllm", engine=str(run / "engine"), levels=LEVELS, seconds=SECONDS)
-        with place.served(run.name) as ready:
-            rows = place.bench(LEVELS if whole else BUSY[:1], "grpc", SECONDS)
-            if whole:
-                rows += place.bench(BUSY, "http,completions", SECONDS)
-        out[dtype] = {"in_process": inside["tokens_per_s"], "served": rows, "ready_s": ready}
-        place.forget()
+        out[dtype] = {"in_process": inside["tokens_per_s"], "served": []}
+        keep(out)
+    with place.served(run.name) as ready:
+        out[dtype]["ready_s"] = ready
+        for protocol in ("grpc", "http", "completions"):
+            out[dtype]["served"] += place.bench(BUSY, protocol, SECONDS)
+            keep(out)
     return out
 
 
-def reference(place: Place, model: Path) -> dict[str, Any]:
+def reference(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
     """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
     out: dict[str, Any] = {"transformers": place.inside("transformers", model=str(model), streams=256, new=128)}
     for dtype in ("bf16", "fp8", "int8"):
@@ -110,12 +113,12 @@ def reference(place: Place, model: Path) -> dict[str, Any]:
     return out
 
 
-def quantize(place: Place, model: Path) -> dict[str, Any]:
+def quantize(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
     """FP8 calibration and write, ours and ModelOpt's flow, in this environment."""
     return dict(place.inside("quantized", sys.executable, model=str(model), scratch=str(place.scratch), samples=512))
 
 
-def parallel(place: Place, model: Path) -> dict[str, Any]:
+def parallel(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
     """Two GPUs: our runtime over NCCL from a checkpoint of two ranks, and vLLM from the folder."""
     place.trtpipe("probe")
     probed = sorted((place.scratch / "home" / "gpus").rglob("*.yaml"))

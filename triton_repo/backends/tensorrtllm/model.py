@@ -176,6 +176,9 @@ class TritonPythonModel:
                 continue
             message, blob = received
             if message["type"] == "step":
+                for number, tokens, reused, allocated in message["tokens"]:
+                    counts = {"reused_blocks": reused, "allocated_blocks": allocated}
+                    self._deliver({"id": number, "tokens": tokens, "finish": None, **counts}, blob)
                 for entry in message["outputs"]:
                     self._deliver(entry, blob)
                 if "stats" in message:
