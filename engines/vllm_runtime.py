@@ -6,7 +6,6 @@ Run where vLLM is installed, which may be another environment than the server's:
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,6 @@ class Runtime:
         kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
     ) -> None:
-        # A process of vLLM's own would outlive this one when that is killed, and keep the GPU's memory. The GPU works
-        # on the next step while outputs of the last are handed on, so nothing is gained by it either.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 

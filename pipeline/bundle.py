@@ -7,7 +7,6 @@ have, and for each artefact its record and the digest of every file. What arrive
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -15,22 +14,18 @@ import os
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
-from engines.errors import ArtefactRefused, InputDataError, UsageError
+from engines.errors import InputDataError, UsageError
 from engines.files import read_json
-from pipeline import __version__
 from pipeline.folders import write_whole
 from pipeline.manifest import Record
-from pipeline.model_ref import ModelRef
-from pipeline.plan import Plan, resolve
+from pipeline.plan import Plan
 from pipeline.runner import RunFolder
-from pipeline.stages import Stage, stages_of
-from pipeline.stages.build import draft_passport
+from pipeline.shipment import check_index, describe, files_of, link, plan_of, receive
 from pipeline.store import Artefact, Store
 
-FORMAT = 1
 INDEX = "trtpipe.json"
 # What finishing a target needs; the last is there for quantized ones alone.
 CARRIED = ("checkpoint", "tokenizer", "accuracy")
@@ -49,21 +44,7 @@ class Bundle:
 
 def pack(target: str, store: Store, out: Path, progress: Progress = lambda done, total: None) -> Path:
     """Write `out` from the run folder of `target`. Raises UsageError, or InputDataError when something is not made."""
-    run = RunFolder.of(target)
-    if not run.path.is_dir():
-        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
-    raw = read_json(run.path / "plan.json", "plan")
-    plan = _plan(raw["settings"], raw["model"])
-    made = {stage.makes: _made(stage, run, store) for stage in stages_of(plan) if stage.makes in CARRIED}
-    index = {
-        "format": FORMAT,
-        "trtpipe": __version__,
-        "target": target,
-        "model": raw["model"],
-        "settings": raw["settings"],
-        "passport": dataclasses.asdict(draft_passport(plan, made["checkpoint"])),
-        "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
-    }
+    index, made = describe(target, store, CARRIED)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0
     try:
@@ -90,9 +71,8 @@ def unpack(path: Path, store: Store, progress: Progress = lambda done, total: No
     try:
         with tarfile.open(path) as tar:
             index = _read_index(tar, path)
-            plan = _plan(index["settings"], index["model"])
-            total = sum(file["size"] for entry in index["artefacts"].values() for file in entry["files"])
-            counter = _Counter(total, progress)
+            plan = plan_of(index)
+            counter = _Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
             }
@@ -100,11 +80,7 @@ def unpack(path: Path, store: Store, progress: Progress = lambda done, total: No
         raise InputDataError(f"{path} is no whole export", why=str(error), remedy="copy it again") from None
     except OSError as error:
         raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
-    run = RunFolder.of(plan.target)
-    run.start(plan, store)
-    for stage in stages_of(plan):
-        if stage.makes in artefacts:
-            run.update(stage, artefacts[stage.makes])
+    run = link(plan, artefacts, store)
     write_whole(run.path / "import.json", json.dumps(index, indent=2) + "\n")
     return Bundle(plan=plan, artefacts=artefacts)
 
@@ -123,25 +99,7 @@ def imported(target: str, store: Store) -> Bundle:
         if artefact is None:
             raise InputDataError(f"the {name} of {target} is no longer in the store", remedy="import it again")
         found[name] = artefact
-    return Bundle(plan=_plan(index["settings"], index["model"]), artefacts=found)
-
-
-def _made(stage: Stage, run: RunFolder, store: Store) -> Artefact:
-    record = run.last(stage.name)
-    artefact = record and store.find(record, verify=False)
-    if not artefact:
-        raise InputDataError(
-            f"{run.path} has no {stage.makes}",
-            why=f"its {stage.name} stage has not run to its end",
-            remedy="run `trtpipe build` again",
-        )
-    return artefact
-
-
-def _entry(artefact: Artefact) -> dict[str, Any]:
-    manifest = artefact.manifest
-    files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in manifest.files]
-    return {"record": dataclasses.asdict(manifest.record), "content": manifest.content, "files": files}
+    return Bundle(plan=plan_of(index), artefacts=found)
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:
@@ -158,17 +116,10 @@ def _read_index(tar: tarfile.TarFile, path: Path) -> dict[str, Any]:
     if stream is None:
         raise InputDataError(f"{path} is no export of trtpipe", why=f"it does not begin with {INDEX}")
     try:
-        index: dict[str, Any] = json.load(stream)
-        version = index["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        index = json.load(stream)
+    except ValueError as error:
         raise InputDataError(f"{path}: {INDEX} is damaged", why=str(error), remedy="copy it again") from None
-    if version != FORMAT:
-        raise ArtefactRefused(f"{path} is of format {version}, this trtpipe reads {FORMAT}", remedy="export it again")
-    return index
-
-
-def _plan(settings: dict[str, Any], model: dict[str, Any]) -> Plan:
-    return resolve([("export", settings)], model=ModelRef.from_json(model))
+    return check_index(index, f"{path}: {INDEX}")
 
 
 class _Counter:
@@ -184,28 +135,12 @@ def _take(
     tar: tarfile.TarFile, path: Path, name: str, entry: dict[str, Any], store: Store, counter: _Counter
 ) -> Artefact:
     """One artefact into the store, unless it is there. Raises InputDataError for a file that is not what it was."""
-    record = Record(**entry["record"])
 
-    def work(out: Path) -> dict[str, Any]:
-        for file in entry["files"]:
-            relative = PurePosixPath(file["path"])
-            if relative.is_absolute() or ".." in relative.parts:
-                raise InputDataError(f"{path} holds the file name {relative}", why="it leads out of its folder")
-            (out / relative).parent.mkdir(parents=True, exist_ok=True)
-            _extract(tar, path, f"{name}/{file['path']}", out / relative, file, counter)
-        return {"imported": path.name}
+    def take(file: dict[str, Any], place: Path | None) -> None:
+        _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
 
-    with store.locked(record):
-        found = store.find(record)
-        if found is not None and found.manifest.content == entry["content"]:
-            for file in entry["files"]:  # nothing is taken from it, and its word is to be good all the same
-                _extract(tar, path, f"{name}/{file['path']}", None, file, counter)
-            return found
-        store.set_aside(record)
-        artefact = store.make(record, work)
-    if artefact.manifest.content != entry["content"]:
-        raise InputDataError(f"{path}: the {name} is not what its digest says", remedy="copy it again")
-    return artefact
+    # Of one that is there nothing is taken, and the file's word is to be good all the same.
+    return receive(entry, store, str(path), take, lambda file: take(file, None))
 
 
 def _extract(

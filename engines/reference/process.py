@@ -70,7 +70,7 @@ class _Peers:
         with self._lock:
             self._connected -= 1
             if self._connected == 0:
-                self._end = threading.Timer(LAST_STEP_SECONDS, os._exit, (1,))
+                self._end = threading.Timer(LAST_STEP_SECONDS, _end_at_once)
                 self._end.daemon = True
                 self._end.start()
 
@@ -81,7 +81,14 @@ class _Peers:
         for descriptor in self._descriptors:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        os._exit(1)
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """With all that this process has started, where it leads a group: a stub starts it so."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 Event = tuple[_Stub, dict[str, Any] | None, bytes]

@@ -17,7 +17,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -89,17 +88,8 @@ def section(gpus: tuple[Gpu, ...], found: dict[str, Any], place: Place, began: f
 
 
 def versions() -> dict[str, str]:
-    """Of this environment, and the commit."""
-    out = {"nvidia-pytriton": importlib.metadata.version("nvidia-pytriton")}
-    for name in ("nvidia-modelopt",):
-        try:
-            out[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        out["trtpipe"] = done.stdout.strip()
-    return out
+    """Of this environment."""
+    return {name: importlib.metadata.version(name) for name in ("nvidia-pytriton", "nvidia-modelopt")}
 
 
 if __name__ == "__main__":

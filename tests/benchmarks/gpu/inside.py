@@ -19,18 +19,21 @@ from tests.benchmarks.gpu import loop
 
 # How many of its likeliest tokens vLLM is asked for at each place.
 TOP = 64
+# In the cache of engines that are compared.
+TOKENS = 65536
 
 
 class Vllm:
-    """vLLM's own engine, with the arguments of an engine folder."""
+    """vLLM's own engine, as our runtime sets it up; its steps are vLLM's, without ours."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
         from engines.vllm_runtime import Runtime
 
-        self.engine = Runtime(folder)._engine
+        self.runtime = Runtime(folder, **options)
+        self.engine = self.runtime._engine
         self._params = lambda new: SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
@@ -54,30 +57,30 @@ class Vllm:
 class Reference:
     """The reference runtime."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         from engines.reference.runtime import Runtime
 
-        self.engine = Runtime(folder)
+        self.runtime = Runtime(folder, **options)
 
     @property
     def vocabulary(self) -> int:
-        return self.engine.config.vocab_size
+        return self.runtime.config.vocab_size
 
     def add(self, number: int, prompt: Sequence[int], new: int) -> None:
         from engines.reference.request import Request
 
-        self.engine.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
+        self.runtime.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
 
     def step(self) -> Iterable[tuple[int, int, bool]]:
-        for output in self.engine.step():
+        for output in self.runtime.step():
             yield output.id, len(output.tokens), output.finish is not None
 
     def drain(self) -> None:
-        while self.engine.has_work:
-            self.engine.step()
+        while self.runtime.has_work:
+            self.runtime.step()
 
 
-ENGINES = {"vllm": Vllm, "reference": Reference}
+ENGINES: dict[str, Any] = {"vllm": Vllm, "reference": Reference}
 
 
 def synthetic(folder: str) -> dict[str, Any]:
@@ -122,17 +125,6 @@ def tokenizer(folder: Path, size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
 
 
-def throughput(runtime: str, engine: str, levels: list[int], seconds: float) -> dict[str, Any]:
-    """Output tokens a second in this process, by requests in flight."""
-    began = time.perf_counter()
-    one = ENGINES[runtime](Path(engine))
-    loaded = time.perf_counter() - began
-    return {
-        "load_s": loaded,
-        "tokens_per_s": loop.levels(one, levels, seconds, one.vocabulary, one.drain),
-    }
-
-
 def transformers(model: str, streams: int, new: int) -> dict[str, Any]:
     """transformers' own `generate` for one request, and its continuous batching for `streams`; tokens a second."""
     import torch
@@ -171,8 +163,8 @@ def vllm_scores(engine: str, rows: str, out: str, greedy: list[list[int]], new: 
     import vllm
     from vllm import SamplingParams
 
-    # It tells at most 20 unless it is asked for more when it starts.
-    vllm.EngineArgs = functools.partial(vllm.EngineArgs, max_logprobs=TOP)
+    # It tells at most 20 unless it is asked for more when it starts; compiling is for speed alone.
+    vllm.EngineArgs = functools.partial(vllm.EngineArgs, max_logprobs=TOP, enforce_eager=True)
     one = Vllm(Path(engine))
     tokens = np.load(rows)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
@@ -245,10 +237,10 @@ def _context_logits(one: Reference, tokens: Any) -> list[Any]:
     from engines.reference.request import Request
 
     for number, row in enumerate(tokens):
-        one.engine.submit(Request(id=number, prompt=tuple(row.tolist()), max_tokens=1, return_context_logits=True))
+        one.runtime.submit(Request(id=number, prompt=tuple(row.tolist()), max_tokens=1, return_context_logits=True))
     parts: dict[int, Any] = {}
-    while one.engine.has_work:
-        for output in one.engine.step():
+    while one.runtime.has_work:
+        for output in one.runtime.step():
             if output.context_logits is not None:
                 parts[output.id] = output.context_logits
     return [parts[number][:-1] for number in range(len(tokens))]
@@ -259,9 +251,9 @@ def _greedy(one: Reference, prompts: list[list[int]], new: int) -> list[list[int
     from engines.reference.request import Request
 
     for number, prompt in enumerate(prompts):
-        one.engine.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
-    while one.engine.has_work:
-        for output in one.engine.step():
+        one.runtime.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
+    while one.runtime.has_work:
+        for output in one.runtime.step():
             made[output.id] += output.tokens
     return made
 
@@ -296,43 +288,32 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[s
     """
     import torch
 
-    from engines.reference.runtime import Runtime
-
-    def follow(runtime: Any, told: list[list[int]]) -> tuple[list[Any], float]:
-        from engines.reference.request import Request
-
-        for number, row in enumerate(told):
-            runtime.submit(Request(id=number, prompt=tuple(row), max_tokens=1, return_context_logits=True))
-        found: dict[int, Any] = {}
-        began = time.perf_counter()
-        while runtime.has_work:
-            for output in runtime.step():
-                if output.context_logits is not None:
-                    found[output.id] = torch.from_numpy(output.context_logits)
-        return [found[number] for number in range(len(told))], time.perf_counter() - began
-
-    apart = Reference.__new__(Reference)
-    apart.engine = Runtime(Path(engine), kv_cache_tokens=65536)
+    apart = Reference(Path(engine), kv_cache_tokens=TOKENS)
     answers = _greedy(apart, prompts, new)
-    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    theirs, _ = follow(apart.engine, rows)
-    speeds = loop.levels(apart, [1, 64], 4.0, apart.vocabulary, apart.drain)
-    apart.engine.close()
-    out: dict[str, Any] = {"tokens_per_s": speeds, "pairs": []}
+    rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
+    theirs = _context_logits(apart, rows)
+    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, [1, 64], 4.0), "pairs": []}
+    apart.runtime.close()
     for name, folder in (("the same shards in one process", engine), ("one rank", alone)):
-        one = Reference.__new__(Reference)
-        one.engine = Runtime(Path(folder), kv_cache_tokens=65536, apart=False)
+        one = Reference(Path(folder), kv_cache_tokens=TOKENS, apart=False)
         same = _greedy(one, prompts, new)
-        ours, _ = follow(one.engine, rows)
-        pairs = [_whole(a.log_softmax(-1), b.log_softmax(-1)) for a, b in zip(ours, theirs, strict=True)]
-        largest = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        pairs, largest = [], 0.0
+        for ours, their in zip(_context_logits(one, rows), theirs, strict=True):
+            a, b = torch.from_numpy(ours), torch.from_numpy(their)
+            pairs.append(_whole(a.log_softmax(-1), b.log_softmax(-1)))
+            largest = max(largest, float((a - b).abs().max()))
         answered = sum(a == b for a, b in zip(same, answers, strict=True))
         out["pairs"].append({"to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts)})
         if folder == alone:
-            out["tokens_per_s_of_one"] = loop.levels(one, [1, 64], 4.0, one.vocabulary, one.drain)
-        del one, ours
+            out["tokens_per_s_of_one"] = loop.measure(one, [1, 64], 4.0)
+        del one
         torch.cuda.empty_cache()
     return out
+
+
+def vllm_throughput(engine: str, levels: list[int], seconds: float) -> dict[str, dict[str, float]]:
+    """Output tokens a second of vLLM in this process, by requests in flight."""
+    return loop.measure(Vllm(Path(engine)), levels, seconds)
 
 
 def quantized(model: str, scratch: str, samples: int) -> dict[str, Any]:

@@ -2,75 +2,101 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pipeline.bench.work.loads import Closed
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
+# Of `waves`: how often every place is taken.
+WAVES = 4
 
 
 class InProcess(Protocol):
     """An engine that is stepped: what it made in a step, as (request, new tokens, whether it has ended)."""
 
+    @property
+    def vocabulary(self) -> int: ...
+
     def add(self, number: int, prompt: Sequence[int], new: int) -> None: ...
 
     def step(self) -> Iterable[tuple[int, int, bool]]: ...
+
+    def drain(self) -> None: ...
 
 
 @dataclass
 class _Slot:
     warmups: list[int]
-    left: int = 0
 
 
-def closed(engine: InProcess, concurrency: int, seconds: float, vocabulary: int, seed: int = 0) -> float:
-    """Tokens a second over `seconds`, once every slot has done its warm-up, as the load tester has it."""
-    random = np.random.default_rng(seed)
+def measure(engine: InProcess, levels: Sequence[int], seconds: float) -> dict[str, dict[str, float]]:
+    """Tokens a second by concurrency: of `steady` places and of `waves`."""
+    found: dict[str, dict[str, float]] = {}
+    for concurrency in levels:
+        found[str(concurrency)] = {
+            "waves": waves(engine, concurrency), "steady": steady(engine, concurrency, seconds),
+        }  # fmt: skip
+        print(concurrency, found[str(concurrency)], file=sys.stderr, flush=True)
+    return found
+
+
+def waves(engine: InProcess, concurrency: int) -> float:
+    """All places start together and so end together, `WAVES` times over: prompts in one step, then tokens alone."""
+    random = np.random.default_rng(concurrency)
+    numbers = iter(range(concurrency * WAVES))
+
+    def start() -> None:
+        number = next(numbers, None)
+        if number is not None:
+            engine.add(number, random.integers(0, engine.vocabulary, PROMPT_TOKENS).tolist(), OUTPUT_TOKENS)
+
+    began = time.perf_counter()
+    for _ in range(concurrency):
+        start()
+    made = left = concurrency * WAVES
+    while left:
+        for _, _, ended in engine.step():
+            if ended:
+                left -= 1
+                start()
+    return made * OUTPUT_TOKENS / (time.perf_counter() - began)
+
+
+def steady(engine: InProcess, concurrency: int, seconds: float) -> float:
+    """Places spread over a request's time, as the load tester spreads them: prompts come with the tokens of others."""
+    random = np.random.default_rng(concurrency)
     load = Closed(concurrency=concurrency, duration_s=seconds)
     slots = [_Slot(load.warmup_lengths(slot, OUTPUT_TOKENS)) for slot in range(concurrency)]
     running: dict[int, _Slot] = {}
     numbers = iter(range(1 << 60))
-    warming = concurrency
 
     def start(slot: _Slot) -> None:
-        nonlocal warming
-        new = slot.warmups.pop(0) if slot.warmups else OUTPUT_TOKENS
-        slot.left = new
         number = next(numbers)
         running[number] = slot
-        engine.add(number, random.integers(0, vocabulary, PROMPT_TOKENS).tolist(), new)
+        prompt = random.integers(0, engine.vocabulary, PROMPT_TOKENS).tolist()
+        engine.add(number, prompt, slot.warmups.pop(0) if slot.warmups else OUTPUT_TOKENS)
 
     for slot in slots:
         start(slot)
     made, began = 0, 0.0
-    warmed: set[int] = set()
+    warm: set[int] = set()
     while True:
         for number, tokens, ended in engine.step():
             made += tokens
             if ended:
                 slot = running.pop(number)
                 if not slot.warmups:
-                    warmed.add(id(slot))
+                    warm.add(id(slot))
                 start(slot)
         now = time.perf_counter()
-        if not began and len(warmed) == concurrency:
+        if not began and len(warm) == concurrency:
             made, began = 0, now
         elif began and now - began >= seconds:
+            engine.drain()
             return made / (now - began)
-
-
-def levels(
-    engine: InProcess, asked: Sequence[int], seconds: float, vocabulary: int, drain: Callable[[], Any]
-) -> dict[str, float]:
-    """Tokens a second by concurrency."""
-    found = {}
-    for concurrency in asked:
-        found[str(concurrency)] = closed(engine, concurrency, seconds, vocabulary, seed=concurrency)
-        drain()
-        print(concurrency, found[str(concurrency)], flush=True)
-    return found

@@ -85,38 +85,34 @@ def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    levels = list(result["bf16"]["in_process"])
-    plain = result["bf16"]["in_process"]
-    inside = [
-        f"| {name} | " + " | ".join(f"{one['in_process'][level]:,.0f}" for level in levels) + " | "
-        + " | ".join(f"{one['in_process'][level] / plain[level]:.2f}" for level in levels) + " |"
-        for name, one in result.items()
-    ]  # fmt: skip
-    served = []
+    inside, served = [], []
     for name, one in result.items():
+        for level, speed in one["in_process"].items():
+            plain = result.get("bf16", {}).get("in_process", {}).get(level)
+            ratio = [f"{speed[way] / plain[way]:.2f}" if plain else "" for way in ("waves", "steady")]
+            inside.append(
+                f"| {name} | {level} | {speed['waves']:,.0f} | {ratio[0]} | {speed['steady']:,.0f} | {ratio[1]} |"
+            )
         for row in one["served"]:
-            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])]
-            valid = "" if row["valid"] else "INVALID: the client was the limit"
-            valid += f" {row['failed']} failed" if row["failed"] else ""
+            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])]["steady"]
             served.append(
                 f"| {name} | {PROTOCOLS[row['protocol']]} | {row['concurrency']} | {row['tokens_per_s']:,.0f} "
                 f"| {kept:.1%} | {row['ttft_p50_ms']:.0f} | {_ms(row['itl_p50_ms'])} / {_ms(row['itl_p99_ms'])} "
-                f"| {valid} |"
+                f"| {_doubts(row)} |"
             )
-    head = " | ".join(levels)
     return "\n".join(
         [
             "## Speed: vLLM from our folders, alone and behind our fronts\n",
             _where(section),
             "A Llama of Llama 3 8B's shapes and random weights, 128 tokens in and 128 out, a closed loop of so many "
-            "requests\nin flight. In process: vLLM's engine is stepped by the measuring process itself, with the same "
-            "arguments.\n",
-            f"| precision | tok/s at {head} | over bf16 at {head} |".replace(" | ", " | ", 1),
-            "|---|" + "---|" * (2 * len(levels)),
+            "requests\nin flight. Waves: all start, and so end, together. Steady: they are spread over a request's "
+            "time, as the load tester\nspreads them, so that prompts are computed beside the tokens of others.\n",
+            "In the engine's process, without a server, tokens a second and over bf16's:\n",
+            "| precision | in flight | waves | over bf16 | steady | over bf16 |",
+            "|---|---|---|---|---|---|",
             *inside,
             "",
-            "Served: tritonserver, our backend, the same engine in a process of its own; the load tester on the same "
-            "machine.\n",
+            "The same engine served: tritonserver, our backend, the load tester on the same machine; steady.\n",
             "| precision | front | in flight | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
             "|---|---|---|---|---|---|---|---|",
             *served,
@@ -126,14 +122,19 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     )
 
 
+def _doubts(row: Mapping[str, Any]) -> str:
+    valid = "" if row["valid"] else "INVALID: the client was the limit "
+    return valid + (f"{row['failed']} failed" if row["failed"] else "")
+
+
 def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     theirs = result["transformers"]
     bandwidth = section["machine"]["bandwidth_gbs"] * 1e9
-    rows = [f"| transformers, bf16 | {theirs['1']:,.0f} | | | {theirs['256']:,.0f} | 1.0 / 1.0 | |"]
+    rows = [f"| transformers, bf16 | {theirs['1']:,.0f} | | | {theirs['256']:,.0f} | | |"]
     for name, one in result.items():
         if name == "transformers":
             continue
-        speed = one["in_process"]
+        speed = {level: ways["waves"] for level, ways in one["in_process"].items()}
         bound = bandwidth / one["bytes_a_token"]
         rows.append(
             f"| reference, {name} | {speed['1']:,.0f} | {bound:,.0f} | {speed['64']:,.0f} | {speed['256']:,.0f} "
@@ -146,8 +147,8 @@ def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         [
             "## Speed: the reference runtime from our TensorRT-LLM checkpoints\n",
             _where(section),
-            "The same model and load, in tokens a second. Of transformers: `generate` for one stream, "
-            "`generate_batch` (continuous\nbatching) for 256. The bound is the copy's rate over the bytes of the "
+            "The same model and lengths, in waves, tokens a second. Of transformers: `generate` for one stream, "
+            "`generate_batch`\n(continuous batching) for 256. The bound is the copy's rate over the bytes of the "
             "weights that every token reads.\n",
             "| engine | one stream | bound | 64 | 256 | over transformers, 1 / 256 | of the bound |",
             "|---|---|---|---|---|---|---|",
@@ -183,9 +184,9 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
                 f"| {pair['answers']} of {pair['of']} |"
             )
         for level in one["tokens_per_s"]:
-            two, alone = one["tokens_per_s"][level], one["tokens_per_s_of_one"][level]
+            two, alone = one["tokens_per_s"][level]["waves"], one["tokens_per_s_of_one"][level]["waves"]
             speeds.append(f"| {name} | {level} | {two:,.0f} | {alone:,.0f} | {two / alone:.2f} |")
-    vllm = ", ".join(f"{value:,.0f} at {level}" for level, value in result["vllm_fp8"].items())
+    vllm = ", ".join(f"{ways['waves']:,.0f} at {level}" for level, ways in result["vllm_fp8"].items())
     return "\n".join(
         [
             "## Two GPUs\n",

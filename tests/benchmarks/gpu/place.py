@@ -14,11 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
+
 ROOT = Path(__file__).parents[3]
 # Of every engine measured; calibration by the text that is shipped, for nothing can be downloaded.
 SIZES = ("build.max_batch_size=512", "build.max_input_len=512", "build.max_seq_len=1024")
 CALIBRATION = ("calibration.data=demo", "calibration.samples=64", "calibration.seq_len=256")
-INPUT, OUTPUT = "128", "128"
+INPUT, OUTPUT = str(PROMPT_TOKENS), str(OUTPUT_TOKENS)
+# The engine process loads `measured` instead of its runtime.
+MEASURED = """
+from pipeline import tritonserver
+tritonserver.RUNTIMES = dict.fromkeys(tritonserver.RUNTIMES, "tests.benchmarks.gpu.measured")
+"""
 
 
 @dataclass
@@ -38,15 +45,21 @@ class Place:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ, "TRTPIPE_HOME": str(self.scratch / "home"), "PYTHONPATH": os.pathsep.join(paths),
-            "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
         }  # fmt: skip
 
-    def trtpipe(self, *words: str) -> float:
-        """Run the command; seconds. Raises CalledProcessError."""
+    def trtpipe(self, *words: str, through: str = "", **environment: str) -> float:
+        """Run the command, after the Python `through`; seconds. Raises CalledProcessError."""
         self.said.append(" ".join(["trtpipe", *words]).replace(str(self.scratch), "SCRATCH"))
         print("+", self.said[-1], flush=True)
         began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "pipeline", *words], cwd=self.scratch, env=self.environment, check=True)
+        program = f"{through}\nfrom pipeline.cli import main\nraise SystemExit(main())"
+        subprocess.run(
+            [sys.executable, "-c", program, *words],
+            cwd=self.scratch,
+            env={**self.environment, **environment},
+            check=True,
+        )
         return time.perf_counter() - began
 
     def inside(self, what: str, python: str | None = None, **arguments: Any) -> Any:
@@ -81,13 +94,18 @@ class Place:
         shutil.rmtree(self.scratch / "runs", ignore_errors=True)
 
     @contextmanager
-    def served(self, target: str) -> Iterator[float]:
-        """A server of the target, for the block; how long it took to be ready."""
+    def served(self, target: str, levels: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
+        """A server of the target, for the block; what its engine gave in its own process before it served."""
         ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
+        out = self.scratch / "logs" / f"{target}.measured.json"
+        asked = {"levels": list(levels), "seconds": seconds, "out": str(out)}
         python = ["--engine-python", self.engine_python]
-        taken = self.trtpipe("serve", target, "--detach", "--gateway-workers", "6", *ports, *python)
+        self.trtpipe(
+            "serve", target, "--detach", "--gateway-workers", "6", *ports, *python,
+            through=MEASURED, TRTPIPE_MEASURE=json.dumps(asked),
+        )  # fmt: skip
         try:
-            yield taken
+            yield json.loads(out.read_text(encoding="utf-8"))
         finally:
             self.trtpipe("stop")
 

@@ -78,18 +78,18 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 
 def engine(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
-    """vLLM from our folders: called in its own process, and behind each of our fronts, on the same load."""
+    """vLLM from our folders: stepped in its own process, then behind each of our fronts, on the same load."""
     out: dict[str, Any] = {}
-    for dtype in ("bf16", "fp8"):
+    for dtype in ("fp8", "bf16", "fp8-kv"):
         run = place.build(model, dtype, "vllm")
-        inside = place.inside("throughput", runtime="vllm", engine=str(run / "engine"), levels=LEVELS, seconds=SECONDS)
-        out[dtype] = {"in_process": inside["tokens_per_s"], "served": []}
-        keep(out)
-    with place.served(run.name) as ready:
-        out[dtype]["ready_s"] = ready
-        for protocol in ("grpc", "http", "completions"):
-            out[dtype]["served"] += place.bench(BUSY, protocol, SECONDS)
+        whole = dtype != "fp8-kv"
+        with place.served(run.name, LEVELS if whole else BUSY[:1], SECONDS) as inside:
+            out[dtype] = {"in_process": inside, "served": []}
             keep(out)
+            for protocol in ("grpc", "http", "completions") if whole else ("grpc",):
+                out[dtype]["served"] += place.bench(BUSY if whole else BUSY[:1], protocol, SECONDS)
+                keep(out)
+        place.forget()
     return out
 
 
@@ -97,17 +97,15 @@ def reference(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
     """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
     out: dict[str, Any] = {"transformers": place.inside("transformers", model=str(model), streams=256, new=128)}
     for dtype in ("bf16", "fp8", "int8"):
+        keep(out)
         run = place.build(model, dtype, "reference")
         weights = sum(path.stat().st_size for path in (run / "engine").glob("rank*.safetensors"))
         settings = json.loads((run / "engine" / "config.json").read_text())["pretrained_config"]
-        inside = place.inside(
-            "throughput", runtime="reference", engine=str(run / "engine"), levels=LEVELS[:3], seconds=SECONDS
-        )
         # A token looks up one row of the embedding.
         table = 2 * settings["vocab_size"] * settings["hidden_size"]
-        out[dtype] = {"in_process": inside["tokens_per_s"], "bytes_a_token": weights - table}
-        if dtype == "int8":
-            with place.served(run.name):
+        with place.served(run.name, LEVELS[:3], SECONDS) as inside:
+            out[dtype] = {"in_process": inside, "bytes_a_token": weights - table}
+            if dtype == "int8":
                 out[dtype]["served"] = place.bench([1, 64], "grpc", SECONDS)
         place.forget()
     return out
@@ -129,10 +127,9 @@ def parallel(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
         two = place.build(model, dtype, "reference", "tp=2") / "engine"
         one = place.build(model, dtype, "reference") / "engine"
         out[dtype] = place.inside("ranks", engine=str(two), alone=str(one), prompts=prompts, new=64)
+        keep(out)
         place.forget()
     run = place.build(model, "fp8", "vllm", "tp=2")
-    out["vllm_fp8"] = place.inside(
-        "throughput", runtime="vllm", engine=str(run / "engine"), levels=[1, 256], seconds=SECONDS
-    )["tokens_per_s"]
+    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256], seconds=SECONDS)
     place.forget()
     return out

@@ -5,9 +5,11 @@ and its options: one process for each engine of a server, a new one when the eng
 the last instance has.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -77,7 +79,7 @@ class Engine:
                 self.process = None
             return
         if self.process is not None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
         raise pb_utils.TritonModelException(f"the engine process did not answer within {START_SECONDS:.0f} s")
 
     def _start_process(self):
@@ -87,20 +89,26 @@ class Engine:
         elif status is not None:
             raise pb_utils.TritonModelException(self.obituary())
         if self.process is None:
-            self.process = subprocess.Popen(self.command, stdin=subprocess.DEVNULL, env=self.environment)
+            # In a group with what it starts: a process of vLLM's would outlive it, and keep the GPU's memory.
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, env=self.environment, start_new_session=True
+            )
 
     def obituary(self):
         """Why the process is gone; its last message when it sent one."""
         if self.connection is not None:
             self.connection.close()
-        if self.reason or self.process is None:
+        if self.process is None:
             return self.reason or "the engine process ended"
         try:
             status = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
-        return f"the engine process ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        ended = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return self.reason or f"the engine process ended ({ended})"
 
     def stop(self):
         """Leave. The process ends with the last instance, by itself."""

@@ -1,0 +1,146 @@
+"""A registry in a file system that fsspec knows: a folder, S3 and what speaks its protocol, and others.
+
+    <url>/blobs/<sha256>        every file, under its digest: targets share what they have in common
+    <url>/targets/<name>.json   written last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError, UsageError, suggestion
+from pipeline.registry.base import Blob, Moved, unknown_target
+
+# At a time, to and from the far end.
+CHUNK = 32 << 20
+
+
+class FileRegistry:
+    """`root` in the file system `system`."""
+
+    def __init__(self, system: Any, root: str, url: str) -> None:
+        self.url = url
+        self._system = system
+        self._root = root.rstrip("/")
+
+    @classmethod
+    def open(cls, address: str, url: str) -> FileRegistry:
+        import fsspec
+
+        scheme = address.partition("://")[0]
+        try:
+            system, root = fsspec.core.url_to_fs(address)
+        except ImportError as error:
+            raise HostError(f"{scheme}:// is not installed", why=str(error), remedy=_remedy(scheme)) from None
+        except ValueError as error:
+            known = ["oci", "hf", *fsspec.available_protocols()]
+            raise UsageError(f"{url}: {error}", remedy=suggestion(scheme, known)) from None
+        return cls(system, root, url)
+
+    def has(self, blob: Blob) -> bool:
+        with self._named():
+            try:
+                return int(self._system.info(self._blob(blob))["size"]) == blob.size
+            except FileNotFoundError:
+                return False
+
+    def put(self, blob: Blob, path: Path, moved: Moved) -> None:
+        place = self._blob(blob)
+        # An object appears when it is whole; a file does not.
+        local = "file" in self._protocols()
+        partial = f"{place}.{uuid.uuid4().hex}" if local else place
+        with self._named():
+            self._system.makedirs(self._parent(place), exist_ok=True)
+            try:
+                with path.open("rb") as source, self._system.open(partial, "wb", block_size=CHUNK) as target:
+                    while chunk := source.read(CHUNK):
+                        target.write(chunk)
+                        moved(len(chunk))
+                if local:
+                    self._system.mv(partial, place)
+            except BaseException:
+                if local:
+                    with contextlib.suppress(OSError):
+                        self._system.rm(partial)
+                raise
+
+    def read(self, blob: Blob, start: int, stop: int) -> bytes:
+        with self._named():
+            data: bytes = self._system.cat_file(self._blob(blob), start=start, end=stop)
+        return data
+
+    def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
+        place = self._index(target)
+        text = (json.dumps(index, indent=1) + "\n").encode()
+        with self._named():
+            self._system.makedirs(self._parent(place), exist_ok=True)
+            if "file" in self._protocols():
+                partial = f"{place}.{uuid.uuid4().hex}"
+                self._system.pipe_file(partial, text)
+                self._system.mv(partial, place)
+            else:
+                self._system.pipe_file(place, text)
+
+    def targets(self) -> list[str]:
+        with self._named():
+            try:
+                names = self._system.ls(f"{self._root}/targets", detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+        return sorted(Path(name).name.removesuffix(".json") for name in names if name.endswith(".json"))
+
+    def index(self, target: str) -> Any:
+        with self._named():
+            try:
+                text = self._system.cat_file(self._index(target))
+            except FileNotFoundError:
+                raise unknown_target(target, self) from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return None  # whoever asks says so
+
+    def _blob(self, blob: Blob) -> str:
+        return f"{self._root}/blobs/{blob.sha256}"
+
+    def _index(self, target: str) -> str:
+        return f"{self._root}/targets/{target}.json"
+
+    def _parent(self, place: str) -> str:
+        return place.rpartition("/")[0]
+
+    def _protocols(self) -> tuple[str, ...]:
+        named = self._system.protocol
+        return (named,) if isinstance(named, str) else tuple(named)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A HostError in place of any way in which the far end fails."""
+        try:
+            yield
+        except PermissionError as error:
+            raise HostError(
+                f"{self.url} does not let you", why=_words(error), remedy="check your credentials for it"
+            ) from None
+        except (OSError, ConnectionError) as error:
+            raise HostError(f"{self.url} cannot be reached or written", why=_words(error)) from None
+        except Exception as error:
+            # Each file system has exceptions of its own: those of botocore are no OSError.
+            if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs"):
+                raise
+            raise HostError(
+                f"{self.url} cannot be used", why=_words(error), remedy="check its address and your credentials"
+            ) from None
+
+
+def _words(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _remedy(scheme: str) -> str:
+    return "run `pip install trtpipe[registry]`" if scheme in ("s3", "s3a") else f"install fsspec's driver of {scheme}"

@@ -1,0 +1,143 @@
+"""A registry of container images, as any OCI registry is one: a repository with a tag for each target.
+
+A tag's manifest has the index as its config and every file as a layer, under the digest it has anyway. What `search`
+asks for is in the manifest's annotations too, so that the config need not be fetched for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError, UsageError
+from pipeline.bench.options import is_local
+from pipeline.registry.base import Blob, Moved, unknown_target
+
+ARTIFACT = "application/vnd.trtpipe.target.v1"
+CONFIG = "application/vnd.trtpipe.index.v1+json"
+LAYER = "application/vnd.trtpipe.file.v1"
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CHUNK = 32 << 20
+OK = (200, 201, 202, 204, 206)
+
+
+class OciRegistry:
+    """The repository `name` at `host`, with the credentials that `docker login` has left."""
+
+    def __init__(self, client: Any, host: str, name: str, url: str) -> None:
+        self.url = url
+        self._client = client
+        self._host, self._name = host, name
+
+    @classmethod
+    def open(cls, url: str) -> OciRegistry:
+        try:
+            from oras.provider import Registry as Client
+        except ModuleNotFoundError:
+            raise HostError("oci:// is not installed", remedy="run `pip install trtpipe[registry]`") from None
+        logging.getLogger("oras").setLevel(logging.CRITICAL)  # what it has to say comes as exceptions
+        host, _, name = url.removeprefix("oci://").strip("/").partition("/")
+        if not name:
+            raise UsageError(f"{url} names no repository", remedy="give for example oci://registry.example/team/engines")
+        client = Client(hostname=host, insecure=is_local(f"http://{host}"))
+        return cls(client, host, name, url)
+
+    def has(self, blob: Blob) -> bool:
+        return self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,)).status_code != 404
+
+    def put(self, blob: Blob, path: Path, moved: Moved) -> None:
+        self._upload(path, blob)
+        moved(blob.size)
+
+    def read(self, blob: Blob, start: int, stop: int) -> bytes:
+        answer = self._ask(
+            "GET", self._place(f"blobs/sha256:{blob.sha256}"), headers={"Range": f"bytes={start}-{stop - 1}"}
+        )
+        # A registry may know no ranges, and send all of it.
+        data: bytes = answer.content
+        return data if answer.status_code == 206 else data[start:stop]
+
+    def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
+        text = json.dumps(index, indent=1).encode()
+        config = Blob(hashlib.sha256(text).hexdigest(), len(text))
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(text)
+            file.flush()
+            self._upload(Path(file.name), config)
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "artifactType": ARTIFACT,
+            "config": _descriptor(CONFIG, config),
+            "layers": [_descriptor(LAYER, blob) for blob in blobs],
+            "annotations": {"org.opencontainers.image.title": target},
+        }
+        self._ask("PUT", self._place(f"manifests/{target}"), headers={"Content-Type": MANIFEST}, json=manifest)
+
+    def targets(self) -> list[str]:
+        out: list[str] = []
+        place: str | None = self._place("tags/list")
+        while place:
+            answer = self._ask("GET", place, also=(404,))
+            if answer.status_code == 404:
+                return []
+            out += answer.json().get("tags") or []
+            more = answer.links.get("next", {}).get("url")
+            place = more and (more if "://" in more else f"{self._client.prefix}://{self._host}{more}")
+        return sorted(out)
+
+    def index(self, target: str) -> Any:
+        answer = self._ask("GET", self._place(f"manifests/{target}"), headers={"Accept": MANIFEST}, also=(404,))
+        if answer.status_code == 404:
+            raise unknown_target(target, self)
+        config = answer.json().get("config", {})
+        if config.get("mediaType") != CONFIG:
+            return None  # an image, or something of somebody else's
+        return self._ask("GET", self._place(f"blobs/{config['digest']}")).json()
+
+    def _upload(self, path: Path, blob: Blob) -> None:
+        layer = {"digest": f"sha256:{blob.sha256}", "size": blob.size, "mediaType": LAYER}
+        with self._named():
+            answer = self._client.upload_blob(
+                str(path), f"{self._host}/{self._name}:latest", layer, do_chunked=True, chunk_size=CHUNK
+            )
+        self._check(answer)
+
+    def _place(self, rest: str) -> str:
+        return f"{self._client.prefix}://{self._host}/v2/{self._name}/{rest}"
+
+    def _ask(self, method: str, url: str, *, also: tuple[int, ...] = (), **rest: Any) -> Any:
+        with self._named():
+            answer = self._client.do_request(url, method, **rest)
+        if answer.status_code not in also:
+            self._check(answer)
+        return answer
+
+    def _check(self, answer: Any) -> None:
+        if answer.status_code in OK:
+            return
+        try:
+            why = "; ".join(error["message"] for error in answer.json()["errors"])
+        except (ValueError, KeyError, TypeError):
+            why = f"{answer.status_code} {answer.reason}"
+        raise HostError(f"{self.url} refuses", why=why, remedy=f"run `docker login {self._host}`, or check the name")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        from requests.exceptions import RequestException
+
+        try:
+            yield
+        except (RequestException, ValueError) as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise HostError(f"{self.url} cannot be used", why=why, remedy=f"check the address {self._host}") from None
+
+
+def _descriptor(media: str, blob: Blob) -> dict[str, Any]:
+    return {"mediaType": media, "digest": f"sha256:{blob.sha256}", "size": blob.size}

@@ -1,0 +1,137 @@
+"""A target on its way to another machine: what it is made of, file by file, and how it comes into a store again.
+
+An index says all of it in plain JSON: the settings of the build, the engine's passport, and for each artefact its
+record and the digest of every file. A tar (`pipeline.bundle`) and a registry (`pipeline.registry`) both carry one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from engines.errors import ArtefactRefused, InputDataError, UsageError
+from engines.files import read_json
+from engines.passport import read_passport
+from pipeline import __version__
+from pipeline.manifest import Record
+from pipeline.model_ref import ModelRef
+from pipeline.plan import Plan, resolve
+from pipeline.runner import RunFolder
+from pipeline.stages import Stage, stages_of
+from pipeline.stages.build import draft_passport
+from pipeline.store import Artefact, Store
+
+FORMAT = 1
+
+Index = dict[str, Any]
+
+
+def describe(
+    target: str, store: Store, wanted: Collection[str], *, verify: bool = False
+) -> tuple[Index, dict[str, Artefact]]:
+    """The index of a target in ./runs, and its artefacts among `wanted`, by what their stages make.
+
+    verify  hash every file again. Raises UsageError for no such target, InputDataError for what is not made.
+    """
+    run = RunFolder.of(target)
+    if not run.path.is_dir():
+        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
+    raw = read_json(run.path / "plan.json", "plan")
+    plan = plan_of(raw)
+    made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(plan) if stage.makes in wanted}
+    checkpoint = made.get("checkpoint") or _made(
+        next(stage for stage in stages_of(plan) if stage.makes == "checkpoint"), run, store, False
+    )
+    passport = read_passport(made["engine"].path) if "engine" in made else draft_passport(plan, checkpoint)
+    index = {
+        "format": FORMAT,
+        "trtpipe": __version__,
+        "target": target,
+        "model": raw["model"],
+        "settings": raw["settings"],
+        "passport": dataclasses.asdict(passport),
+        "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
+    }
+    return index, made
+
+
+def check_index(index: Any, where: str) -> Index:
+    """Raises InputDataError for what is no index, ArtefactRefused for one of another version."""
+    if not isinstance(index, dict) or not {"format", "target", "settings", "model", "artefacts"} <= index.keys():
+        raise InputDataError(f"{where} is damaged", why="it lacks what an index holds", remedy="copy it again")
+    if index["format"] != FORMAT:
+        raise ArtefactRefused(
+            f"{where} is of format {index['format']}, this trtpipe reads {FORMAT}", remedy="export it again"
+        )
+    return index
+
+
+def plan_of(index: Mapping[str, Any]) -> Plan:
+    return resolve([("export", index["settings"])], model=ModelRef.from_json(index["model"]))
+
+
+def files_of(index: Index) -> list[dict[str, Any]]:
+    """Every file of every artefact: path, size, sha256."""
+    return [file for entry in index["artefacts"].values() for file in entry["files"]]
+
+
+def receive(
+    entry: dict[str, Any], store: Store, where: str, take: Callable[[dict[str, Any], Path], None],
+    again: Callable[[dict[str, Any]], None] = lambda file: None,
+) -> Artefact:  # fmt: skip
+    """One artefact into the store, each file by `take(file, place)`; of one that is there `again(file)` is called.
+
+    Raises InputDataError for a name that leads out of its folder, or when the whole is not what the index says.
+    """
+    record = Record(**entry["record"])
+
+    def work(out: Path) -> dict[str, Any]:
+        for file in entry["files"]:
+            relative = PurePosixPath(file["path"])
+            if relative.is_absolute() or ".." in relative.parts:
+                raise InputDataError(f"{where} holds the file name {relative}", why="it leads out of its folder")
+            (out / relative).parent.mkdir(parents=True, exist_ok=True)
+            take(file, out / relative)
+        return {"imported": where}
+
+    with store.locked(record):
+        found = store.find(record)
+        if found is not None and found.manifest.content == entry["content"]:
+            for file in entry["files"]:
+                again(file)
+            return found
+        store.set_aside(record)
+        artefact = store.make(record, work)
+    if artefact.manifest.content != entry["content"]:
+        raise InputDataError(f"{where}: the {record.stage} is not what its digest says", remedy="copy it again")
+    return artefact
+
+
+def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store) -> RunFolder:
+    """The run folder of the plan's target, with links to these artefacts."""
+    run = RunFolder.of(plan.target)
+    run.start(plan, store)
+    for stage in stages_of(plan):
+        if stage.makes in artefacts:
+            run.update(stage, artefacts[stage.makes])
+    return run
+
+
+def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
+    record = run.last(stage.name)
+    artefact = record and store.find(record, verify=verify)
+    if not artefact:
+        raise InputDataError(
+            f"{run.path} has no {stage.makes}",
+            why=f"its {stage.name} stage has not run to its end",
+            remedy="run `trtpipe build` again",
+        )
+    return artefact
+
+
+def _entry(artefact: Artefact) -> dict[str, Any]:
+    manifest = artefact.manifest
+    files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in manifest.files]
+    return {"record": dataclasses.asdict(manifest.record), "content": manifest.content, "files": files}

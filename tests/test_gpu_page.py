@@ -1,0 +1,89 @@
+"""The page of `make gpu-e2e`, from figures whose ratios are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.benchmarks.gpu import page
+
+MACHINE = {
+    "gpu": "NVIDIA H200", "gpus": 1, "sm": 90, "memory_mib": 143771, "driver": "580.1", "cores": 16,
+    "python": "3.12.3", "bandwidth_gbs": 4000.0, "cuda": "13.0",
+}  # fmt: skip
+
+
+def section(result: dict[str, Any], **machine: Any) -> dict[str, Any]:
+    return {
+        "date": "2026-11-22", "seconds": 61.0, "machine": MACHINE | machine, "versions": {"vllm": "0.25.0"},
+        "commands": ["trtpipe build --dtype fp8"], "result": result,
+    }  # fmt: skip
+
+
+def test_accuracy() -> None:
+    pairs = [{"of": "vLLM fp8", "to": "reference fp8", "kl": 0.0123, "top1": 0.95, "places": 4080}]
+    greedy = [
+        {
+            "precision": "fp8", "vllm_method": "modelopt", "vllm_kv_cache": "auto", "answers": 16, "same": 9,
+            "same_tokens": 0.75, "text": "a", "ours": "a",
+        }
+    ]  # fmt: skip
+    text = page.render({"accuracy": section({"pairs": pairs, "greedy": greedy, "rows": 16, "length": 256})})
+    assert "| vLLM fp8 | reference fp8 | 0.01230 | 95.00% | 4,080 |" in text
+    assert "| fp8 | modelopt, KV cache auto | 9 of 16 | 75.0% |" in text
+    assert "2026-11-22, NVIDIA H200 (SM90), driver 580.1, CUDA 13.0, 16 cores; vllm 0.25.0." in text
+    assert "trtpipe build --dtype fp8" in text
+
+
+def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
+    row = {
+        "protocol": "grpc", "concurrency": 256, "tokens_per_s": 9500.0, "ttft_p50_ms": 41.0, "itl_p50_ms": None,
+        "itl_p99_ms": 12.25, "failed": 2, "valid": False,
+    }  # fmt: skip
+    result = {
+        "fp8": {"in_process": {"256": {"waves": 20000.0, "steady": 10000.0}}, "served": [row]},
+        "bf16": {"in_process": {"256": {"waves": 16000.0, "steady": 8000.0}}, "served": []},
+    }
+    text = page.render({"engine": section(result)})
+    assert "| fp8 | 256 | 20,000 | 1.25 | 10,000 | 1.25 |" in text
+    expected = (
+        "| fp8 | Triton gRPC | 256 | 9,500 | 95.0% | 41 | - / 12.2 | INVALID: the client was the limit 2 failed |"
+    )
+    assert expected in text
+
+
+def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
+    speeds = {
+        level: {"waves": speed, "steady": 1.0} for level, speed in (("1", 150.0), ("64", 4000.0), ("256", 9000.0))
+    }
+    served = [{"tokens_per_s": 100.0, "concurrency": 1}]
+    result = {
+        "transformers": {"1": 50.0, "256": 1500.0},
+        "bf16": {"in_process": speeds, "bytes_a_token": 16_000_000_000},
+        "int8": {"in_process": speeds, "bytes_a_token": 8_000_000_000, "served": served},
+    }
+    text = page.render({"reference": section(result)})
+    assert "| reference, bf16 | 150 | 250 | 4,000 | 9,000 | 3.0 / 6.0 | 60% |" in text
+    assert "INT8 served by tritonserver, over gRPC: 100 at 1 tok/s." in text
+
+
+def test_quantizing() -> None:
+    result = {"modelopt_s": 30.0, "ours_s": 12.0, "ours_peak_gib": 6.8}
+    assert "2.50 times as fast, in 6.8 GiB" in page.render({"quantize": section(result)})
+
+
+def test_two_gpus() -> None:
+    pair = {
+        "to": "one rank", "kl": 0.00012, "top1": 0.999, "places": 1536, "largest": 0.0625, "answers": 7, "of": 8,
+    }  # fmt: skip
+    speed = {"1": {"waves": 200.0, "steady": 1.0}}
+    one = {"pairs": [pair], "tokens_per_s": speed, "tokens_per_s_of_one": {"1": {"waves": 160.0, "steady": 1.0}}}
+    result = {"probe": ["name: h200\n"], "bf16": one, "fp8": one, "vllm_fp8": speed}
+    text = page.render({"parallel": section(result, gpus=2)})
+    assert "2 x NVIDIA H200 (SM90)" in text
+    assert "| fp8 | one rank | 0.000120 | 99.90% | 0.0625 | 7 of 8 |" in text
+    assert "| bf16 | 1 | 200 | 160 | 1.25 |" in text
+    assert "vLLM on two GPUs from the FP8 folder: 200 at 1 tok/s." in text
+
+
+def test_what_was_not_run_is_always_told() -> None:
+    assert "TensorRT engines" in page.render({})
