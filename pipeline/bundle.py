@@ -140,7 +140,7 @@ def _take(
         _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
 
     # Of one that is there nothing is taken, and the file's word is to be good all the same.
-    return receive(entry, store, str(path), take, lambda file: take(file, None))
+    return receive(name, entry, store, str(path), take, lambda file: take(file, None))
 
 
 def _extract(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline import __version__, cli_bench, cli_plan
+from pipeline import __version__, cli_bench, cli_plan, cli_registry
 
 if TYPE_CHECKING:
     from engines.errors import TrtpipeError
@@ -786,6 +786,13 @@ def import_(file: Annotated[Path, typer.Argument(help="A file that `trtpipe expo
     with console.BuildReporter().stage("import", str(file)) as progress:
         arrived = bundle.unpack(file, _store(), progress)
     console.result(f"next: trtpipe build --from {arrived.plan.target}")
+
+
+app.command()(cli_registry.push)
+app.command()(cli_registry.pull)
+app.command()(cli_registry.search)
+app.command()(cli_registry.provenance)
+app.command()(cli_registry.verify_provenance)
 
 
 @app.command()

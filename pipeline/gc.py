@@ -38,6 +38,10 @@ def find_garbage(store: Store) -> list[Garbage]:
             whole = read_manifest(folder / "manifest.json") is not None
             reason = "no run refers to it" if whole else "it has no readable manifest"
             out.append(Garbage(path=folder, reason=reason, size=_size(folder)))
+    incoming = store.home / "incoming"
+    if incoming.is_dir():
+        left = [path for path in sorted(incoming.iterdir()) if not store.arriving(path)]
+        out += [Garbage(path=path, reason="left by an interrupted pull", size=_size(path)) for path in left]
     damaged = store.home / "damaged"
     if damaged.is_dir():
         out += [Garbage(path=p, reason="damaged", size=_size(p)) for p in sorted(damaged.iterdir())]

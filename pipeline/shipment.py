@@ -78,10 +78,10 @@ def files_of(index: Index) -> list[dict[str, Any]]:
 
 
 def receive(
-    entry: dict[str, Any], store: Store, where: str, take: Callable[[dict[str, Any], Path], None],
+    name: str, entry: dict[str, Any], store: Store, where: str, take: Callable[[dict[str, Any], Path], None],
     again: Callable[[dict[str, Any]], None] = lambda file: None,
 ) -> Artefact:  # fmt: skip
-    """One artefact into the store, each file by `take(file, place)`; of one that is there `again(file)` is called.
+    """The artefact `name` into the store, each file by `take(file, place)`; of files that are there `again(file)`.
 
     Raises InputDataError for a name that leads out of its folder, or when the whole is not what the index says.
     """
@@ -105,7 +105,7 @@ def receive(
         store.set_aside(record)
         artefact = store.make(record, work)
     if artefact.manifest.content != entry["content"]:
-        raise InputDataError(f"{where}: the {record.stage} is not what its digest says", remedy="copy it again")
+        raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
     return artefact
 
 

@@ -6,6 +6,7 @@ either the whole artefact or nothing that is taken for one.
                              /files/...        what the stage made
       artefacts/<stage>/.<key>.<random>        being made, or left by a kill
       damaged/                                 entries that failed their check, kept for a look
+      incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings
       locks/ logs/ roots/ digests.json
 """
 
@@ -56,6 +57,10 @@ class Store:
 
     def log_path(self, record: Record) -> Path:
         return self.home / "logs" / f"{record.stage}-{record.key[:KEY_DIGITS]}.log"
+
+    def incoming(self, record: Record) -> Path:
+        """A folder for what arrives of an artefact's files, kept when it breaks off; to be used under its lock."""
+        return self.home / "incoming" / f"{record.stage}-{record.key[:KEY_DIGITS]}"
 
     def find(self, record: Record, *, verify: bool = False) -> Artefact | None:
         """The artefact of `record` if it is whole, else None. `verify` hashes every file again. Changes nothing."""
@@ -166,7 +171,15 @@ class Store:
 
     def being_made(self, leftover: Path) -> bool:
         """Whether some process works in that folder now."""
-        lock = self._lock(leftover.parent.name, leftover.name.split(".")[1])
+        return self._busy(leftover.parent.name, leftover.name.split(".")[1])
+
+    def arriving(self, incoming: Path) -> bool:
+        """Whether some process is pulling into that folder of `incoming` now."""
+        stage, _, digits = incoming.name.rpartition("-")
+        return self._busy(stage, digits)
+
+    def _busy(self, stage: str, digits: str) -> bool:
+        lock = self._lock(stage, digits)
         try:
             lock.acquire(timeout=0)
         except Timeout:

@@ -63,7 +63,7 @@ def open_registry(url: str) -> Registry:
     if scheme == "hf":
         from pipeline.registry.hub import HubRegistry
 
-        return HubRegistry.open(url)
+        return HubRegistry.at(url)
     from pipeline.registry.files import FileRegistry
 
     return FileRegistry.open(url, url)

@@ -1,7 +1,7 @@
 """A registry in a file system that fsspec knows: a folder, S3 and what speaks its protocol, and others.
 
-    <url>/blobs/<sha256>        every file, under its digest: targets share what they have in common
-    <url>/targets/<name>.json   written last
+<url>/blobs/<sha256>        every file, under its digest: targets share what they have in common
+<url>/targets/<name>.json   written last
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class FileRegistry:
         self._system = system
         self._root = root.rstrip("/")
 
-    @classmethod
-    def open(cls, address: str, url: str) -> FileRegistry:
+    @staticmethod
+    def open(address: str, url: str) -> FileRegistry:
         import fsspec
 
         scheme = address.partition("://")[0]
         try:
-            system, root = fsspec.core.url_to_fs(address)
+            system, root = fsspec.core.url_to_fs(address, skip_instance_cache=True)
         except ImportError as error:
             raise HostError(f"{scheme}:// is not installed", why=str(error), remedy=_remedy(scheme)) from None
         except ValueError as error:
             known = ["oci", "hf", *fsspec.available_protocols()]
             raise UsageError(f"{url}: {error}", remedy=suggestion(scheme, known)) from None
-        return cls(system, root, url)
+        return FileRegistry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
         with self._named():

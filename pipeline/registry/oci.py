@@ -24,6 +24,7 @@ CONFIG = "application/vnd.trtpipe.index.v1+json"
 LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CHUNK = 32 << 20
+ANSWER_SECONDS = 10.0
 OK = (200, 201, 202, 204, 206)
 
 
@@ -44,12 +45,16 @@ class OciRegistry:
         logging.getLogger("oras").setLevel(logging.CRITICAL)  # what it has to say comes as exceptions
         host, _, name = url.removeprefix("oci://").strip("/").partition("/")
         if not name:
-            raise UsageError(f"{url} names no repository", remedy="give for example oci://registry.example/team/engines")
+            raise UsageError(
+                f"{url} names no repository", remedy="give for example oci://registry.example/team/engines"
+            )
         client = Client(hostname=host, insecure=is_local(f"http://{host}"))
+        _check_listening(f"{client.prefix}://{host}/v2/", url)
         return cls(client, host, name, url)
 
     def has(self, blob: Blob) -> bool:
-        return self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,)).status_code != 404
+        answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
+        return bool(answer.status_code != 404)
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         self._upload(path, blob)
@@ -137,6 +142,18 @@ class OciRegistry:
         except (RequestException, ValueError) as error:
             why = (str(error) or type(error).__name__).splitlines()[0]
             raise HostError(f"{self.url} cannot be used", why=why, remedy=f"check the address {self._host}") from None
+
+
+def _check_listening(address: str, url: str) -> None:
+    """The client asks again for minutes where nobody answers. Raises HostError."""
+    import httpx
+
+    try:
+        httpx.get(address, timeout=ANSWER_SECONDS)
+    except httpx.HTTPError as error:
+        raise HostError(
+            f"{url} cannot be reached", why=str(error) or type(error).__name__, remedy="check its address"
+        ) from None
 
 
 def _descriptor(media: str, blob: Blob) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from engines.errors import ArtefactRefused, InputDataError, UsageError, suggesti
 from engines.files import place
 from engines.passport import Passport
 from pipeline import guard
-from pipeline.provenance import check_chain, statement
+from pipeline.manifest import Record
+from pipeline.provenance import check_chain, keep, statement
 from pipeline.registry.base import Blob, Registry
 from pipeline.registry.files import CHUNK
 from pipeline.runner import RunFolder
@@ -104,11 +107,16 @@ def pull(
         index = {**index, "artefacts": {name: index["artefacts"][name] for name in wanted}}
     if "engine" in index["artefacts"] and not any_machine:
         _require_fit(index, registry)
-    fetch = _Fetch(registry, store, _Counter(sum(file["size"] for file in files_of(index)), progress))
-    artefacts = {
-        name: receive(entry, store, registry.url, fetch.take, fetch.skip) for name, entry in index["artefacts"].items()
-    }
-    link(plan_of(index), artefacts, store)
+    fetch = _Fetch(registry, _Counter(sum(file["size"] for file in files_of(index)), progress))
+    artefacts = {}
+    for name, entry in index["artefacts"].items():
+        folder = store.incoming(Record(**entry["record"]))
+        artefacts[name] = receive(name, entry, store, registry.url, partial(fetch.take, folder), fetch.skip)
+        shutil.rmtree(folder, ignore_errors=True)
+        fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
+    run = link(plan_of(index), artefacts, store)
+    if "provenance" in index:
+        keep(run, index["provenance"])
     return Shipped(target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there)
 
 
@@ -124,10 +132,11 @@ def search(
         except (InputDataError, ArtefactRefused):
             continue  # somebody else's, or another version's
         passport = _passport(index)
-        asked = {
-            model: _model(index), gpu: passport.target(), dtype: precision(passport), toolchain: passport.toolchain or "",
-        }  # fmt: skip
-        if all(word is None or word.lower() in value.lower() for word, value in asked.items()):
+        asked = (
+            (model, _model(index)), (gpu, passport.target()), (dtype, precision(passport)),
+            (toolchain, passport.toolchain or ""),
+        )  # fmt: skip
+        if all(word is None or word.lower() in value.lower() for word, value in asked):
             size = sum({file["sha256"]: file["size"] for file in files_of(index)}.values())
             out.append(
                 Found(
@@ -182,29 +191,31 @@ class _Counter:
 
 
 class _Fetch:
-    """Files from a registry, each digest once; `incoming` in the store's home holds what has arrived of one."""
+    """Files from a registry, each digest once."""
 
-    def __init__(self, registry: Registry, store: Store, counter: _Counter) -> None:
+    def __init__(self, registry: Registry, counter: _Counter) -> None:
         self._registry = registry
-        self._folder = store.incoming
         self._counter = counter
-        self._here: dict[str, Path] = {}
+        # Where the files of earlier artefacts are, by digest.
+        self.here: dict[str, Path] = {}
         self.moved = self.there = 0
 
     def skip(self, file: dict[str, Any]) -> None:
         self.there += file["size"]
         self._counter.add(file["size"])
 
-    def take(self, file: dict[str, Any], out: Path) -> None:
-        """Raises InputDataError for a file that is not what its digest says."""
+    def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
+        """Bring a file to `out`; what has arrived of it is in `folder` meanwhile. Raises InputDataError for a file
+        that is not what its digest says."""
         blob = Blob(file["sha256"], file["size"])
-        if blob.sha256 in self._here:
-            place(self._here[blob.sha256], out)
-            return self.skip(file)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / blob.sha256
+        if blob.sha256 in self.here:
+            place(self.here[blob.sha256], out)
+            self.skip(file)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        arriving = folder / blob.sha256
         digest = hashlib.sha256()
-        with partial.open("a+b") as target:
+        with arriving.open("a+b") as target:
             target.seek(0)
             while chunk := target.read(CHUNK):
                 digest.update(chunk)
@@ -220,10 +231,10 @@ class _Fetch:
                 self.moved += len(chunk)
                 self._counter.add(len(chunk))
         if done != blob.size or digest.hexdigest() != blob.sha256:
-            partial.unlink()
+            arriving.unlink()
             raise InputDataError(
                 f"{file['path']} from {self._registry.url} is damaged", why="its digest is another",
                 remedy="pull again; if it stays so, push it again",
             )  # fmt: skip
-        partial.rename(out)
-        self._here[blob.sha256] = out
+        arriving.rename(out)
+        self.here[blob.sha256] = out  # for the same artefact: when that is whole, it has another place

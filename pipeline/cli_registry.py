@@ -1,0 +1,138 @@
+"""`trtpipe push`, `pull` and `search`, and where a target came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
+]
+Only = Annotated[
+    str | None,
+    typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy, engine and repository."),
+]
+
+
+def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None) -> None:
+    """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
+    from pipeline import console
+    from pipeline.registry import ship
+    from pipeline.registry.base import open_registry
+    from pipeline.store import Store, default_home
+
+    wanted = ship.choose(only)
+    registry = open_registry(url)
+    with console.BuildReporter().stage("push", target) as progress:
+        shipped = ship.push(target, registry, Store(default_home()), wanted, progress)
+    console.result(
+        f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
+        f"{console.size(shipped.there)} was there\nnext, elsewhere: trtpipe pull {target} {url}"
+    )
+
+
+def pull(
+    target: Annotated[str, typer.Argument(help="A target's name there; see `trtpipe search`.")],
+    url: Url,
+    only: Only = None,
+    any_machine: Annotated[
+        bool, typer.Option("--any-machine", help="Also an engine that this machine cannot run.")
+    ] = False,
+) -> None:
+    """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off."""
+    from pipeline import console
+    from pipeline.registry import ship
+    from pipeline.registry.base import open_registry
+    from pipeline.store import Store, default_home
+
+    wanted = None if only is None else ship.choose(only)
+    registry = open_registry(url)
+    with console.BuildReporter().stage("pull", target) as progress:
+        shipped = ship.pull(
+            target, registry, Store(default_home()), wanted, any_machine=any_machine, progress=progress
+        )  # fmt: skip
+    console.result(
+        f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
+        f"{console.size(shipped.there)} was here"
+    )
+    if "repository" in shipped.artefacts:
+        console.result(f"next: trtpipe serve {target}")
+
+
+def search(
+    url: Url,
+    model: Annotated[str | None, typer.Option(help="Part of a model's name.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Of a GPU's name or its SM: h100, SM90.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the precision: FP8, bfloat16.")] = None,
+    toolchain: Annotated[str | None, typer.Option(help="Of the TensorRT-LLM release.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The targets of a registry, or those of them that fit these words."""
+    import dataclasses
+
+    from pipeline import console
+    from pipeline.registry import ship
+    from pipeline.registry.base import open_registry
+
+    found = ship.search(open_registry(url), model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
+    if as_json:
+        console.result_json([dataclasses.asdict(one) for one in found])
+        return
+    console.table(
+        ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
+        [
+            (
+                one.target, one.model, one.passport.target(), ship.precision(one.passport),
+                " ".join(filter(None, (one.passport.runtime, one.passport.toolchain))), one.passport.tp_size,
+                one.passport.pp_size, console.size(one.size), ", ".join(one.artefacts),
+            )
+            for one in found
+        ],
+    )  # fmt: skip
+
+
+def provenance(
+    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="A file; printed if left out.")] = None,
+) -> None:
+    """Where a target came from, as a SLSA provenance statement: to be signed, or kept."""
+    import json
+
+    from pipeline import console
+    from pipeline.folders import write_whole
+    from pipeline.provenance import statement
+    from pipeline.store import Store, default_home
+
+    made = statement(_run(target), Store(default_home()))
+    if out is None:
+        console.result_json(made)
+    else:
+        write_whole(out, json.dumps(made, indent=1) + "\n")
+        console.result(f"{out}: {len(made['subject'])} artefacts")
+
+
+def verify_provenance(
+    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    told: Annotated[
+        Path | None, typer.Option("--statement", help="A statement from elsewhere, which must say the same.")
+    ] = None,
+) -> None:
+    """Replay a target's digests, from its source to its repository, and hash every file that is here."""
+    from pipeline import console
+    from pipeline.provenance import read_statement, verify
+    from pipeline.store import Store, default_home
+
+    lines = verify(_run(target), Store(default_home()), None if told is None else read_statement(told))
+    console.result("\n".join([*lines, f"the digests of {len(lines)} artefacts hold together"]))
+
+
+def _run(target: str):  # type: ignore[no-untyped-def]
+    from engines.errors import UsageError
+    from pipeline.runner import RunFolder
+
+    run = RunFolder.of(target)
+    if not run.path.is_dir():
+        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
+    return run
