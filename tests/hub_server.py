@@ -1,12 +1,14 @@
-"""A small real HTTP server that speaks the Hugging Face hub's API, as far as downloading a model needs it.
+"""A small real HTTP server that speaks the Hugging Face hub's API, as far as models and registries need it.
 
 Model info and the file tree under /api/models, files under /<repository>/resolve/<revision>/, with ETag,
-X-Repo-Commit and ranges; refusals with the hub's X-Error-Code. It keeps what it was asked, and can cut
-connections in the middle of a file.
+X-Repo-Commit and ranges; refusals with the hub's X-Error-Code. Repositories are made and changed by commits, whose
+large files have come before by Git's protocol for them. It keeps what it was asked, and can cut connections in the
+middle of a file.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 # Git stores larger files elsewhere and names them by their SHA-256.
 LFS_FROM_BYTES = 4096
@@ -47,6 +49,8 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     cuts: dict[str, list[int]] = field(default_factory=dict)
+    # Large files that have come, by digest.
+    large: dict[str, bytes] = field(default_factory=dict)
     failing: int | None = None
     url: str = ""
 
@@ -92,11 +96,31 @@ def serving() -> Iterator[Hub]:
         def do_GET(self) -> None:
             self._answer()
 
+        def do_POST(self) -> None:
+            self._answer()
+
+        def do_PUT(self) -> None:
+            self._answer()
+
         def _answer(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.asked.append(Asked(self.command, path, {name.lower(): text for name, text in self.headers.items()}))
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = self._chunks()
             if hub.failing is not None:
                 self._refuse(hub.failing, "", "Internal Error")
+            elif path == "/api/repos/create":
+                self._create(json.loads(body))
+            elif path.endswith(".git/info/lfs/objects/batch"):
+                self._batch(json.loads(body))
+            elif path.startswith("/large/"):
+                digest = path.removeprefix("/large/")
+                assert hashlib.sha256(body).hexdigest() == digest
+                hub.large[digest] = body
+                self._send(200, b"", {})
+            elif self.command == "POST" and path.startswith("/api/models/"):
+                self._change(path.removeprefix("/api/models/").split("/"), body)
             elif path.startswith("/api/models/"):
                 self._api(path.removeprefix("/api/models/").split("/"))
             elif "/resolve/" in path:
@@ -105,16 +129,76 @@ def serving() -> Iterator[Hub]:
             else:
                 self._refuse(404, "", "Not Found")
 
+        def _chunks(self) -> bytes:
+            out = b""
+            while size := int(self.rfile.readline(), 16):
+                out += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return out
+
+        def _create(self, asked: dict[str, Any]) -> None:
+            repo_id = f"{asked['organization']}/{asked['name']}"
+            known = repo_id in hub.repositories
+            if not known:
+                hub.add(repo_id, {}, private=asked.get("visibility") == "private")
+            self._send(409 if known else 200, json.dumps({"url": f"{hub.url}/{repo_id}"}).encode(), {})
+
+        def _batch(self, asked: dict[str, Any]) -> None:
+            """Where large files go; nowhere those that are here."""
+            objects = []
+            for one in asked["objects"]:
+                actions = {"upload": {"href": f"{hub.url}/large/{one['oid']}", "header": {}}}
+                objects.append({**one, **({} if one["oid"] in hub.large else {"actions": actions})})
+            self._json({"transfer": "basic", "objects": objects})
+
+        def _change(self, parts: list[str], body: bytes) -> None:
+            """OWNER/NAME/preupload/REVISION, .../paths-info/REVISION or .../commit/REVISION."""
+            repo_id, verb, revision = "/".join(parts[:2]), *parts[2:4]
+            found = self._find(repo_id, revision)
+            if found is None:
+                return
+            files = dict(found[1])
+            if verb == "preupload":
+                modes = [
+                    {
+                        "path": file["path"], "shouldIgnore": False,
+                        "uploadMode": "lfs" if file["size"] >= LFS_FROM_BYTES else "regular",
+                    }
+                    for file in json.loads(body)["files"]
+                ]  # fmt: skip
+                self._json({"files": modes})
+                return
+            if verb == "paths-info":
+                names = parse_qs(body.decode())["paths"]
+                self._json([self._tree_entry(name, files[name]) for name in names if name in files])
+                return
+            for line in body.splitlines():
+                entry = json.loads(line)
+                value = entry["value"]
+                if entry["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif entry["key"] == "lfsFile":
+                    files[value["path"]] = hub.large[value["oid"]]
+            commit = hub.add(repo_id, files, branch=revision)
+            url = f"{hub.url}/{repo_id}/commit/{commit}"
+            self._json({"commitUrl": url, "commitOid": commit, "success": True})
+
         def _api(self, parts: list[str]) -> None:
-            """OWNER/NAME, OWNER/NAME/revision/REVISION or OWNER/NAME/tree/REVISION."""
+            """OWNER/NAME, OWNER/NAME/revision/REVISION or OWNER/NAME/tree/REVISION/FOLDER."""
             repo_id = "/".join(parts[:2])
             verb, revision = parts[2:4] or ("revision", "main")
+            folder = "/".join(parts[4:])
             found = self._find(repo_id, revision)
             if found is None:
                 return
             commit, files = found
             if verb == "tree":
-                self._json([self._tree_entry(name, data) for name, data in files.items()])
+                inside = {name: data for name, data in files.items() if not folder or name.startswith(f"{folder}/")}
+                if folder and not inside:
+                    self._refuse(404, "EntryNotFound", "Entry not found")
+                    return
+                self._json([self._tree_entry(name, data) for name, data in inside.items()])
                 return
             repository = hub.repositories[repo_id]
             self._json({
@@ -160,8 +244,10 @@ def serving() -> Iterator[Hub]:
             headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             status, start = 200, 0
             if "Range" in self.headers:
-                status, start = 206, int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
-                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+                first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+                status, start, size = 206, int(first), len(data)
+                data = data[: int(last) + 1] if last else data
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{size}"
             self._send(status, data[start:], headers, self._cut(name))
 
         def _cut(self, name: str) -> int | None:

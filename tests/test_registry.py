@@ -18,8 +18,9 @@ from pipeline.registry import ship
 from pipeline.registry.base import Blob, Registry, open_registry
 from pipeline.runner import RunFolder, execute
 from pipeline.store import Store
-from tests import registries
+from tests import hub_server, registries
 from tests.factories import hf_folder
+from tests.hub_server import Hub
 from tests.test_runner import Recorder, plan
 
 TARGET = "tiny.cpu.bf16"
@@ -45,7 +46,25 @@ def oci(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(params=["folder", "s3", "oci"])
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process talks to, as one who may do everything."""
+    from huggingface_hub import close_session, constants
+
+    close_session()
+    with hub_server.serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_granted")
+        yield server
+        close_session()
+
+
+@pytest.fixture(params=["folder", "s3", "oci", "hub"])
 def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Registry]:
     """Opens a registry that is empty at first."""
     name = f"at{abs(hash(request.node.name))}"
@@ -55,6 +74,9 @@ def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         url = f"s3://models/{name}"
     elif request.param == "oci":
         url = f"oci://{request.getfixturevalue('oci')}/team/{name}"
+    elif request.param == "hub":
+        request.getfixturevalue("hub")
+        url = f"hf://team/{name}"
     else:
         url = str(tmp_path / "shelf")
     return lambda: open_registry(url)
@@ -77,7 +99,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(folder / "home")
 
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process]
+pytestmark = [
+    pytest.mark.loopback,
+    pytest.mark.process,
+    # huggingface_hub's own, of its HTTP client.
+    pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning"),
+]
 
 
 def test_what_arrives_is_what_was_sent(
@@ -273,3 +300,12 @@ def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> 
     for url in (f"oci://127.0.0.1:{port}/team/models", "s3://models/there"):
         with pytest.raises(HostError, match=f"{url} c"):
             ship.push(TARGET, open_registry(url), made, ship.USUAL)
+
+
+def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
+    ship.push(TARGET, open_registry("hf://team/models"), made, ship.USUAL)
+    repository = hub.repositories["team/models"]
+    assert repository.private
+    before, after = repository.commits.values()
+    assert before == {}
+    assert {name.partition("/")[0] for name in after} == {"blobs", "targets"}

@@ -6,12 +6,13 @@ that broke off: the next one does not send them again.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import UsageError
+from engines.errors import HostError, UsageError
 from pipeline.registry.base import Blob, Moved
 from pipeline.registry.files import FileRegistry
 
@@ -27,12 +28,14 @@ class HubRegistry(FileRegistry):
     @staticmethod
     def at(url: str) -> HubRegistry:
         from huggingface_hub import HfFileSystem
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        disable_progress_bars()  # there is one of ours
         name, _, revision = url.removeprefix("hf://").strip("/").partition("@")
         if name.count("/") != 1:
             raise UsageError(f"{url} names no repository", remedy="give hf://owner/name, or hf://owner/name@branch")
-        # What it has listed is not asked for again; a push changes it.
-        return HubRegistry(HfFileSystem(use_listings_cache=False), name, revision or "main", url)
+        # One of its own: those that are shared remember what they have listed.
+        return HubRegistry(HfFileSystem(skip_instance_cache=True), name, revision or "main", url)
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi
@@ -56,3 +59,12 @@ class HubRegistry(FileRegistry):
                 self._repo_id, operations, commit_message=f"trtpipe push {target}", revision=self._revision
             )
         self._added = []
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        with super()._named():
+            try:
+                yield
+            except RuntimeError as error:  # an upload that failed, whatever it failed with
+                why = str(error.__cause__ or error).splitlines()[0]
+                raise HostError(f"{self.url} does not take a file", why=why, remedy="push again") from None
