@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jinja2
-
 from engines.accuracy.job import LayerError
+from pipeline import pages
 
 if TYPE_CHECKING:
     from pipeline.accuracy import Report
 
-TEMPLATES = Path(__file__).parent / "templates"
 # Sizes of the plot, in CSS pixels.
 HEIGHT = 220
 LEFT = 56
@@ -72,16 +69,10 @@ def render(report: Report) -> str:
     """The page for a report."""
     from pipeline import accuracy
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=True,
-    )
-    environment.filters.update(number=accuracy.number, percent=accuracy.percent)
-    page = environment.get_template("accuracy.html.j2")
-    return page.render(report=report, measured=report.measured, chart=chart(report.measured.layers)).strip() + "\n"
+    return pages.render(
+        "accuracy.html.j2", report=report, measured=report.measured, chart=chart(report.measured.layers),
+        number=accuracy.number, percent=accuracy.percent,
+    )  # fmt: skip
 
 
 def chart(layers: Sequence[LayerError]) -> Chart:

@@ -34,7 +34,8 @@ SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "plan", "settings", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve",
     "ps", "logs", "reload", "stop", "check", "top", "monitoring", "generate", "compare", "models", "gpus", "probe",
-    "toolchains", "passport", "export", "import", "gc", "doctor", "bench", "deploy",
+    "toolchains", "passport", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "gc",
+    "doctor", "bench", "deploy",
 ]  # fmt: skip
 
 
@@ -96,7 +97,7 @@ def rows(table: str) -> list[list[str]]:
 def test_help_names_every_command(run: Run, arguments: list[str]) -> None:
     done = run(*arguments)
     assert (done.status, done.err) == (0, "")
-    assert re.findall(r"^  (\w+)  ", done.out, re.MULTILINE) == COMMANDS
+    assert re.findall(r"^  (\w[\w-]*)  ", done.out, re.MULTILINE) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -874,3 +875,45 @@ def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> Non
     assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
     assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
     assert done.status == 2
+
+
+def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp_path: Path) -> None:
+    hf_folder(in_folder / "tiny")
+    assert run("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "bf16", *SETTINGS).status == 0
+    shelf = str(tmp_path / "shelf")
+    done = run("push", "tiny.cpu.bf16", shelf)
+    assert done.status == 0
+    assert re.search(
+        r"^pushed tokenizer, engine, repository: 1\d\d\.\d kB sent, 0 B was there$", done.out, re.MULTILINE
+    )
+    assert done.out.endswith(f"next, elsewhere: trtpipe pull tiny.cpu.bf16 {shelf}\n")
+    found = json.loads(run("search", shelf, "--gpu", "cpu", "--json").out)
+    assert [(one["target"], one["passport"]["runtime"]) for one in found] == [("tiny.cpu.bf16", "reference")]
+    assert "tiny.cpu.bf16" in run("search", shelf, "--dtype", "bfloat16").out
+    assert json.loads(run("search", shelf, "--gpu", "h100", "--json").out) == []
+
+    told = tmp_path / "provenance.json"
+    assert run("provenance", "tiny.cpu.bf16", "-o", str(told)).out == f"{told}: 5 artefacts\n"
+    shutil.rmtree("runs")
+    done = run("pull", "tiny.cpu.bf16", shelf)
+    assert done.out.startswith("pulled tokenizer, engine, repository: 0 B fetched, ")
+    assert done.out.endswith("next: trtpipe serve tiny.cpu.bf16\n")
+    done = run("verify-provenance", "tiny.cpu.bf16", "--statement", str(told))
+    assert done.out.endswith("the digests of 5 artefacts hold together\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: run `trtpipe build` first"),
+        (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
+        (("pull", "none", "shelf"), 2, "shelf has no target 'none'"),
+        (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),
+        (("provenance", "none"), 2, "there is no target 'none' in ./runs"),
+        (("verify-provenance", "none"), 2, "there is no target 'none' in ./runs"),
+    ],
+)
+def test_registries_and_wrong_words(run: Run, arguments: tuple[str, ...], status: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.status == status
+    assert message.split(":")[0] in done.error()

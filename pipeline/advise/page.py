@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
+from pipeline import pages
 from pipeline.advise import tables
 from pipeline.advise.advice import Advice, Candidate
 from pipeline.advise.whatif import WhatIf
 from pipeline.bench.page import plots
+from pipeline.bench.page.plots import Figure
 
 # Curves that can be told apart in one drawing.
 CURVES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    title: str
-    drawing: Markup
-    legend: list[tuple[str, int]]
 
 
 def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
     made = [tables.options(found), tables.memory(found), tables.refusals(found)]
     if changes:
         made.append(tables.changes(found.candidates[0].name, changes))
-    environment = Environment(
-        loader=PackageLoader("pipeline"), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True,
-        trim_blocks=True,
-    )  # fmt: skip
-    page = environment.get_template("plan.html.j2").render(
-        title=f"Plan for {found.question.model}", load=tables.load(found), remarks=found.remarks,
+    page = pages.render(
+        "plan.html.j2", title=f"Plan for {found.question.model}", load=tables.load(found), remarks=found.remarks,
         figures=list(_figures(found)), tables=[one for one in made if one.rows],
     )  # fmt: skip
     file.write_text(page, encoding="utf-8")

@@ -8,16 +8,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
+from pipeline import pages
 from pipeline.bench.page import plots
+from pipeline.bench.page.plots import Figure
 
-TEMPLATES = Path(__file__).parents[2] / "templates"
 UNKNOWN = "–"
 # Figures of levels that are folded up where there are more.
 FOLDED = 8
@@ -53,13 +49,6 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    title: str
-    drawing: Markup
-    legend: Sequence[tuple[str, int]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Row:
     name: str
     cells: Sequence[Cell]
@@ -77,20 +66,7 @@ class Table:
 
 def render(report: dict[str, Any]) -> str:
     """The page of a report."""
-    view = _View(report)
-    return _template().render(report=report, view=view).strip() + "\n"
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=True,
-    )
-    return environment.get_template("bench.html.j2")
+    return pages.render("bench.html.j2", report=report, view=_View(report))
 
 
 def number(value: float | None) -> str:

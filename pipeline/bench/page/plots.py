@@ -37,6 +37,15 @@ _MARKERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing under a title; `legend` are names and the classes that they are drawn in."""
+
+    title: str
+    drawing: Markup
+    legend: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Point:
     """`hollow` where what it shows is to be taken with care."""
 

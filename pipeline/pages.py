@@ -1,0 +1,24 @@
+"""Pages that need nothing else, neither network nor script: the templates they are made from."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+    )
+
+
+def render(template: str, **values: object) -> str:
+    """The text of a page, ending in one line end; what a template asks for and is not given is an error."""
+    return _environment().get_template(template).render(values).strip() + "\n"
