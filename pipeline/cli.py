@@ -18,6 +18,7 @@ from pipeline import __version__, cli_bench, cli_plan, cli_registry
 if TYPE_CHECKING:
     from engines.errors import TrtpipeError
     from pipeline.bundle import Bundle
+    from pipeline.matrix import Outcome
     from pipeline.plan import Plan
     from pipeline.runner import StageResult
     from pipeline.store import Store
@@ -100,6 +101,10 @@ def build(
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
+    ray: Annotated[str, typer.Option(help="With --executor ray: its address; auto is one that runs here.")] = "auto",
+    exchange: Annotated[
+        str | None, typer.Option(help="With --executor ray: where artefacts travel, if machines share no TRTPIPE_HOME.")
+    ] = None,
 ) -> None:  # fmt: skip
     """Make a model repository: download, convert or quantize, build, package. What is current is reused.
 
@@ -110,6 +115,11 @@ def build(
     from pipeline.runner import RunFolder, execute
 
     options, store = locals(), _store()
+    for name in ("ray", "exchange"):
+        del options[name]
+    on_cluster = executor == "ray"
+    if on_cluster:
+        options["executor"] = None  # each machine finds its own way to run what a toolchain has
     reporter = console.BuildReporter()
     given = None
     if bundle is not None:
@@ -123,7 +133,7 @@ def build(
             console.note(plan.target)
         return execute(plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given)
 
-    outcomes = matrix.build_all(plans, make)
+    outcomes = _build_on_cluster(plans, store, ray, exchange, until) if on_cluster else matrix.build_all(plans, make)
     store.digests.save()
     if len(plans) > 1:
         console.table(("target", "state", "next"), [(o.plan.target, o.state, o.next_step) for o in outcomes])
@@ -872,6 +882,19 @@ def _plan(options: dict[str, Any]) -> Plan:
     layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
     layers.append(set_layer(options["settings"] or []))
     return resolve(layers)
+
+
+def _build_on_cluster(
+    plans: list[Plan], store: Store, address: str, exchange: str | None, until: str | None
+) -> list[Outcome]:
+    from pipeline import console
+    from pipeline.cluster.driver import Cluster
+
+    cluster = Cluster(address, store, exchange, console.ClusterReporter.told)
+    try:
+        return cluster.build(plans, lambda plan: console.ClusterReporter(plan.target), until)
+    finally:
+        cluster.close()
 
 
 def _bundle(name: str, store: Store, options: dict[str, Any]) -> Bundle:

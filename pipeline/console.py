@@ -177,6 +177,42 @@ class BuildReporter:
         note(text)
 
 
+class ClusterReporter:
+    """The lines of several targets that are built at once; each says whose it is."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Progress]:
+        self.told(self._target, name, "begins", f"here  ({reason})")
+        yield lambda done, total: None
+
+    def finished(self, result: StageResult) -> None:
+        manifest = result.artefact.manifest
+        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
+        err().print(f"{self._target}: {result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        for notice in manifest.notes.get("notices", ()):
+            self.note(f"note: {notice}")
+
+    def line(self, text: str) -> None:
+        err().print(f"{self._target}:   {text}", style="dim")
+
+    def note(self, text: str) -> None:
+        note(f"{self._target}: {text}")
+
+    @staticmethod
+    def told(target: str, stage: str, kind: str, text: str) -> None:
+        """What a machine of the cluster tells while it runs a stage."""
+        if kind == "begins":
+            err().print(f"{target}: {stage:<9} running  {text}")
+        elif kind == "progress":
+            done, total = map(int, text.split("/"))
+            err().print(f"{target}: {stage:<9} running  {size(done)} of {size(total)}", style="dim")
+        else:
+            err().print(f"{target}:   {text}", style="dim")
+
+
 def bench_table(report: BenchReport) -> None:
     """One row a level; times in milliseconds as p50/p90/p99."""
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,12 @@ class StageResult:
     artefact: Artefact
 
 
+class Perform(Protocol):
+    """Has a stage run, or its artefact found; `last` is the record it ran with the last time in this run folder."""
+
+    def __call__(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> StageResult: ...
+
+
 class Reporter(Protocol):
     """What the runner tells a person while it works."""
 
@@ -54,25 +61,28 @@ class Reporter(Protocol):
 
 def execute(
     plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
-    keep_failed: bool = False, given: Mapping[str, Artefact] | None = None,
+    keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
 ) -> list[StageResult]:  # fmt: skip
     """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
 
-    `given` are artefacts from elsewhere, under the names of what their stages make: these stages do not run.
+    `perform` runs them elsewhere. `given` are artefacts from elsewhere, by what their stages make: these do not run.
     Raises TrtpipeError; what was finished before a failure is kept.
     """
     made = dict(given or {})
     stages = _still_needed(stages_until(stages_of(plan), until), made)
     run = RunFolder.of(plan.target)
-    if any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
+    here = perform is None
+    if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
         # Better before the download than after it; only an absent GPU leaves something worth doing.
         with contextlib.suppress(host.GpuAbsent):
             host.check(plan)
     run.start(plan, store)
+    if perform is None:
+        perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed)
     results: dict[str, StageResult] = {}
     for stage in stages:
         inputs = {name: made[name] for name in stage.inputs}
-        result = _satisfy(stage, plan, inputs, store, reporter, run, verify=verify, keep_failed=keep_failed)
+        result = perform(stage, plan, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
         run.update(stage, result.artefact)
@@ -117,10 +127,11 @@ def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store
     )
 
 
-def _satisfy(
-    stage: Stage, plan: Plan, inputs: dict[str, Artefact], store: Store, reporter: Reporter, run: RunFolder,
-    *, verify: bool, keep_failed: bool,
+def satisfy(
+    stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, store: Store, reporter: Reporter,
+    verify: bool = False, keep_failed: bool = False,
 ) -> StageResult:  # fmt: skip
+    """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
     record = wanted_record(stage, plan, digests, store)
     found = store.find(record, verify=verify)
@@ -135,7 +146,7 @@ def _satisfy(
                 stage=stage.name, makes=stage.makes, reused=True, reason="made by another process", artefact=found
             )
         damage = store.set_aside(record, verify=verify)
-        reason = f"damaged: {damage}" if damage else why(run.last(stage.name), record)
+        reason = f"damaged: {damage}" if damage else why(last, record)
         log = store.log_path(record)
         log.parent.mkdir(parents=True, exist_ok=True)
         with reporter.stage(stage.name, reason) as progress:

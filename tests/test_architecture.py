@@ -136,8 +136,8 @@ def test_what_runs_inside_triton_imports_nothing_of_ours() -> None:
 
 
 def test_heavy_packages_are_named_in_workers_only() -> None:
-    # Ray's own client has to be here, where the load is divided; `--hosts` alone imports it.
-    asked_for = {"pipeline.bench.hosts"}
+    # Ray's own client has to be here, where work is divided; `--hosts` and `--executor ray` alone import it.
+    asked_for = {"pipeline.bench.hosts", "pipeline.cluster.driver"}
     naming = {module for module in MODULES if {name.split(".")[0] for name in imports(module)} & HEAVY}
     assert naming <= WORKERS | asked_for
 

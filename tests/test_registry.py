@@ -14,7 +14,7 @@ from engines.errors import ArtefactRefused, HostError, InputDataError, UsageErro
 from engines.nvidia import Gpu
 from pipeline import host
 from pipeline.gc import find_garbage
-from pipeline.registry import ship
+from pipeline.registry import fetch, ship
 from pipeline.registry.base import Blob, Registry, open_registry
 from pipeline.runner import RunFolder, execute
 from pipeline.store import Store
@@ -147,7 +147,7 @@ def test_what_broke_off_goes_on_where_it_was(
 ) -> None:
     ship.push(TARGET, registry(), made, ship.USUAL)
     store = elsewhere(tmp_path, monkeypatch)
-    monkeypatch.setattr(ship, "CHUNK", 1000)
+    monkeypatch.setattr(fetch, "CHUNK", 1000)
     weak = registry()
     asked: list[tuple[str, int]] = []
     read = type(weak).read

@@ -48,14 +48,12 @@ class Node:
     address: str
 
 
-def nodes(address: str, count: int) -> list[Node]:
-    """The first `count` machines of the cluster at `address` ("auto": the one that runs here). Raises HostError."""
+def connect(address: str) -> Any:
+    """Ray, connected to the cluster at `address` ("auto": the one that runs here). Raises HostError."""
     try:
         import ray as _ray
     except ModuleNotFoundError:
-        raise HostError(
-            "load from several machines needs Ray", remedy="install it: pip install 'trtpipe[ray]'"
-        ) from None
+        raise HostError("a cluster needs Ray", remedy="install it: pip install 'trtpipe[ray]'") from None
     ray: Any = _ray  # most of it has no types
     if not ray.is_initialized():
         _check_listening(address)
@@ -63,6 +61,12 @@ def nodes(address: str, count: int) -> list[Node]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise HostError(f"there is no Ray cluster at {address}", why=str(error)) from None
+    return ray
+
+
+def nodes(address: str, count: int) -> list[Node]:
+    """The first `count` machines of the cluster at `address`. Raises HostError."""
+    ray = connect(address)
     alive = [Node(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     if len(alive) < count:
         raise HostError(f"the Ray cluster at {address} has {len(alive)} machines, not {count}")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
-from engines.files import place
 from engines.passport import Passport
 from pipeline import guard
 from pipeline.manifest import Record
 from pipeline.provenance import check_chain, keep, statement
 from pipeline.registry.base import Blob, Registry
-from pipeline.registry.files import CHUNK
+from pipeline.registry.fetch import Counter, Fetch
 from pipeline.runner import RunFolder
 from pipeline.shipment import Index, check_index, describe, files_of, link, plan_of, receive
 from pipeline.store import Store
@@ -74,7 +71,7 @@ def push(
     for name, entry in index["artefacts"].items():
         for file in entry["files"]:
             blobs.setdefault(Blob(file["sha256"], file["size"]), made[name].path / file["path"])
-    counter = _Counter(sum(blob.size for blob in blobs), progress)
+    counter = Counter(sum(blob.size for blob in blobs), progress)
     there = 0
     for blob, path in blobs.items():
         if registry.has(blob):
@@ -107,7 +104,7 @@ def pull(
         index = {**index, "artefacts": {name: index["artefacts"][name] for name in wanted}}
     if "engine" in index["artefacts"] and not any_machine:
         _require_fit(index, registry)
-    fetch = _Fetch(registry, _Counter(sum(file["size"] for file in files_of(index)), progress))
+    fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
     for name, entry in index["artefacts"].items():
         folder = store.incoming(Record(**entry["record"]))
@@ -178,63 +175,3 @@ def _passport(index: Index) -> Passport:
 
 def _model(index: Index) -> str:
     return str(index["model"].get("name", ""))
-
-
-class _Counter:
-    def __init__(self, total: int, progress: Progress) -> None:
-        self.total = total
-        self._done, self._progress = 0, progress
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(self._done, self.total)
-
-
-class _Fetch:
-    """Files from a registry, each digest once."""
-
-    def __init__(self, registry: Registry, counter: _Counter) -> None:
-        self._registry = registry
-        self._counter = counter
-        # Where the files of earlier artefacts are, by digest.
-        self.here: dict[str, Path] = {}
-        self.moved = self.there = 0
-
-    def skip(self, file: dict[str, Any]) -> None:
-        self.there += file["size"]
-        self._counter.add(file["size"])
-
-    def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
-        """Bring a file to `out`; what has arrived of it is in `folder` meanwhile. Raises InputDataError for a file
-        that is not what its digest says."""
-        blob = Blob(file["sha256"], file["size"])
-        if blob.sha256 in self.here:
-            place(self.here[blob.sha256], out)
-            self.skip(file)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        arriving = folder / blob.sha256
-        digest = hashlib.sha256()
-        with arriving.open("a+b") as target:
-            target.seek(0)
-            while chunk := target.read(CHUNK):
-                digest.update(chunk)
-                self._counter.add(len(chunk))
-            done = target.tell()
-            while done < blob.size:
-                chunk = self._registry.read(blob, done, min(done + CHUNK, blob.size))
-                if not chunk:
-                    raise InputDataError(f"{self._registry.url} ends {file['path']} early", remedy="push it again")
-                target.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                self.moved += len(chunk)
-                self._counter.add(len(chunk))
-        if done != blob.size or digest.hexdigest() != blob.sha256:
-            arriving.unlink()
-            raise InputDataError(
-                f"{file['path']} from {self._registry.url} is damaged", why="its digest is another",
-                remedy="pull again; if it stays so, push it again",
-            )  # fmt: skip
-        arriving.rename(out)
-        self.here[blob.sha256] = out  # for the same artefact: when that is whole, it has another place

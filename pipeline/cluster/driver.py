@@ -1,0 +1,218 @@
+"""The near half: targets side by side, each stage of equal inputs and settings once, on a Ray cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import engines.errors
+from engines.errors import HostError, StageFailed, TrtpipeError
+from pipeline import __version__, host
+from pipeline.cluster.needs import needs
+from pipeline.cluster.work import Answer, Order, artefact, run_stage
+from pipeline.manifest import Record
+from pipeline.matrix import Outcome
+from pipeline.model_ref import FolderSource, GgufSource
+from pipeline.plan import Plan
+from pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
+from pipeline.stages import Stage
+from pipeline.store import Artefact, Store
+
+# How often a stage is tried on another machine when the one that ran it is lost.
+RETRIES = 3
+# Targets that are looked after at once; what runs at once is the cluster's to say.
+AT_ONCE = 64
+# How long a stage that is cancelled may take to clean up.
+CANCEL_SECONDS = 30.0
+# (target, stage, kind, text)
+Told = Callable[[str, str, str, str], None]
+
+
+class Cluster:
+    """A Ray cluster for one command. Close it: what still runs is cancelled.
+
+    address   as `ray.init` takes it
+    exchange  URL of a registry through which artefacts travel; None where all machines share the store's home
+    """
+
+    def __init__(self, address: str, store: Store, exchange: str | None, told: Told) -> None:
+        from pipeline.bench.hosts import connect
+
+        self._ray: Any = connect(address)
+        self._store = store
+        self._url = exchange
+        self._exchange: Any = None
+        if exchange is not None:
+            from pipeline.cluster.exchange import Exchange
+            from pipeline.registry.base import open_registry
+
+            self._exchange = Exchange(open_registry(exchange))
+        self._told = told
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        self._largest = {name: max(node.get(name, 0) for node in alive) for node in alive for name in node}
+        self._seen = store.home / "cluster" / uuid.uuid4().hex
+        self._seen.parent.mkdir(parents=True, exist_ok=True)
+        self._seen.touch()
+        self._lock = threading.Lock()
+        self._flying: dict[str, Future[Answer]] = {}
+        self._refs: set[Any] = set()
+        self._closed = False
+        self._remote = self._ray.remote(_stage)
+        from ray.util.queue import Queue
+
+        self._queue: Any = Queue(actor_options={"num_cpus": 0})
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def build(self, plans: list[Plan], reporter: Callable[[Plan], Reporter], until: str | None) -> list[Outcome]:
+        """Every target, side by side; one that fails does not keep the others from it."""
+
+        def one(plan: Plan) -> Outcome:
+            told = reporter(plan)
+            try:
+                perform = partial(self._perform, reporter=told)
+                results = execute(plan, self._store, told, until=until, perform=perform)
+                return Outcome(plan=plan, results=tuple(results), error=None)
+            except TrtpipeError as error:
+                return Outcome(plan=plan, results=(), error=error)
+
+        with ThreadPoolExecutor(min(AT_ONCE, len(plans))) as pool:
+            try:
+                return list(pool.map(one, plans))
+            except BaseException:
+                self._cancel()
+                raise
+
+    def close(self) -> None:
+        self._cancel()
+        self._closed = True
+        self._listener.join()
+        self._queue.shutdown()
+        self._seen.unlink(missing_ok=True)
+        self._ray.shutdown()
+
+    def _perform(
+        self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
+    ) -> StageResult:
+        digests = {name: one.manifest.content for name, one in inputs.items()}
+        record = wanted_record(stage, plan, digests, self._store)
+        result = partial(StageResult, stage=stage.name, makes=stage.makes)
+        found = self._store.find(record)
+        if found is not None:
+            self._offer(found)
+            return result(reused=True, reason="same inputs and settings", artefact=found)
+        if isinstance(stage.settings(plan), (FolderSource, GgufSource)):
+            # Files of this machine: nobody else has them.
+            made = satisfy(stage, plan, inputs, last, store=self._store, reporter=reporter)
+            self._offer(made.artefact)
+            return made
+        with self._lock:
+            flying = self._flying.get(record.key)
+            mine = flying is None
+            if flying is None:
+                flying = self._flying[record.key] = Future()
+        if mine:
+            try:
+                flying.set_result(self._run(stage, plan, inputs, last))
+            except BaseException as error:
+                flying.set_exception(error)
+        answer = flying.result()
+        if answer.error is not None:
+            raise _error(*answer.error)
+        assert answer.record is not None
+        here = artefact(answer.record, self._store, self._exchange)
+        if not mine:
+            return result(reused=True, reason="made for another target", artefact=here)
+        return result(reused=answer.reused, reason=f"{answer.reason}, on {answer.node}", artefact=here)
+
+    def _run(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> Answer:
+        wanted = needs(stage, plan, self._largest)
+        if wanted.accelerator and not self._largest.get(f"accelerator_type:{wanted.accelerator}"):
+            raise host.GpuAbsent(
+                f"no machine of the cluster has {plan.gpu.describe()}",
+                why=f"building asks for the accelerator type {wanted.accelerator}",
+                remedy="add one to the cluster",
+            )
+        order = Order(
+            trtpipe=__version__,
+            plan=plan.to_json(),
+            stage=stage.name,
+            inputs={name: dataclasses.asdict(one.manifest.record) for name, one in inputs.items()},
+            last=None if last is None else dataclasses.asdict(last),
+            home=str(self._store.home),
+            seen=str(self._seen),
+            exchange=self._url,
+        )
+        task = self._remote.options(
+            **wanted.options(), max_retries=RETRIES, name=f"{plan.target} {stage.name}", scheduling_strategy="SPREAD"
+        )
+        with self._lock:
+            if self._closed:
+                raise KeyboardInterrupt
+            ref = task.remote(order, plan.target, self._queue)
+            self._refs.add(ref)
+        try:
+            answer: Answer = self._ray.get(ref)
+        except self._ray.exceptions.TaskCancelledError:
+            raise StageFailed(f"{stage.name} of {plan.target} was cancelled") from None
+        except self._ray.exceptions.RayTaskError as error:
+            why = f"{type(error.cause).__name__}: {error.cause}"
+            raise StageFailed(f"{stage.name} of {plan.target} failed", why=why) from None
+        except self._ray.exceptions.RayError as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise StageFailed(
+                f"{stage.name} of {plan.target} was lost {RETRIES + 1} times", why=why, remedy="see `ray status`"
+            ) from None
+        finally:
+            with self._lock:
+                self._refs.discard(ref)
+        return answer
+
+    def _offer(self, found: Artefact) -> None:
+        if self._exchange is not None:
+            self._exchange.offer(found)
+
+    def _cancel(self) -> None:
+        """End what runs: first as Ctrl-C would, so that it cleans up, then at once."""
+        with self._lock:
+            self._closed = True
+            refs = list(self._refs)
+        for ref in refs:
+            self._ray.cancel(ref, force=False)
+        if refs:
+            _, left = self._ray.wait(refs, num_returns=len(refs), timeout=CANCEL_SECONDS)
+            for ref in left:
+                self._ray.cancel(ref, force=True)
+
+    def _listen(self) -> None:
+        from ray.util.queue import Empty
+
+        while True:
+            try:
+                self._told(*self._queue.get(timeout=0.2))
+            except Empty:
+                if self._closed:
+                    return
+            except Exception:  # the cluster is gone: whoever waits for a stage is told so
+                return
+
+
+def _stage(order: Order, target: str, queue: Any) -> Answer:
+    """In a Ray worker."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.pop("RAY_ADDRESS", None)
+    return run_stage(order, lambda kind, text: queue.put((target, order.stage, kind, text)))
+
+
+def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
+    """A far end's error, as one of here."""
+    found = host.GpuAbsent if kind == "GpuAbsent" else getattr(engines.errors, kind, HostError)
+    made: TrtpipeError = found(what, why=why, remedy=remedy)
+    return made

@@ -1,0 +1,47 @@
+"""Artefacts between machines that share no file system: through a registry, under the keys of their records."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from functools import partial
+
+from engines.errors import UsageError
+from pipeline.manifest import Record
+from pipeline.registry.base import Blob, Registry
+from pipeline.registry.fetch import Counter, Fetch
+from pipeline.shipment import receive
+from pipeline.store import KEY_DIGITS, Artefact, Store
+
+
+class Exchange:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def offer(self, artefact: Artefact) -> None:
+        """Bring an artefact there, unless it is."""
+        manifest = artefact.manifest
+        blobs = [Blob(file.sha256, file.size) for file in manifest.files]
+        for blob, file in zip(blobs, manifest.files, strict=True):
+            if not self._registry.has(blob):
+                self._registry.put(blob, artefact.path / file.path, lambda nbytes: None)
+        files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in manifest.files]
+        entry = {"record": dataclasses.asdict(manifest.record), "content": manifest.content, "files": files}
+        self._registry.publish(_name(manifest.record), entry, blobs)
+
+    def fetch(self, record: Record, store: Store) -> Artefact | None:
+        """An artefact from there into the store; None when it is not there."""
+        try:
+            entry = self._registry.index(_name(record))
+        except UsageError:
+            return None
+        size = sum(file["size"] for file in entry["files"])
+        fetch = Fetch(self._registry, Counter(size, lambda done, total: None))
+        folder = store.incoming(record)
+        found = receive(record.stage, entry, store, self._registry.url, partial(fetch.take, folder), fetch.skip)
+        shutil.rmtree(folder, ignore_errors=True)
+        return found
+
+
+def _name(record: Record) -> str:
+    return f"{record.stage}-{record.key[:KEY_DIGITS]}"

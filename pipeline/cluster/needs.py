@@ -1,0 +1,51 @@
+"""What a stage asks of a machine, in Ray's words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from engines import load_backend
+from engines.gpu import GpuSpec
+from pipeline.plan import Plan
+from pipeline.stages import Stage
+
+# Stages that compute with torch: on a GPU where the cluster has one.
+ON_TORCH = ("calibrate", "quantize", "verify")
+# Cores that a stage makes use of, where it is more than one.
+CORES = {"convert": 2, "build": 2, **dict.fromkeys(ON_TORCH, 4)}
+GIB = 2**30
+# Beside what it maps of its input.
+MEMORY = {"convert": GIB, **dict.fromkeys(ON_TORCH, 8 * GIB)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """accelerator  the GPU, as Ray names it; "" for any"""
+
+    cpus: int
+    memory: int
+    gpus: int
+    accelerator: str = ""
+
+    def options(self) -> dict[str, Any]:
+        """As Ray's `options` takes them."""
+        out: dict[str, Any] = {"num_cpus": self.cpus, "memory": self.memory, "num_gpus": self.gpus}
+        return out | {"accelerator_type": self.accelerator} if self.accelerator else out
+
+
+def needs(stage: Stage, plan: Plan, largest: dict[str, float]) -> Needs:
+    """`largest` is what the best machine of the cluster has of each: nothing asks for more, but for GPUs."""
+    cpus = min(CORES.get(stage.name, 1), int(largest.get("CPU", 1)))
+    memory = min(MEMORY.get(stage.name, GIB // 4), int(largest.get("memory", GIB)) // 2)
+    if stage.name == "build" and load_backend(plan.runtime).COMPILED:
+        return Needs(cpus=cpus, memory=memory, gpus=1, accelerator=accelerator(plan.gpu))
+    gpus = 1 if stage.name in ON_TORCH and largest.get("GPU", 0) >= 1 else 0
+    return Needs(cpus=cpus, memory=memory, gpus=gpus)
+
+
+def accelerator(gpu: GpuSpec) -> str:
+    """What Ray calls the card: the word after the maker's, up to the first sign that is no letter or digit."""
+    found = re.match(r"\w+[ -]+([A-Za-z0-9]+)", gpu.product)
+    return found[1] if found else gpu.name.upper()

@@ -1,0 +1,136 @@
+"""The remote half: one stage, run in a Ray worker on the machine that has what it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError, TrtpipeError
+from pipeline import __version__
+from pipeline.manifest import Record
+from pipeline.runner import satisfy
+from pipeline.shipment import plan_of
+from pipeline.stages import stages_of
+from pipeline.store import Artefact, Store, default_home
+
+# Of a stage's progress, at most so often.
+PROGRESS_SECONDS = 0.5
+# (kind, text): what the far end has to tell while it works.
+Tell = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A stage to run.
+
+    plan      of the target, as JSON
+    inputs    records of the artefacts that it reads, by name
+    last      the record that it ran with the last time
+    home      the store's, where machines share it; else each machine has its own, and `exchange` is a URL
+    seen      a file in the shared home, by which a machine shows that it sees it
+    """
+
+    trtpipe: str
+    plan: dict[str, Any]
+    stage: str
+    inputs: dict[str, dict[str, Any]]
+    last: dict[str, Any] | None
+    home: str
+    seen: str
+    exchange: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a stage ended: the record of what there is now, or an error as `explain` gives it."""
+
+    record: dict[str, Any] | None = None
+    reused: bool = False
+    reason: str = ""
+    node: str = ""
+    error: tuple[str, str, str, str] | None = None
+
+
+def run_stage(order: Order, tell: Tell) -> Answer:
+    """Run or find the stage's artefact; errors come as values."""
+    node = os.uname().nodename
+    try:
+        if order.trtpipe != __version__:
+            raise HostError(
+                f"{node} has trtpipe {__version__}, not {order.trtpipe}", remedy="install the same on all machines"
+            )
+        store = Store(default_home() if order.exchange else Path(order.home))
+        if not order.exchange and not Path(order.seen).exists():
+            raise HostError(
+                f"{node} does not see {order.home}",
+                why="artefacts travel through the store",
+                remedy="mount it there under the same path, or give --exchange",
+            )
+        exchange = None
+        if order.exchange:
+            from pipeline.cluster.exchange import Exchange
+            from pipeline.registry.base import open_registry
+
+            exchange = Exchange(open_registry(order.exchange))
+        inputs = {}
+        for name, raw in order.inputs.items():
+            record = Record(**raw)
+            found = store.find(record) or (exchange and exchange.fetch(record, store))
+            if not found:
+                raise HostError(f"{node} does not find the {name}", remedy="run again")
+            inputs[name] = found
+        plan = plan_of(order.plan)
+        stage = next(one for one in stages_of(plan) if one.name == order.stage)
+        last = None if order.last is None else Record(**order.last)
+        result = satisfy(stage, plan, inputs, last, store=store, reporter=_Remote(tell))
+        if exchange is not None:
+            exchange.offer(result.artefact)
+        return Answer(
+            record=dataclasses.asdict(result.artefact.manifest.record), reused=result.reused, reason=result.reason,
+            node=node,
+        )  # fmt: skip
+    except TrtpipeError as error:
+        return Answer(error=(type(error).__name__, error.what, error.why, error.remedy), node=node)
+
+
+class _Remote:
+    """A runner's reporter whose words travel."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Callable[[int, int], None]]:
+        told = time.monotonic()
+        self._tell("begins", f"on {os.uname().nodename}  ({reason})")
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= PROGRESS_SECONDS:
+                told = time.monotonic()
+                self._tell("progress", f"{done}/{total}")
+
+        yield progress
+
+    def finished(self, result: Any) -> None: ...
+
+    def line(self, text: str) -> None:
+        self._tell("line", text)
+
+    def note(self, text: str) -> None:
+        self._tell("note", text)
+
+
+def artefact(record: dict[str, Any], store: Store, exchange: Any) -> Artefact:
+    """What an answer tells of, in the store here."""
+    wanted = Record(**record)
+    found = store.find(wanted) or (exchange and exchange.fetch(wanted, store))
+    if not found:
+        raise HostError(f"the artefact of {wanted.stage} has not arrived", remedy="run again")
+    return found

@@ -1,0 +1,75 @@
+"""Files out of a registry: verified as they arrive, continued where an earlier attempt broke off."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engines.errors import InputDataError
+from engines.files import place
+from pipeline.registry.base import Blob, Registry
+from pipeline.registry.files import CHUNK
+
+Progress = Callable[[int, int], None]
+
+
+class Counter:
+    def __init__(self, total: int, progress: Progress) -> None:
+        self.total = total
+        self._done, self._progress = 0, progress
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done, self.total)
+
+
+class Fetch:
+    """Files from a registry, each digest once."""
+
+    def __init__(self, registry: Registry, counter: Counter) -> None:
+        self._registry = registry
+        self._counter = counter
+        # Where the files of earlier artefacts are, by digest.
+        self.here: dict[str, Path] = {}
+        self.moved = self.there = 0
+
+    def skip(self, file: dict[str, Any]) -> None:
+        self.there += file["size"]
+        self._counter.add(file["size"])
+
+    def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
+        """Bring a file to `out`; what has arrived of it is in `folder` meanwhile. Raises InputDataError for a file
+        that is not what its digest says."""
+        blob = Blob(file["sha256"], file["size"])
+        if blob.sha256 in self.here:
+            place(self.here[blob.sha256], out)
+            self.skip(file)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        arriving = folder / blob.sha256
+        digest = hashlib.sha256()
+        with arriving.open("a+b") as target:
+            target.seek(0)
+            while chunk := target.read(CHUNK):
+                digest.update(chunk)
+                self._counter.add(len(chunk))
+            done = target.tell()
+            while done < blob.size:
+                chunk = self._registry.read(blob, done, min(done + CHUNK, blob.size))
+                if not chunk:
+                    raise InputDataError(f"{self._registry.url} ends {file['path']} early", remedy="push it again")
+                target.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                self.moved += len(chunk)
+                self._counter.add(len(chunk))
+        if done != blob.size or digest.hexdigest() != blob.sha256:
+            arriving.unlink()
+            raise InputDataError(
+                f"{file['path']} from {self._registry.url} is damaged", why="its digest is another",
+                remedy="pull again; if it stays so, push it again",
+            )  # fmt: skip
+        arriving.rename(out)
+        self.here[blob.sha256] = out  # for the same artefact: when that is whole, it has another place

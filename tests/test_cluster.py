@@ -1,0 +1,225 @@
+"""Builds on a real Ray cluster of three machines, all on this one; their cards are made up, their programs doubles."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.errors import HostError
+from engines.passport import read_passport
+from pipeline.cluster.driver import Cluster
+from pipeline.matrix import Outcome
+from pipeline.plan import Plan
+from pipeline.store import Store
+from tests.doubles import trtllm_build as double
+from tests.factories import hf_folder
+from tests.nvidia_smi import A100, H100
+from tests.test_runner import SIZES, Recorder, plan
+
+pytestmark = pytest.mark.real
+
+
+ROOT = Path(__file__).parents[1]
+# Begun while `hold` is there it says that it runs, and does nothing until whoever runs it is gone.
+HELD = """#!/bin/sh
+here=$(dirname "$0")
+if [ -e {hold} ]; then
+    echo $$ > "$here/running"
+    while kill -0 $PPID 2> /dev/null; do sleep 0.1; done
+    exit 1
+fi
+exec {python} {program} "$@"
+"""
+
+
+def programs(folder: Path, gpu: str) -> str:
+    """A PATH of a machine that has one such card, and a trtllm-build that can be held."""
+    folder.mkdir(parents=True)
+    program = folder / "double.py"
+    program.write_text(Path(double.__file__).read_text())
+    for name, text in {
+        "nvidia-smi": f"#!/bin/sh\necho '0, {gpu}, 595.10.01, 81559, 4'\n",
+        "trtllm-build": HELD.format(hold=folder.parent / "hold", python=sys.executable, program=program),
+    }.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+class Site:
+    """A cluster, and the folder where its machines have theirs."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster as Machines
+
+        self.folder = folder
+        self._node = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+        python = {"PYTHONPATH": str(ROOT)}
+        self.ray: Any = Machines(initialize_head=True, head_node_args={**self._node, "num_gpus": 0, "env_vars": python})
+
+    def add(self, name: str, kind: str, gpu: str) -> Any:
+        made = self.ray.add_node(
+            **self._node, num_gpus=1, resources={f"accelerator_type:{kind}": 1},
+            env_vars={
+                "PYTHONPATH": str(ROOT), "PATH": programs(self.folder / name, gpu),
+                "TRTPIPE_HOME": str(self.folder / name / "home"),
+            },
+        )  # fmt: skip
+        self.ray.wait_for_nodes()
+        return made
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A head without a card, a machine with an H100 and one with an A100."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    site = Site(tmp_path_factory.mktemp("machines"))
+    site.add("first", "H100", H100)
+    site.add("other", "A100", A100)
+    yield site
+    ray.shutdown()
+    site.ray.shutdown()
+
+
+Told = tuple[str, str, str, str]
+
+
+@pytest.fixture
+def built(machines: Site, tmp_path: Path) -> Iterator[Callable[..., tuple[list[Outcome], list[Told]]]]:
+    """Build plans on the cluster; (outcomes, what was told meanwhile)."""
+
+    def build(*plans: Plan, exchange: str | None = None) -> tuple[list[Outcome], list[Told]]:
+        told: list[Told] = []
+        cluster = Cluster(machines.ray.address, Store(tmp_path / "home"), exchange, lambda *words: told.append(words))
+        try:
+            return cluster.build(list(plans), lambda made: Recorder(), None), told
+        finally:
+            cluster.close()
+
+    return build
+
+
+def test_targets_for_two_cards_share_what_they_have_in_common(
+    built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path
+) -> None:
+    model = hf_folder(in_folder / "tiny")
+    plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
+    outcomes, told = built(*plans)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    began = sorted(stage for _, stage, kind, _ in told if kind == "begins")
+    assert began == ["build", "build", "convert", "package", "package", "tokenizer"]
+    for outcome, product in zip(outcomes, ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"), strict=True):
+        engine = Path("runs") / outcome.plan.target / "engine"
+        assert read_passport(engine).made["gpu"] == product
+    assert any(kind == "line" and "TRT-LLM" in text for _, _, kind, text in told), "the program's own words"
+    again, told = built(*plans)
+    assert [result.reused for outcome in again for result in outcome.results] == [True] * 10
+    assert told == []
+
+
+def test_from_the_command_line(machines: Site, in_folder: Path, tmp_path: Path) -> None:
+    hf_folder(in_folder / "tiny", seed=2)
+    sizes = [word for size in SIZES for word in ("--set", size)]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pipeline", "build", "--model", "tiny", "--gpu", "h100,a100,l4", "--dtype", "bf16",
+            "--executor", "ray", "--ray", machines.ray.address, *sizes,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRTPIPE_HOME": str(tmp_path / "home")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4, "one waits for its card"
+    assert "tiny.h100.bf16: build     running  on " in done.stderr
+    assert "(made for another target)" in done.stderr
+    assert re.findall(r"^(tiny\.\w+\.bf16) +(ready|waits for its GPU)", done.stdout, re.MULTILINE) == [
+        ("tiny.h100.bf16", "ready"), ("tiny.a100.bf16", "ready"), ("tiny.l4.bf16", "waits for its GPU"),
+    ]  # fmt: skip
+    assert "of 3 targets 1 wait for their GPU" in done.stderr
+
+
+def test_no_cluster(in_folder: Path, tmp_path: Path) -> None:
+    hf_folder(in_folder / "tiny")
+    with pytest.raises(HostError, match=r"there is no Ray cluster at 127\.0\.0\.1:9"):
+        Cluster("127.0.0.1:9", Store(tmp_path / "home"), None, lambda *words: None)
+
+
+def test_a_card_that_no_machine_has(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:
+    model = hf_folder(in_folder / "tiny")
+    (outcome,), _ = built(plan(model, gpu="l40s", dtype="bf16"))
+    assert outcome.state == "waits for its GPU"
+    assert "no machine of the cluster has l40s (SM89)" in str(outcome.error)
+
+
+def test_machines_that_share_no_files(
+    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path, tmp_path: Path
+) -> None:
+    model = hf_folder(in_folder / "tiny", seed=3)
+    plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
+    outcomes, _ = built(*plans, exchange=str(tmp_path / "exchange"))
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for name in ("first", "other"):
+        assert list((machines.folder / name / "home" / "artefacts" / "build").glob("[!.]*")), "made there"
+    for outcome in outcomes:
+        assert (Path("runs") / outcome.plan.target / "engine" / "rank0.engine").is_file()
+
+
+def waited(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_machine_that_is_lost_in_mid_stage(
+    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path
+) -> None:
+    lost = machines.add("lost", "L40S", "NVIDIA L40S, 8.9")
+    hold, running = machines.folder / "hold", machines.folder / "lost" / "running"
+    hold.touch()
+    found: list[Any] = []
+    made = plan(hf_folder(in_folder / "tiny", seed=4), gpu="l40s", dtype="bf16")
+    thread = threading.Thread(target=lambda: found.append(built(made)))
+    thread.start()
+    waited(lambda: running.exists() or bool(found))
+    assert not found, [str(outcome.error) for outcome in found[0][0]]
+    machines.add("instead", "L40S", "NVIDIA L40S, 8.9")
+    hold.unlink()
+    machines.ray.remove_node(lost, allow_graceful=False)
+    thread.join(120)
+    ((outcome,), told) = found[0]
+    assert outcome.error is None
+    assert [stage for _, stage, kind, _ in told if kind == "begins"].count("build") == 2
+    assert read_passport(Path("runs") / made.target / "engine").made["gpu"] == "NVIDIA L40S"
+
+
+def test_a_build_that_is_cancelled_leaves_nothing(machines: Site, in_folder: Path, tmp_path: Path) -> None:
+    hold, running = machines.folder / "hold", machines.folder / "first" / "running"
+    running.unlink(missing_ok=True)
+    hold.touch()
+    store = Store(tmp_path / "home")
+    cluster = Cluster(machines.ray.address, store, None, lambda *words: None)
+    made = plan(hf_folder(in_folder / "tiny", seed=5), gpu="h100", dtype="bf16")
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(cluster.build([made], lambda made: Recorder(), None)))
+    thread.start()
+    waited(lambda: running.exists() and bool(running.read_text()))
+    program = os.pidfd_open(int(running.read_text()))
+    cluster.close()
+    thread.join(60)
+    hold.unlink()
+    (outcome,) = found[0]
+    assert "was cancelled" in str(outcome.error)
+    assert select.select([program], [], [], 10)[0], "the program has ended"
+    assert not [path for path in store.artefacts() if path.name.startswith(".")]
