@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan gpu-e2e golden clean
+.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -61,6 +61,9 @@ bench-peers: $(READY) ## the load tester beside aiperf and `vllm bench serve`, w
 
 bench-plan: $(READY) ## the planner against NVIDIA's published figures
 	$(BIN)/python -m tests.benchmarks.planner --report docs/measurements/planner.md
+
+bench-cluster: $(READY) ## how well a Ray cluster is used by a matrix of targets, in a simulation
+	$(BIN)/python -m tests.benchmarks.cluster --report docs/measurements/cluster.md
 
 # Where torch and vLLM are installed, where the work is done, and which parts of it: see tests/benchmarks/gpu.
 ENGINE_PYTHON ?= $(BIN)/python

@@ -16,7 +16,7 @@ import engines.errors
 from engines.errors import HostError, StageFailed, TrtpipeError
 from pipeline import __version__, host
 from pipeline.cluster.needs import needs
-from pipeline.cluster.work import Answer, Order, artefact, run_stage
+from pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
 from pipeline.manifest import Record
 from pipeline.matrix import Outcome
 from pipeline.model_ref import FolderSource, GgufSource
@@ -40,9 +40,13 @@ class Cluster:
 
     address   as `ray.init` takes it
     exchange  URL of a registry through which artefacts travel; None where all machines share the store's home
+    work      what a worker does with (order, tell)
     """
 
-    def __init__(self, address: str, store: Store, exchange: str | None, told: Told) -> None:
+    def __init__(
+        self, address: str, store: Store, exchange: str | None, told: Told,
+        work: Callable[[Order, Tell], Answer] = run_stage,
+    ) -> None:  # fmt: skip
         from pipeline.bench.hosts import connect
 
         self._ray: Any = connect(address)
@@ -64,6 +68,7 @@ class Cluster:
         self._flying: dict[str, Future[Answer]] = {}
         self._refs: set[Any] = set()
         self._closed = False
+        self._work = work
         self._remote = self._ray.remote(_stage)
         from ray.util.queue import Queue
 
@@ -156,7 +161,7 @@ class Cluster:
         with self._lock:
             if self._closed:
                 raise KeyboardInterrupt
-            ref = task.remote(order, plan.target, self._queue)
+            ref = task.remote(self._work, order, plan.target, self._queue)
             self._refs.add(ref)
         try:
             answer: Answer = self._ray.get(ref)
@@ -204,11 +209,11 @@ class Cluster:
                 return
 
 
-def _stage(order: Order, target: str, queue: Any) -> Answer:
+def _stage(work: Callable[[Order, Tell], Answer], order: Order, target: str, queue: Any) -> Answer:
     """In a Ray worker."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.pop("RAY_ADDRESS", None)
-    return run_stage(order, lambda kind, text: queue.put((target, order.stage, kind, text)))
+    return work(order, lambda kind, text: queue.put((target, order.stage, kind, text)))
 
 
 def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
