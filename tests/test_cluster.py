@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engines.errors import HostError
+from engines.errors import HostError, UsageError
 from engines.passport import read_passport
 from pipeline.cluster.driver import Cluster
 from pipeline.matrix import Outcome
@@ -153,6 +153,12 @@ def test_no_cluster(in_folder: Path, tmp_path: Path) -> None:
     hf_folder(in_folder / "tiny")
     with pytest.raises(HostError, match=r"there is no Ray cluster at 127\.0\.0\.1:9"):
         Cluster("127.0.0.1:9", Store(tmp_path / "home"), None, lambda *words: None)
+
+
+def test_two_targets_of_one_name(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:
+    model = hf_folder(in_folder / "tiny")
+    with pytest.raises(UsageError, match=r"two targets are called tiny\.h100\.bf16; give the models' folders other"):
+        built(*[plan(model, gpu="h100", dtype="bf16")] * 2)
 
 
 def test_a_card_that_no_machine_has(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import engines.errors
-from engines.errors import HostError, StageFailed, TrtpipeError
+from engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from pipeline import __version__, host
 from pipeline.cluster.needs import needs
 from pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
@@ -77,7 +77,14 @@ class Cluster:
         self._listener.start()
 
     def build(self, plans: list[Plan], reporter: Callable[[Plan], Reporter], until: str | None) -> list[Outcome]:
-        """Every target, side by side; one that fails does not keep the others from it."""
+        """Every target, side by side; one that fails does not keep the others from it.
+
+        Raises UsageError for two of one name, which would be each other's run folder.
+        """
+        names = [plan.target for plan in plans]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"two targets are called {twice}", remedy="give the models' folders other names")
 
         def one(plan: Plan) -> Outcome:
             told = reporter(plan)

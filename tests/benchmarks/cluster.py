@@ -10,7 +10,7 @@ all cards.
 
 Cost: targets of one checkpoint that differ in a build setting, with stages that take no time.
 
-    python -m tests.benchmarks.cluster [--scale 0.05] [--targets 24,100,300,1000] [--report FILE.md]
+    python -m tests.benchmarks.cluster [--scale 0.2] [--targets 24,100,300,1000] [--report FILE.md]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -123,9 +124,9 @@ def run(address: str, plans: list[Plan], scale: float, folder: Path) -> tuple[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", type=float, default=0.05, help="of the time that stages take")
+    parser.add_argument("--scale", type=float, default=0.2, help="of the time that stages take")
     parser.add_argument("--targets", default="24,100,300,1000")
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=lambda word: Path(word).absolute())
     args = parser.parse_args()
     import ray
     from ray.cluster_utils import Cluster as Machines
@@ -180,8 +181,14 @@ def measure(address: str, scratch: Path, scale: float, counts: list[int]) -> str
         "| targets | seconds | ms a target |",
         "|---|---|---|",
     ]
+    print("\n".join(lines), flush=True)
     for count in counts:
-        many = [target(models[0], "h100", "bf16", f"build.max_batch_size={size}") for size in range(1, count + 1)]
+        many = []
+        for size in range(1, count + 1):
+            name = scratch / f"same{size}"
+            if not name.exists():
+                shutil.copytree(models[0], name)
+            many.append(target(name, "h100", "bf16", f"build.max_batch_size={size}", "build.max_num_tokens=2048"))
         seconds, _ = run(address, many, 0.0, scratch / f"many{count}")
         lines.append(f"| {count:,} | {seconds:.1f} | {seconds / count * 1e3:.0f} |")
         print(lines[-1], flush=True)
