@@ -101,7 +101,9 @@ def build(
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
     keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
-    ray: Annotated[str, typer.Option(help="With --executor ray: its address; auto is one that runs here.")] = "auto",
+    ray: Annotated[
+        str | None, typer.Option(help="With --executor ray (stages run on a cluster): its address; the one here.")
+    ] = None,
     exchange: Annotated[
         str | None, typer.Option(help="With --executor ray: where artefacts travel, if machines share no TRTPIPE_HOME.")
     ] = None,
@@ -115,9 +117,10 @@ def build(
     from pipeline.runner import RunFolder, execute
 
     options, store = locals(), _store()
+    on_cluster = executor == "ray"
+    _check_cluster_options(options, on_cluster)
     for name in ("ray", "exchange"):
         del options[name]
-    on_cluster = executor == "ray"
     if on_cluster:
         options["executor"] = None  # each machine finds its own way to run what a toolchain has
     reporter = console.BuildReporter()
@@ -884,13 +887,28 @@ def _plan(options: dict[str, Any]) -> Plan:
     return resolve(layers)
 
 
+def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
+    """Raises UsageError for what `--executor ray` has no use for, or what only it has."""
+    from engines.errors import UsageError
+
+    flags = {"bundle": "from", "verify": "verify", "keep_failed": "keep-failed"}
+    if not on_cluster:
+        flags = {"ray": "ray", "exchange": "exchange"}
+    given = [f"--{flag}" for name, flag in flags.items() if options[name]]
+    if given:
+        raise UsageError(
+            f"{given[0]} is {'not for' if on_cluster else 'for'} --executor ray",
+            remedy=f"leave {given[0]} out{'' if on_cluster else ', or add --executor ray'}",
+        )
+
+
 def _build_on_cluster(
-    plans: list[Plan], store: Store, address: str, exchange: str | None, until: str | None
+    plans: list[Plan], store: Store, address: str | None, exchange: str | None, until: str | None
 ) -> list[Outcome]:
     from pipeline import console
     from pipeline.cluster.driver import Cluster
 
-    cluster = Cluster(address, store, exchange, console.ClusterReporter.told)
+    cluster = Cluster(address or "auto", store, exchange, console.ClusterReporter.told)
     try:
         return cluster.build(plans, lambda plan: console.ClusterReporter(plan.target), until)
     finally:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from pipeline.runner import RunFolder
 
 Url = Annotated[
     str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
@@ -80,6 +83,9 @@ def search(
     if as_json:
         console.result_json([dataclasses.asdict(one) for one in found])
         return
+    if not found:
+        console.result(f"{url} has no such target" if any((model, gpu, dtype, toolchain)) else f"{url} has no targets")
+        return
     console.table(
         ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
         [
@@ -128,7 +134,7 @@ def verify_provenance(
     console.result("\n".join([*lines, f"the digests of {len(lines)} artefacts hold together"]))
 
 
-def _run(target: str):  # type: ignore[no-untyped-def]
+def _run(target: str) -> RunFolder:
     from engines.errors import UsageError
     from pipeline.runner import RunFolder
 

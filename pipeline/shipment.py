@@ -57,13 +57,16 @@ def describe(
     return index, made
 
 
-def check_index(index: Any, where: str) -> Index:
-    """Raises InputDataError for what is no index, ArtefactRefused for one of another version."""
+def check_index(index: Any, where: str, again: str = "export") -> Index:
+    """The index; `again` is how another is made.
+
+    Raises InputDataError for what is no index, ArtefactRefused for one of another version.
+    """
     if not isinstance(index, dict) or not {"format", "target", "settings", "model", "artefacts"} <= index.keys():
         raise InputDataError(f"{where} is damaged", why="it lacks what an index holds", remedy="copy it again")
     if index["format"] != FORMAT:
         raise ArtefactRefused(
-            f"{where} is of format {index['format']}, this trtpipe reads {FORMAT}", remedy="export it again"
+            f"{where} is of format {index['format']}, this trtpipe reads {FORMAT}", remedy=f"{again} it again"
         )
     return index
 

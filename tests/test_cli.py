@@ -917,3 +917,22 @@ def test_registries_and_wrong_words(run: Run, arguments: tuple[str, ...], status
     done = run(*arguments)
     assert done.status == status
     assert message.split(":")[0] in done.error()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--executor", "ray", "--verify"), "--verify is not for --executor ray: leave --verify out"),
+        (("--executor", "ray", "--from", "x.tar"), "--from is not for --executor ray: leave --from out"),
+        (("--exchange", "s3://x/y"), "--exchange is for --executor ray: leave --exchange out, or add --executor ray"),
+    ],
+)
+def test_options_of_a_cluster_are_never_ignored(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    done = run("build", "--model", "tiny", "--gpu", "cpu", *arguments)
+    assert done.status == 2
+    assert done.error().replace("; leave", ": leave") == message
+
+
+def test_a_folder_that_holds_nothing(run: Run) -> None:
+    assert run("search", "empty").out == "empty has no targets\n"
+    assert run("search", "empty", "--gpu", "h100").out == "empty has no such target\n"

@@ -145,7 +145,7 @@ def search(
 
 def read_index(target: str, registry: Registry) -> Index:
     """The index of a target there, and its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
-    index = check_index(registry.index(target), f"{target} at {registry.url}")
+    index = check_index(registry.index(target), f"{target} at {registry.url}", "push")
     if "provenance" in index:
         check_chain(index["provenance"], {name: entry["content"] for name, entry in index["artefacts"].items()})
     return index
