@@ -21,11 +21,13 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check ## everything: the checks, the unit tests, and the real model on a real tritonserver (minutes)
-	$(BIN)/python -m pytest
+# Those that start servers or processes have the machine to themselves: some of them look at a clock.
+ALONE := real or process or loopback
+test: check unit ## everything: the checks, the unit tests, and the real model on a real tritonserver (a quarter of an hour)
+	$(BIN)/python -m pytest -m '$(ALONE)'
 
-unit: $(READY) ## unit tests alone (under a minute)
-	$(BIN)/python -m pytest -m 'not real'
+unit: $(READY) ## tests without servers and processes (minutes)
+	$(BIN)/python -m pytest -n auto -m 'not ($(ALONE))'
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu

@@ -8,6 +8,7 @@ know only `rope_theta`; and SmolLM's digit-by-digit pre-tokenizer, which the fil
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -27,9 +28,15 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 
 
 def main() -> None:
+    import gguf
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # transformers looks both up in the package at each use: five readings of a vocabulary, seconds each, and a map of
+    # all tensors' names for every module.
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
     spec = json.loads(sys.argv[1])
     source, out = Path(spec["gguf"]), Path(spec["out"])
@@ -57,7 +64,7 @@ def _write_both_rope_spellings(path: Path) -> None:
 def _restore_pre_tokenizer(source: Path, path: Path) -> None:
     import gguf
 
-    field = gguf.GGUFReader(source).get_field("tokenizer.ggml.pre")
+    field = gguf.GGUFReader(str(source)).get_field("tokenizer.ggml.pre")
     name = field.contents() if field is not None else None
     if name not in PRE_TOKENIZERS:
         return

@@ -71,8 +71,11 @@ class Cluster:
         self._work = work
         self._remote = self._ray.remote(_stage)
         from ray.util.queue import Queue
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._queue: Any = Queue(actor_options={"num_cpus": 0})
+        # Here, and not on a machine that may be lost.
+        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=False)
+        self._queue: Any = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+if TYPE_CHECKING:
+    from engines.reference.runtime import Runtime
+
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
 
+# How long a server may take to start here.
+START_SECONDS = 150.0
 NEW_TOKENS = 64
 END = 2
 TEXTS = (
@@ -82,6 +90,23 @@ class Cli:
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def serving(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        """`serve` in the foreground, once it says how to end it; a test that fails leaves none."""
+        process = self.start("serve", *arguments)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        late = threading.Timer(START_SECONDS, process.send_signal, (signal.SIGINT,))
+        late.start()
+        try:
+            assert any("Ctrl-C" in line for line in process.stdout), process.stderr.read()
+            late.cancel()
+            yield process
+        finally:
+            late.cancel()
+            with process:
+                process.send_signal(signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -180,25 +205,43 @@ def prompts(smollm2_hf: Path, greedy_texts: tuple[str, ...]) -> list[tuple[int, 
 
 
 @pytest.fixture(scope="session")
-def expected(smollm2_hf: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+def expected(smollm2_hf: Path, smollm2_engine_fp32: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """transformers' own greedy continuation of each prompt, without the end token."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from engines.reference.runtime import Runtime
+
+    guesses = together(Runtime(smollm2_engine_fp32, kv_cache_tokens=8192), prompts)
     model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
-    out = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        full = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=END,
-            pad_token_id=END,
-        )
-        tokens = full[0, len(prompt) :].tolist()
-        out.append(tokens[: tokens.index(END)] if END in tokens else tokens)
+    with torch.inference_mode():
+        out = [_greedy(model, prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
     del model
     gc.collect()
     return out
+
+
+def together(runtime: Runtime, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    """Greedy continuations of all prompts, in flight together as far as the engine's batch size allows."""
+    from engines.reference.request import Request
+
+    out: list[list[int]] = [[] for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        runtime.submit(Request(id=index, prompt=prompt, max_tokens=NEW_TOKENS, end_id=END))
+    while runtime.has_work:
+        for output in runtime.step():
+            out[output.id] += output.tokens
+    return out
+
+
+def _greedy(model: Any, prompt: tuple[int, ...], guess: list[int]) -> list[int]:
+    """What the model says, whatever the guess: one pass confirms all of it that is right, and adds a token."""
+    import torch
+
+    tokens: list[int] = []
+    while len(tokens) < NEW_TOKENS and END not in tokens:
+        said = model(torch.tensor([[*prompt, *guess]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+        agreed = next((place for place, token in enumerate(guess) if said[place] != token), len(guess))
+        tokens = said[: agreed + 1]
+        guess = tokens
+    return tokens[: tokens.index(END)] if END in tokens else tokens[:NEW_TOKENS]

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.factories import hf_folder
 pytestmark = pytest.mark.real
 
 KILLS = 50
+CHAINS = 2
 # About 50 MB, cast to float32: the copying takes long enough to be hit.
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2,
          "vocab_size": 8000, "num_hidden_layers": 6}  # fmt: skip
@@ -34,27 +36,38 @@ def contents(cli: Cli) -> dict[str, str]:
 
 def test_a_build_killed_fifty_times_is_the_same_build(tmp_path: Path) -> None:
     model = hf_folder(tmp_path / "model", **SIZES)
-    (tmp_path / "work").mkdir()
     arguments = ["build", "--model", str(model), *BUILD]
-    whole = Cli(tmp_path / "work", tmp_path / "whole")
+    whole = at(tmp_path / "whole")
     start = time.monotonic()
     whole.ok(*arguments)
     seconds = time.monotonic() - start
     wanted = contents(whole)
     assert wanted.keys() == {"download", "tokenizer", "convert", "build", "package"}
-    rng = random.Random(0)
-    cli = Cli(tmp_path / "work", tmp_path / "home")
-    killed = 0
-    while killed < KILLS:
-        build = cli.start(*arguments)
-        time.sleep(rng.uniform(0.1, 0.8 * seconds))
-        build.kill()
-        build.communicate()
-        hit = build.returncode == -signal.SIGKILL
-        killed += hit
-        # Several kills hit one build before it is finished; one that came too late has let it finish.
-        if not hit or killed % 5 == 0:
-            cli.ok(*arguments)
-            assert contents(cli) == wanted
-            assert not list(cli.home.glob("artefacts/*/.*")), "what the kills left behind is swept"
-            shutil.rmtree(cli.home)
+
+    def chain(seed: int) -> int:
+        """Builds of one home, killed at random moments; how many were."""
+        rng = random.Random(seed)
+        cli = at(tmp_path / str(seed))
+        killed = 0
+        while killed < KILLS // CHAINS:
+            build = cli.start(*arguments)
+            time.sleep(rng.uniform(0.1, 0.8 * seconds))
+            build.kill()
+            build.communicate()
+            hit = build.returncode == -signal.SIGKILL
+            killed += hit
+            # Several kills hit one build before it is finished; one that came too late has let it finish.
+            if not hit or killed % 5 == 0:
+                cli.ok(*arguments)
+                assert contents(cli) == wanted
+                assert not list(cli.home.glob("artefacts/*/.*")), "what the kills left behind is swept"
+                shutil.rmtree(cli.home)
+        return killed
+
+    with ThreadPoolExecutor(CHAINS) as pool:
+        assert sum(pool.map(chain, range(CHAINS))) == KILLS
+
+
+def at(folder: Path) -> Cli:
+    folder.mkdir()
+    return Cli(folder, folder / "home")

@@ -95,8 +95,8 @@ def test_a_burst_of_short_requests_leaves_the_server_well(served: Served) -> Non
     """Requests that end while the backend looks for clients that went away: asking too late would crash the server."""
     ask = {"text_input": "Water boils at", "max_tokens": 2, "return_num_output_tokens": True}
     with ThreadPoolExecutor(32) as pool:
-        counts = list(pool.map(lambda _: served.generate(**ask)["num_output_tokens"], range(640)))
-    assert counts == [2] * 640
+        counts = list(pool.map(lambda _: served.generate(**ask)["num_output_tokens"], range(320)))
+    assert counts == [2] * 320
     assert served.gauges()[USED] == 0
 
 
@@ -343,13 +343,9 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(served: Serv
 def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) -> None:
     copy = tmp_path / "foreground"
     _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
-    serving = served.cli.start("serve", str(copy), *ANYWHERE)
-    assert serving.stdout is not None
-    for line in serving.stdout:
-        if "Ctrl-C" in line:
-            break
-    serving.send_signal(signal.SIGINT)
-    _, err = serving.communicate(timeout=60)
+    with served.cli.serving(str(copy), *ANYWHERE) as serving:
+        serving.send_signal(signal.SIGINT)
+        _, err = serving.communicate(timeout=60)
     assert serving.returncode == 0, err
     assert not using(copy)
 
@@ -357,32 +353,28 @@ def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) 
 def test_under_restart_a_dead_stub_is_reported_and_its_model_loaded_again(served: Served, tmp_path: Path) -> None:
     copy = tmp_path / "watched"
     _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
-    serving = served.cli.start("serve", str(copy), *ANYWHERE, "--restart", "1")
-    assert serving.stdout is not None
-    assert serving.stderr is not None
-    for line in serving.stdout:
-        if "Ctrl-C" in line:
-            break
-    server = next(one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == "watched")
+    with served.cli.serving(str(copy), *ANYWHERE, "--restart", "1") as serving:
+        assert serving.stderr is not None
+        server = next(one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == "watched")
 
-    def stub() -> psutil.Process:
-        family = psutil.Process(server["pid"]).children()
-        return next(process for process in family if "preprocessing_0_0" in _words(process))
+        def stub() -> psutil.Process:
+            family = psutil.Process(server["pid"]).children()
+            return next(process for process in family if "preprocessing_0_0" in _words(process))
 
-    def answer() -> dict[str, Any]:
-        ask = {"text_input": "Hello", "max_tokens": 1}
-        return dict(httpx.post(f"{server['http']}/v2/models/ensemble/generate", json=ask, timeout=60).json())
+        def answer() -> dict[str, Any]:
+            ask = {"text_input": "Hello", "max_tokens": 1}
+            return dict(httpx.post(f"{server['http']}/v2/models/ensemble/generate", json=ask, timeout=60).json())
 
-    assert until(lambda: "text_output" in answer())
-    stub().kill()
-    assert "starting tritonserver with watched" in serving.stderr.readline()
-    assert "a Python process of preprocessing has died; loading it again" in serving.stderr.readline()
-    assert "preprocessing is loaded again" in serving.stderr.readline()
-    assert until(lambda: "text_output" in answer())
-    stub().kill()
-    assert "preprocessing has died: until the server starts again its requests fail" in serving.stderr.readline()
-    serving.send_signal(signal.SIGINT)
-    serving.communicate(timeout=60)
+        assert until(lambda: "text_output" in answer())
+        stub().kill()
+        assert "starting tritonserver with watched" in serving.stderr.readline()
+        assert "a Python process of preprocessing has died; loading it again" in serving.stderr.readline()
+        assert "preprocessing is loaded again" in serving.stderr.readline()
+        assert until(lambda: "text_output" in answer())
+        stub().kill()
+        assert "preprocessing has died: until the server starts again its requests fail" in serving.stderr.readline()
+        serving.send_signal(signal.SIGINT)
+        serving.communicate(timeout=60)
     assert not using(copy)
 
 
@@ -404,16 +396,17 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
     """A busy machine makes a run INVALID (status 5), and says so; what was measured is there all the same."""
     report = tmp_path / "report.json"
     done = served.cli.run(
-        "bench", "--server", served.name, "--protocol", "grpc,http,completions,chat", "--concurrency", "1,4",
-        "--requests", "8", "--output-tokens", "8", "--input-tokens", "16", "--report", str(report),
+        "bench", "--server", served.name, "--protocol", "grpc,http,completions,chat", "--concurrency", "1,2",
+        "--requests", "4", "--output-tokens", "8", "--input-tokens", "16", "--report", str(report),
     )  # fmt: skip
+    assert done.status in (0, 5), done.err
     value = json.loads(report.read_text())
     assert (done.status == 0) == value["verdict"]["valid"], done.err
     protocols = ("grpc", "http", "completions", "chat")
     levels = [(level["protocol"], level["load"]["concurrency"]) for level in value["levels"]]
-    assert levels == [(protocol, places) for protocol in protocols for places in (1, 4)]
+    assert levels == [(protocol, places) for protocol in protocols for places in (1, 2)]
     for level in value["levels"]:
-        assert level["requests"]["succeeded"] == 8, level["errors"]
+        assert level["requests"]["succeeded"] == 4, level["errors"]
         assert level["wrong_length"] == 0
         assert level["token_count_source"] == ("server" if level["protocol"] in ("grpc", "http") else "usage")
         assert level["metrics"]["time_to_first_token"]["p50"] > 0

@@ -40,10 +40,10 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both(cli: Cli, target: str) -> Iterator[Both]:
-    second = "smollm2-135m.cpu.int8-wo"
+    second = "smollm2-135m.cpu.bf16"
     settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
     options = [option for setting in settings for option in ("--set", setting)]
-    cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "int8-wo", *options)
+    cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "bf16", *options)
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
     cli.ok("serve", target, second, "--detach", *ports)
     name = f"{target}+{second}"
