@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from engines.errors import TrtpipeError
     from pipeline.bench.options import BenchOptions, Target
     from pipeline.bench.search import Search
     from pipeline.bench.work.loads import Load
@@ -102,11 +103,11 @@ def bench(
         known = True
     levels, work = _load(
         load,
-        {"concurrency": _list(concurrency), "rate": _list(rate), "trace": trace and str(trace), "arrivals": arrivals,
+        {"concurrency": _list(concurrency, whole=True), "rate": _list(rate), "trace": trace, "arrivals": arrivals,
          "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
          "duration_s": duration, "ramp_s": ramp},
-        {"input_tokens": input_tokens, "output_tokens": output_tokens, "prompts": prompts and str(prompts),
-         "sharegpt": sharegpt and str(sharegpt), "options": _sampling(sampling or []) or None,
+        {"input_tokens": input_tokens, "output_tokens": output_tokens, "prompts": prompts,
+         "sharegpt": sharegpt, "options": _sampling(sampling or []) or None,
          "ignore_eos": False if natural_end else None},
     )  # fmt: skip
     urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
@@ -268,29 +269,29 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
         )
 
 
-def _list(text: str | None) -> list[float] | None:
-    """Numbers separated by commas; whole ones stay whole. Raises UsageError."""
+def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
+    """Numbers separated by commas; whole ones stay whole, and are asked for with `whole`. Raises UsageError."""
     from engines.errors import UsageError
 
     if text is None:
         return None
     try:
-        return [int(word) if word.strip().isdigit() else float(word) for word in text.split(",")]
+        return [int(word) if whole or word.strip().isdigit() else float(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError(f"'{text}' is no list of numbers", remedy="give for example 1,4,16") from None
+        kind = "whole numbers" if whole else "numbers"
+        raise UsageError(f"'{text}' is no list of {kind}", remedy="give for example 1,4,16") from None
 
 
 def _sampling(words: list[str]) -> dict[str, Any]:
-    import yaml
-
     from engines.errors import UsageError
+    from pipeline.config import parse_yaml_value
 
     out = {}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
             raise UsageError(f"'{word}' is no option", remedy="give NAME=VALUE, such as top_p=0.9")
-        out[name] = yaml.safe_load(value)
+        out[name] = parse_yaml_value(value, f"--sampling {name}")
     return out
 
 
@@ -309,10 +310,15 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
     if not {"rate", "trace"} & set(when):
         when.setdefault("concurrency", [1, 4, 16])
     try:
-        levels = parse_levels(when, "options", Path(), UsageError)
+        levels = parse_levels(when, "options", Path(), UsageError, _typed)
     except UsageError as error:
         raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
-    return levels, parse_work(what, "options", Path(), levels, UsageError)
+    return levels, parse_work(what, "options", Path(), levels, UsageError, _typed)
+
+
+def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
+    """Of options, which typer has read as what they are: checking it again would take a tenth of a second."""
+    return kind(**data)
 
 
 def _flags(words: str) -> str:

@@ -88,13 +88,21 @@ def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeEr
     check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
     try:
         # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
-        return typing.cast(_T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data), strict=True))
+        return typing.cast(
+            _T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data, default=_path), strict=True)
+        )
     except pydantic.ValidationError as invalid:
         first = invalid.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
     except (TypeError, ValueError) as unsaid:  # a date, a set, or an anchor that holds itself: YAML, yet no JSON
         raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ Relative files in it are beside the file.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from pipeline.bench.work.work import Sessions, SharedPrefix, Work
 from pipeline.config import ConfigError
 
 _T = TypeVar("_T")
+# (class, its fields, where they are from, the error to raise)
+Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
 
 # The key that says of which kind a load is.
 KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
@@ -71,9 +74,12 @@ def find_load(name: str) -> LoadFile:
 
 
 def parse_levels(
-    raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError
+    raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = config.build
 ) -> tuple[Load, ...]:
-    """The levels of a `load` mapping. Raises `error` naming `where` and the mistake."""
+    """The levels of a `load` mapping. Raises `error` naming `where` and the mistake.
+
+    build  makes an object of a class from its fields, and looks at their types where nobody has before
+    """
     known = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
     config.check_keys(raw, known, where, error)
     chosen = [key for key in KINDS if key in raw]
@@ -92,11 +98,11 @@ def parse_levels(
         data["trace"] = _beside(raw["trace"], f"{where}: trace", folder, error)
     lists = [key for key in LEVELS if isinstance(data.get(key), list)]
     if not lists:
-        return (_build(kind, data, where, error),)
+        return (_build(kind, data, where, error, build),)
     (key,) = lists
     if not data[key]:
         raise error(f"{where}: {key} is an empty list", remedy="give one value or more")
-    return tuple(_build(kind, {**data, key: value}, where, error) for value in data[key])
+    return tuple(_build(kind, {**data, key: value}, where, error, build) for value in data[key])
 
 
 def parse_work(
@@ -105,6 +111,7 @@ def parse_work(
     folder: Path,
     levels: tuple[Load, ...] = (),
     error: type[TrtpipeError] = ConfigError,
+    build: Build = config.build,
 ) -> Work:
     """The `work` mapping of a load of these levels. Raises `error` naming `where` and the mistake."""
     data = dict(raw)
@@ -117,10 +124,10 @@ def parse_work(
             if key in data:
                 raise error(f"{where}: {key} is given twice", why="the load names it", remedy="leave it out here")
         # All levels of a file replay one trace.
-        data["trace"] = str(replays[0].trace)
+        data["trace"] = replays[0].trace
         data["max_total_tokens"] = replays[0].max_total_tokens
-    data.setdefault("folder", str(folder))
-    return _build(Work, data, where, error)
+    data.setdefault("folder", folder)
+    return _build(Work, data, where, error, build)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +155,17 @@ def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str,
     return out
 
 
-def _beside(value: Any, where: str, folder: Path, error: type[TrtpipeError]) -> str:
-    if not isinstance(value, str):
+def _beside(value: Any, where: str, folder: Path, error: type[TrtpipeError]) -> Path:
+    if not isinstance(value, str | Path):
         raise error(f"{where} is {value!r}, not a file")
     # Absolute, so that it is the same file for the load and for the work, which has a folder of its own.
-    return str((folder / value).absolute())
+    return (folder / value).absolute()
 
 
-def _build(kind: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> _T:
+def _build(kind: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError], build: Build) -> _T:
     try:
-        return config.build(kind, data, where, error)
+        made: _T = build(kind, data, where, error)
+        return made
     except UsageError as mistake:
         if mistake.what.startswith(where):
             raise

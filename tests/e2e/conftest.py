@@ -100,7 +100,9 @@ class Cli:
         late = threading.Timer(START_SECONDS, process.send_signal, (signal.SIGINT,))
         late.start()
         try:
-            assert any("Ctrl-C" in line for line in process.stdout), process.stderr.read()
+            if not any("Ctrl-C" in line for line in process.stdout):
+                logs = [log.read_text(errors="replace")[-4000:] for log in self.home.glob("logs/serve-*.log")]
+                raise AssertionError("\n".join([process.stderr.read(), *logs]))
             late.cancel()
             yield process
         finally:
