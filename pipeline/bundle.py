@@ -23,7 +23,7 @@ from pipeline.folders import write_whole
 from pipeline.manifest import Record
 from pipeline.plan import Plan
 from pipeline.runner import RunFolder
-from pipeline.shipment import check_index, describe, files_of, link, plan_of, receive
+from pipeline.shipment import check_index, describe, files_of, link, plan_of, planned, receive
 from pipeline.store import Artefact, Store
 
 INDEX = "trtpipe.json"
@@ -71,7 +71,7 @@ def unpack(path: Path, store: Store, progress: Progress = lambda done, total: No
     try:
         with tarfile.open(path) as tar:
             index = _read_index(tar, path)
-            plan = plan_of(index)
+            plan = planned(index, f"{path}: {INDEX}")
             counter = _Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()

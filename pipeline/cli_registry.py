@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Url = Annotated[
     str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
 ]
+# Targets that a search without a result names.
+SHOWN = 8
 Only = Annotated[
     str | None,
     typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy, engine and repository."),
@@ -50,7 +52,7 @@ def pull(
     from pipeline.registry.base import open_registry
     from pipeline.store import Store, default_home
 
-    wanted = None if only is None else ship.choose(only)
+    wanted = ship.choose(only)
     registry = open_registry(url)
     with console.BuildReporter().stage("pull", target) as progress:
         shipped = ship.pull(
@@ -68,7 +70,7 @@ def search(
     url: Url,
     model: Annotated[str | None, typer.Option(help="Part of a model's name.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Of a GPU's name or its SM: h100, SM90.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the precision: FP8, bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the precision: FP8, bf16.")] = None,
     toolchain: Annotated[str | None, typer.Option(help="Of the TensorRT-LLM release.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -79,12 +81,15 @@ def search(
     from pipeline.registry import ship
     from pipeline.registry.base import open_registry
 
-    found = ship.search(open_registry(url), model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
+    registry = open_registry(url)
+    found = ship.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
     if as_json:
         console.result_json([dataclasses.asdict(one) for one in found])
         return
     if not found:
-        console.result(f"{url} has no such target" if any((model, gpu, dtype, toolchain)) else f"{url} has no targets")
+        there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
+        named = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
+        console.result(f"{url} has no such target; it has: {named}" if there else f"{url} has no targets")
         return
     console.table(
         ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
@@ -122,7 +127,11 @@ def provenance(
 def verify_provenance(
     target: Annotated[str, typer.Argument(help="A target in ./runs.")],
     told: Annotated[
-        Path | None, typer.Option("--statement", help="A statement from elsewhere, which must say the same.")
+        Path | None,
+        typer.Option(
+            "--statement",
+            help="A statement from elsewhere, or the envelope of one that is signed: it must say the same.",
+        ),
     ] = None,
 ) -> None:
     """Replay a target's digests, from its source to its repository, and hash every file that is here."""
@@ -130,8 +139,12 @@ def verify_provenance(
     from pipeline.provenance import read_statement, verify
     from pipeline.store import Store, default_home
 
-    lines = verify(_run(target), Store(default_home()), None if told is None else read_statement(told))
-    console.result("\n".join([*lines, f"the digests of {len(lines)} artefacts hold together"]))
+    found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told))
+    console.result("\n".join([*found.lines, f"the digests of {len(found.lines)} artefacts hold together"]))
+    if found.elsewhere:
+        console.result(
+            f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
+        )
 
 
 def _run(target: str) -> RunFolder:
@@ -139,6 +152,6 @@ def _run(target: str) -> RunFolder:
     from pipeline.runner import RunFolder
 
     run = RunFolder.of(target)
-    if not run.path.is_dir():
+    if target != run.path.name or not run.path.is_dir():
         raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
     return run

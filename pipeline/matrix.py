@@ -54,7 +54,9 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build_all(plans: list[Plan], build: Callable[[Plan], list[StageResult]]) -> list[Outcome]:
-    """Build one target after the other; one that fails does not keep the others from it."""
+    """Build one target after the other; one that fails does not keep the others from it. Raises as
+    `require_distinct`."""
+    require_distinct(plans)
     out = []
     for plan in plans:
         try:
@@ -62,6 +64,14 @@ def build_all(plans: list[Plan], build: Callable[[Plan], list[StageResult]]) -> 
         except TrtpipeError as error:
             out.append(Outcome(plan=plan, results=(), error=error))
     return out
+
+
+def require_distinct(plans: list[Plan]) -> None:
+    """Raise UsageError for two targets of one name, which would be each other's run folder."""
+    names = [plan.target for plan in plans]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two targets are called {twice}", remedy="give the models' folders other names")
 
 
 def raise_failures(outcomes: list[Outcome]) -> None:

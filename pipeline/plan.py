@@ -170,7 +170,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
     toolchain = config.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
-        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, EXECUTORS))
+        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
     if runtime == "tensorrt_llm":
         toolchain.require_runtime(runtime)
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED

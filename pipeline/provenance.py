@@ -7,10 +7,12 @@ dependencies what came from outside, its byproducts the stages with their record
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,11 @@ from pipeline.store import Store
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:trtpipe:build:v1"
+# What two statements of one target have in common.
+SAID = ("stages", "settings", "subjects", "times")
+TYPES = [STATEMENT, PREDICATE, BUILD_TYPE]
+# What a DSSE envelope says of a statement in it.
+ENVELOPED = "application/vnd.in-toto+json"
 # In a run folder, beside what a pull has brought: the stages that ran elsewhere.
 FILE = "provenance.json"
 
@@ -52,11 +59,19 @@ def statement(run: RunFolder, store: Store) -> Statement:
             )
     if not known:
         raise InputDataError(f"{run.path} has no artefacts", remedy="run `trtpipe build` first")
+    makers = {stage.makes for stage in stages_of(plan_of(raw))}
+    for makes, entry in known.items():
+        untold = (entry["annotations"]["record"]["inputs"].keys() & makers) - known.keys()
+        if untold:
+            raise InputDataError(
+                f"nothing tells where the {min(untold)} of {run.path.name} came from, of which the {makes} was made",
+                remedy="pull it again, or build it here",
+            )
     ordered = list(known.values())
     times = [entry["annotations"] for entry in ordered]
     return {
         "_type": STATEMENT,
-        "subject": [{"name": entry["name"], "digest": entry["digest"]} for entry in ordered],
+        "subject": _subjects(known),
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
@@ -88,7 +103,15 @@ def check_chain(told: Any, contents: Mapping[str, str] = {}) -> list[str]:
         stages = _stages(told)
         records = {makes: Record(**entry["annotations"]["record"]) for makes, entry in stages.items()}
         lines = [_replay(makes, entry, records[makes], stages) for makes, entry in stages.items()]
-    except (KeyError, TypeError, AttributeError) as error:
+        definition = told["predicate"]["buildDefinition"]
+        for what, said, given in (
+            ("subjects", told["subject"], _subjects(stages)),
+            ("dependencies", definition["resolvedDependencies"], _dependencies(stages)),
+            ("types", [told["_type"], told["predicateType"], definition["buildType"]], TYPES),
+        ):
+            if said != given:
+                raise ArtefactRefused("the provenance does not hold", why=f"its {what} are not those of its stages")
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputDataError("this is no provenance of trtpipe", why=f"{type(error).__name__}: {error}") from None
     for makes, content in contents.items():
         if makes not in stages:
@@ -97,22 +120,50 @@ def check_chain(told: Any, contents: Mapping[str, str] = {}) -> list[str]:
     return lines
 
 
-def verify(run: RunFolder, store: Store, told: Any = None) -> list[str]:
-    """Replay a target's provenance down to the bytes of every file that is here; a line for each stage.
+@dataclass(frozen=True)
+class Verified:
+    """A line for each stage, and the artefacts that are not here, of which there is only the statement's word."""
+
+    lines: list[str]
+    elsewhere: list[str]
+
+
+def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
+    """Replay a target's provenance down to the bytes of every file that is here.
 
     told  a statement from elsewhere, such as one whose signature was verified, which must say the same
 
     Raises as `statement` and `check_chain`, and ArtefactRefused for a file that has changed.
     """
     mine = statement(run, store)
-    if told is not None:
-        here = {makes: entry["digest"]["sha256"] for makes, entry in _stages(mine).items()}
-        check_chain(told, {makes: content for makes, content in here.items() if makes in _stages(told)})
+    keys = set()
     for record in run.records():
         fault = store.fault(record, verify=True)
         if fault is not None:
             raise ArtefactRefused(f"the {record.stage} of {run.path.name} is damaged", why=fault)
-    return check_chain(mine)
+        keys.add(record.key)
+    lines = check_chain(mine)
+    if told is not None:
+        check_chain(told)
+        for what, one, other in zip(SAID, _said(told), _said(mine), strict=True):
+            if one != other:
+                raise ArtefactRefused(
+                    f"the statement is not of this {run.path.name}", why=f"its {what} are others",
+                    remedy="take the one that was made of it",
+                )  # fmt: skip
+    elsewhere = [makes for makes, entry in _stages(mine).items() if entry["annotations"]["key"] not in keys]
+    return Verified(lines, elsewhere)
+
+
+def _said(told: Statement) -> tuple[Any, ...]:
+    """SAID: not who wrote it down, nor in which order."""
+    definition, details = told["predicate"]["buildDefinition"], told["predicate"]["runDetails"]
+    inner = {**definition, "resolvedDependencies": _sorted(definition["resolvedDependencies"])}
+    return _stages(told), inner, _sorted(told["subject"]), details["metadata"]
+
+
+def _sorted(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(entries, key=lambda entry: json.dumps(entry, sort_keys=True))
 
 
 def keep(run: RunFolder, told: Statement) -> None:
@@ -142,6 +193,10 @@ def _entry(makes: str, manifest: Manifest) -> dict[str, Any]:
             "finishedOn": finished.isoformat(timespec="seconds"),
         },
     }
+
+
+def _subjects(stages: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"name": entry["name"], "digest": entry["digest"]} for entry in stages.values()]
 
 
 def _dependencies(stages: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,5 +234,11 @@ def _equal(what: str, one: str, other: str, where: str) -> None:
 
 
 def read_statement(path: Path) -> Any:
-    """Raises InputDataError for a file that is no JSON."""
-    return read_json(path, "provenance")
+    """A statement, or that in the envelope of a signature, which is not looked at. Raises InputDataError."""
+    told = read_json(path, "provenance")
+    if isinstance(told, dict) and told.get("payloadType") == ENVELOPED:
+        try:
+            return json.loads(base64.b64decode(told["payload"], validate=True))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputDataError(f"{path} is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
+    return told

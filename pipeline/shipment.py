@@ -62,13 +62,36 @@ def check_index(index: Any, where: str, again: str = "export") -> Index:
 
     Raises InputDataError for what is no index, ArtefactRefused for one of another version.
     """
-    if not isinstance(index, dict) or not {"format", "target", "settings", "model", "artefacts"} <= index.keys():
-        raise InputDataError(f"{where} is damaged", why="it lacks what an index holds", remedy="copy it again")
-    if index["format"] != FORMAT:
+    from pipeline.shipment_form import index_fault
+
+    if isinstance(index, dict) and index.get("format", FORMAT) != FORMAT:
         raise ArtefactRefused(
             f"{where} is of format {index['format']}, this trtpipe reads {FORMAT}", remedy=f"{again} it again"
         )
-    return index
+    fault = index_fault(index)
+    if fault is not None:
+        raise InputDataError(f"{where} is damaged", why=fault, remedy=f"copy it again, or {again} it again")
+    return dict(index)
+
+
+def planned(index: Index, where: str) -> Plan:
+    """The plan of a checked index, which is of the target that it names, and whose artefacts are that plan's.
+
+    Raises InputDataError where it is not so: from their names paths are made.
+    """
+    try:
+        plan = plan_of(index)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputDataError(f"{where} is damaged", why=f"{type(error).__name__}: {error}") from None
+    if plan.target != index["target"]:
+        raise InputDataError(f"{where} is damaged", why=f"it is of {plan.target}, and says {index['target']}")
+    makers = {stage.makes: stage.name for stage in stages_of(plan)}
+    for name, entry in index["artefacts"].items():
+        if entry["record"]["stage"] != makers.get(name):
+            raise InputDataError(
+                f"{where} is damaged", why=f"the {name} of {plan.target} does not come from {entry['record']['stage']}"
+            )
+    return plan
 
 
 def plan_of(index: Mapping[str, Any]) -> Plan:

@@ -60,8 +60,11 @@ def s3(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def oci(folder: Path) -> Iterator[str]:
-    """host:port of an empty registry of images. Skips where there is no docker-registry."""
+def oci(folder: Path, users: str | None = None) -> Iterator[str]:
+    """host:port of an empty registry of images. Skips where there is no docker-registry.
+
+    users  those whom it lets in, as htpasswd has them; None lets everybody in
+    """
     program = shutil.which("docker-registry") or shutil.which("registry")
     if program is None:
         pytest.skip("no docker-registry on this machine")
@@ -71,5 +74,9 @@ def oci(folder: Path) -> Iterator[str]:
         f"version: 0.1\nstorage:\n  filesystem:\n    rootdirectory: {folder / 'images'}\n"
         f"http:\n  addr: 127.0.0.1:{port}\n"
     )
+    if users is not None:
+        (folder / "users").write_text(users + "\n")
+        with config.open("a") as file:
+            file.write(f"auth:\n  htpasswd:\n    realm: here\n    path: {folder / 'users'}\n")
     with running([program, "serve", str(config)], port, folder / "registry.log"):
         yield f"127.0.0.1:{port}"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from engines.errors import HostError, UsageError
 from engines.passport import read_passport
+from pipeline.cluster import driver
 from pipeline.cluster.driver import Cluster
 from pipeline.matrix import Outcome
 from pipeline.plan import Plan
@@ -153,6 +155,11 @@ def test_no_cluster(in_folder: Path, tmp_path: Path) -> None:
     hf_folder(in_folder / "tiny")
     with pytest.raises(HostError, match=r"there is no Ray cluster at 127\.0\.0\.1:9"):
         Cluster("127.0.0.1:9", Store(tmp_path / "home"), None, lambda *words: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(HostError, match="what listens there does not speak gRPC"):
+            Cluster(f"127.0.0.1:{other.server_port}", Store(tmp_path / "home"), None, lambda *words: None)
+        other.shutdown()
 
 
 def test_two_targets_of_one_name(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:
@@ -169,11 +176,11 @@ def test_a_card_that_no_machine_has(built: Callable[..., tuple[list[Outcome], li
 
 
 def test_machines_that_share_no_files(
-    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path, tmp_path: Path
+    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path
 ) -> None:
     model = hf_folder(in_folder / "tiny", seed=3)
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
-    outcomes, _ = built(*plans, exchange=str(tmp_path / "exchange"))
+    outcomes, _ = built(*plans, exchange="exchange")
     assert [outcome.error for outcome in outcomes] == [None, None]
     for name in ("first", "other"):
         assert list((machines.folder / name / "home" / "artefacts" / "build").glob("[!.]*")), "made there"
@@ -208,6 +215,29 @@ def test_a_machine_that_is_lost_in_mid_stage(
     assert outcome.error is None
     assert [stage for _, stage, kind, _ in told if kind == "begins"].count("build") == 2
     assert read_passport(Path("runs") / made.target / "engine").made["gpu"] == "NVIDIA L40S"
+
+
+def test_the_only_machine_that_could_is_lost(
+    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(driver, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(driver, "ABSENT_SECONDS", 1.0)
+    only = machines.add("only", "L4", "NVIDIA L4, 8.9")
+    hold, running = machines.folder / "hold", machines.folder / "only" / "running"
+    hold.touch()
+    found: list[Any] = []
+    made = plan(hf_folder(in_folder / "tiny", seed=6), gpu="l4", dtype="bf16")
+    thread = threading.Thread(target=lambda: found.append(built(made)))
+    thread.start()
+    waited(lambda: running.exists() or bool(found))
+    machines.ray.remove_node(only, allow_graceful=False)
+    hold.unlink()
+    thread.join(120)
+    ((outcome,), _) = found[0]
+    assert "no machine of the cluster can run build of tiny.l4.bf16 any more: it asks for num_cpus 2" in str(
+        outcome.error
+    )
 
 
 def test_a_build_that_is_cancelled_leaves_nothing(machines: Site, in_folder: Path, tmp_path: Path) -> None:

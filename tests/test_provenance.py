@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Callable
@@ -50,7 +51,9 @@ def test_a_statement(made: Store) -> None:
 
 
 def test_it_is_replayed_from_the_source_on(made: Store) -> None:
-    lines = provenance.verify(RunFolder.of(TARGET), made)
+    found = provenance.verify(RunFolder.of(TARGET), made)
+    lines = found.lines
+    assert found.elsewhere == []
     assert [line.split()[0] for line in lines] == ["model", "tokenizer", "checkpoint", "engine", "repository"]
     assert lines[0].split(" by ")[1].startswith("download from folder /")
     assert lines[2].endswith(" by convert from model")
@@ -97,11 +100,78 @@ def test_what_does_not_hold(made: Store, edit: Callable[[Any], None], message: s
 
 def test_a_statement_from_elsewhere_must_say_the_same(made: Store, in_folder: Path, tmp_path: Path) -> None:
     told = provenance.statement(RunFolder.of(TARGET), made)
+    told["predicate"]["runDetails"]["builder"]["version"] = {"trtpipe": "another that says the same"}
     assert provenance.verify(RunFolder.of(TARGET), made, told)
     other = Store(tmp_path / "other")
     execute(plan(hf_folder(in_folder / "tiny", seed=1), gpu="cpu", dtype="bf16"), other, Recorder())
-    with pytest.raises(ArtefactRefused, match="the provenance does not hold: the model is"):
+    with pytest.raises(ArtefactRefused, match=f"the statement is not of this {TARGET}: its stages are others"):
         provenance.verify(RunFolder.of(TARGET), other, told)
+
+
+def nothing_of_it(told: Any) -> None:
+    told["predicate"]["runDetails"]["byproducts"] = []
+
+
+def the_first_stage_alone(told: Any) -> None:
+    del told["predicate"]["runDetails"]["byproducts"][1:]
+    del told["subject"][1:]
+
+
+def another_subject(told: Any) -> None:
+    told["subject"][0]["digest"]["sha256"] = "0" * 64
+
+
+def another_source(told: Any) -> None:
+    told["predicate"]["buildDefinition"]["resolvedDependencies"][0]["uri"] = "hf evil/model"
+
+
+def another_source_throughout(told: Any) -> None:
+    another_source(told)
+    stage(told, "model")["annotations"]["source"] = "hf evil/model"
+
+
+def another_precision(told: Any) -> None:
+    told["predicate"]["buildDefinition"]["externalParameters"]["settings"]["dtype"] = "fp8"
+
+
+def another_kind(told: Any) -> None:
+    told["predicateType"] = "https://slsa.dev/provenance/v2"
+
+
+def another_time(told: Any) -> None:
+    told["predicate"]["runDetails"]["metadata"]["startedOn"] = "2020-01-01T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (nothing_of_it, "its subjects are not those of its stages"),
+        (the_first_stage_alone, "its dependencies are not those|its stages are others"),
+        (another_subject, "its subjects are not those of its stages"),
+        (another_source, "its dependencies are not those of its stages"),
+        (another_source_throughout, "its stages are others"),
+        (another_precision, "its settings are others"),
+        (another_kind, "its types are not those of its stages"),
+        (another_time, "its times are others"),
+    ],
+)
+def test_a_statement_that_was_edited(made: Store, edit: Callable[[Any], None], message: str) -> None:
+    told = json.loads(json.dumps(provenance.statement(RunFolder.of(TARGET), made)))
+    edit(told)
+    with pytest.raises(ArtefactRefused, match=message):
+        provenance.verify(RunFolder.of(TARGET), made, told)
+
+
+def test_a_statement_in_the_envelope_of_its_signature(made: Store, tmp_path: Path) -> None:
+    told = provenance.statement(RunFolder.of(TARGET), made)
+    file = tmp_path / "signed.json"
+    payload = base64.b64encode(json.dumps(told).encode()).decode()
+    envelope = {"payloadType": "application/vnd.in-toto+json", "payload": payload, "signatures": [{"sig": "AA=="}]}
+    file.write_text(json.dumps(envelope))
+    assert provenance.read_statement(file) == told
+    file.write_text(json.dumps({**envelope, "payload": "?"}))
+    with pytest.raises(InputDataError, match="is a damaged envelope"):
+        provenance.read_statement(file)
 
 
 def test_a_file_that_has_changed(made: Store) -> None:
@@ -111,7 +181,9 @@ def test_a_file_that_has_changed(made: Store) -> None:
         provenance.verify(RunFolder.of(TARGET), made)
 
 
-@pytest.mark.parametrize("told", [{}, [], {"predicate": {}}, {"predicate": {"runDetails": {"byproducts": [{}]}}}])
+@pytest.mark.parametrize(
+    "told", [{}, [], None, {"predicate": None}, {"predicate": {}}, {"predicate": {"runDetails": {"byproducts": [{}]}}}]
+)
 def test_what_is_no_statement(told: Any) -> None:
     with pytest.raises(InputDataError, match="this is no provenance of trtpipe"):
         provenance.check_chain(told)

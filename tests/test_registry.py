@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,10 +114,10 @@ def test_what_arrives_is_what_was_sent(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(Path("runs") / TARGET)
-    sent = ship.push(TARGET, registry(), made, ship.USUAL)
+    sent = ship.push(TARGET, registry(), made)
     assert sent.artefacts == ("tokenizer", "engine", "repository")
     assert sent.there == 0
-    assert ship.push(TARGET, registry(), made, ship.USUAL).moved == 0, "all of it is there"
+    assert ship.push(TARGET, registry(), made).moved == 0, "all of it is there"
     assert registry().targets() == [TARGET]
 
     store = elsewhere(tmp_path, monkeypatch)
@@ -145,7 +148,7 @@ def test_a_checkpoint_alone(
 def test_what_broke_off_goes_on_where_it_was(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made, ship.USUAL)
+    ship.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
     monkeypatch.setattr(fetch, "CHUNK", 1000)
     weak = registry()
@@ -178,7 +181,7 @@ def test_what_broke_off_goes_on_where_it_was(
 def test_an_engine_of_another_machine_is_refused_before_its_files(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made, ship.USUAL)
+    ship.push(TARGET, registry(), made)
     passport = {"runtime": "tensorrt_llm", "gpu": "h100", "sm": 90, "sms": [90], "toolchain": "1.2.1"}
     there = registry()
     index = there.index(TARGET)
@@ -200,7 +203,7 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
 def test_a_file_that_is_not_what_its_digest_says(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made, ship.USUAL)
+    ship.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
     weak = registry()
     read = type(weak).read
@@ -218,20 +221,20 @@ def test_a_file_that_is_not_what_its_digest_says(
 
 def test_looking_for_a_target(made: Store, registry: Callable[[], Registry]) -> None:
     assert ship.search(registry()) == []
-    ship.push(TARGET, registry(), made, ship.USUAL)
+    ship.push(TARGET, registry(), made)
     (found,) = ship.search(registry())
     assert (found.target, found.model, found.passport.gpu) == (TARGET, "tiny", "cpu")
     assert found.artefacts == ("tokenizer", "engine", "repository")
     assert ship.precision(found.passport) == "bfloat16"
     assert [len(ship.search(registry(), model=word)) for word in ("TINY", "llama")] == [1, 0]
     assert [len(ship.search(registry(), gpu=word)) for word in ("cpu", "h100")] == [1, 0]
-    assert [len(ship.search(registry(), dtype=word)) for word in ("bf", "fp8")] == [1, 0]
+    assert [len(ship.search(registry(), dtype=word)) for word in ("bf16", "bfloat16", "fp8")] == [1, 1, 0]
 
 
 def test_a_target_that_is_not_there(made: Store, registry: Callable[[], Registry]) -> None:
     with pytest.raises(UsageError, match="has no target 'other'; push one with `trtpipe push`"):
         ship.pull("other", registry(), made)
-    ship.push(TARGET, registry(), made, ship.USUAL)
+    ship.push(TARGET, registry(), made)
     with pytest.raises(UsageError, match=rf"has no target 'tiny.cpu.bf61'; did you mean '{TARGET}'\?"):
         ship.pull("tiny.cpu.bf61", registry(), made)
 
@@ -242,17 +245,28 @@ def test_a_push_hashes_what_it_sends(made: Store, tmp_path: Path) -> None:
     text[-2] ^= 1
     stamp = engine.stat().st_mtime_ns
     engine.write_bytes(text)
-    import os
-
     os.utime(engine, ns=(stamp, stamp))
     with pytest.raises(InputDataError, match=f"{TARGET} has no engine"):
-        ship.push(TARGET, open_registry(str(tmp_path / "shelf")), made, ship.USUAL)
+        ship.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
     assert not (tmp_path / "shelf" / "targets").exists()
+
+
+def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    blob = max((shelf / "blobs").iterdir(), key=lambda file: file.stat().st_size)
+    blob.unlink()
+    old, young = (blob.with_name(f"{blob.name}.{word * 32}") for word in "ab")
+    for partial, age_s in ((old, 2 * 86400), (young, 60)):
+        partial.write_bytes(b"half")
+        os.utime(partial, (time.time() - age_s,) * 2)
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    assert (blob.exists(), old.exists(), young.exists()) == (True, False, True)
 
 
 def test_somebody_elses_files_beside_ours_are_left_alone(made: Store, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
-    ship.push(TARGET, open_registry(str(shelf)), made, ship.USUAL)
+    ship.push(TARGET, open_registry(str(shelf)), made)
     (shelf / "targets" / "other.json").write_text("{}")
     (shelf / "targets" / "broken.json").write_text("{")
     assert [found.target for found in ship.search(open_registry(str(shelf)))] == [TARGET]
@@ -260,15 +274,88 @@ def test_somebody_elses_files_beside_ours_are_left_alone(made: Store, tmp_path: 
         ship.pull("broken", open_registry(str(shelf)), made)
 
 
+def change(index: dict[str, Any], place: str, value: Any) -> None:
+    *way, last = place.split(".")
+    inner: Any = index
+    for word in way:
+        inner = inner[int(word) if word.isdigit() else word]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        ("artefacts.engine.files.0.sha256", "VICTIM", "sha256: String should match pattern"),
+        ("artefacts.engine.files.0.size", -1, "size: Input should be greater than or equal to 0"),
+        ("artefacts.engine.files.0.size", "3", "size: Input should be a valid integer"),
+        ("artefacts.engine.files.0.path", "../../out", "it leads out of its folder"),
+        ("artefacts.engine.files", None, "artefacts.engine.files: Field required"),
+        ("artefacts.engine.record.stage", "../../out", "record.stage: String should match pattern"),
+        ("artefacts.engine.record.stage", "convert", "the engine of .* does not come from convert"),
+        ("artefacts.engine.record.colour", 1, "record.colour: Extra inputs are not permitted"),
+        ("model.name", "../../out", "model.name: String should match pattern"),
+        ("model.name", "other", "it is of other.cpu.bf16, and says tiny.cpu.bf16"),
+        ("model.source.kind", "nowhere", "KeyError: 'nowhere'"),
+        ("target", "other", "it is of other"),
+        ("passport", None, "passport: Field required"),
+        ("passport.colour", "blue", "passport of .* is not one"),
+        ("provenance", None, "this is no provenance"),
+    ],
+)
+def test_an_index_that_is_not_to_be_believed(made: Store, tmp_path: Path, place: str, value: Any, why: str) -> None:
+    """Whoever can write to a registry writes nothing here: names in an index become paths."""
+    shelf, victim = tmp_path / "shelf", tmp_path / "victim"
+    victim.write_text("mine")
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    file = shelf / "targets" / f"{TARGET}.json"
+    index = json.loads(file.read_text())
+    change(index, place, str(victim) if value == "VICTIM" else value)
+    file.write_text(json.dumps(index))
+    shutil.rmtree("runs")
+    store = Store(tmp_path / "fresh")
+    with pytest.raises((InputDataError, ArtefactRefused), match=why):
+        ship.pull(TARGET, open_registry(str(shelf)), store)
+    assert victim.read_text() == "mine"
+    assert not Path("runs").exists()
+    assert not list(tmp_path.rglob("out*"))
+    assert len(ship.search(open_registry(str(shelf)))) <= 1, "it does not keep others from being found"
+
+
+def test_what_is_pushed_later_comes_to_what_is_there(made: Store, tmp_path: Path) -> None:
+    there = open_registry(str(tmp_path / "shelf"))
+    ship.push(TARGET, there, made)
+    passport = there.index(TARGET)["passport"]
+    ship.push(TARGET, there, made, ("checkpoint",))
+    index = there.index(TARGET)
+    assert sorted(index["artefacts"]) == ["checkpoint", "engine", "repository", "tokenizer"]
+    assert index["passport"] == passport
+    with pytest.raises(UsageError, match=f"{TARGET} has no scales; it has: checkpoint"):
+        ship.push(TARGET, there, made, ("checkpoint", "scales"))
+    # Of another build nothing stays.
+    execute(plan(hf_folder(Path("tiny"), seed=1), gpu="cpu", dtype="bf16"), made, Recorder())
+    ship.push(TARGET, there, made, ("tokenizer", "checkpoint"))
+    assert sorted(there.index(TARGET)["artefacts"]) == ["checkpoint", "tokenizer"]
+
+
 def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import provenance
 
     shelf = str(tmp_path / "shelf")
-    ship.push(TARGET, open_registry(shelf), made, ship.USUAL)
-    lines = provenance.verify(RunFolder.of(TARGET), made)
+    ship.push(TARGET, open_registry(shelf), made)
+    lines = provenance.verify(RunFolder.of(TARGET), made).lines
     store = elsewhere(tmp_path, monkeypatch)
     ship.pull(TARGET, open_registry(shelf), store)
-    assert provenance.verify(RunFolder.of(TARGET), store) == lines, "also of the stages that ran elsewhere"
+    found = provenance.verify(RunFolder.of(TARGET), store)
+    assert found.lines == lines, "also of the stages that ran elsewhere"
+    assert found.elsewhere == ["model", "checkpoint"]
+    (Path("runs") / TARGET / provenance.FILE).unlink()
+    with pytest.raises(
+        InputDataError, match=r"nothing tells where the model of .* came from, of which the tokenizer was made"
+    ):
+        provenance.verify(RunFolder.of(TARGET), store)
     index = json.loads((Path(shelf) / "targets" / f"{TARGET}.json").read_text())
     stages = index["provenance"]["predicate"]["runDetails"]["byproducts"]
     next(one for one in stages if one["name"] == "engine")["digest"]["sha256"] = "0" * 64
@@ -283,8 +370,12 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     [
         ("s3://", UsageError, "s3:// names no place"),
         ("oci://host", UsageError, "oci://host names no repository"),
+        ("oci://host/Team/models", UsageError, "oci://host/Team/models names no repository: its name is of small lett"),
         ("hf://alone", UsageError, "hf://alone names no repository"),
         ("x4://place", UsageError, "x4://place: Protocol not known: x4"),
+        ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is no address"),
+        ("", UsageError, "'' is no address"),
+        ("github://h/x", HostError, "github://h/x cannot be used: .*; check its address"),
     ],
 )
 def test_urls_that_name_nothing(url: str, kind: type[Exception], message: str) -> None:
@@ -299,11 +390,46 @@ def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     for url in (f"oci://127.0.0.1:{port}/team/models", "s3://models/there"):
         with pytest.raises(HostError, match=f"{url} c"):
-            ship.push(TARGET, open_registry(url), made, ship.USUAL)
+            ship.push(TARGET, open_registry(url), made)
+
+
+@pytest.mark.parametrize(("password", "status"), [("open sesame", None), ("sesame", 401), (None, 401)])
+def test_credentials_of_docker_login(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None, status: int | None
+) -> None:
+    with registries.oci(tmp_path, users="ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy") as address:
+        word = base64.b64encode(f"ali:{password}".encode()).decode()
+        auths = {} if password is None else {address: {"auth": word}}
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+        (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
+        url = f"oci://{address}/team/models"
+        if status is None:
+            ship.push(TARGET, open_registry(url), made)
+            assert [found.target for found in ship.search(open_registry(url))] == [TARGET]
+            return
+        begun = time.monotonic()
+        with pytest.raises(HostError, match=rf"{url} .*run `docker login {address}`"):
+            open_registry(url)
+        assert time.monotonic() - begun < 10, "it is not asked again and again"
+
+
+def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
+    url = s3["AWS_ENDPOINT_URL"].replace("http://", "oci://") + "/team/models"
+    with pytest.raises(HostError, match=f"{url} is no registry of images: .* answers 4"):
+        open_registry(url)
+
+
+def test_a_bucket_that_is_not_there_is_not_made(
+    made: Store, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
+        ship.push(TARGET, open_registry("s3://modles/x"), made)
 
 
 def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
-    ship.push(TARGET, open_registry("hf://team/models"), made, ship.USUAL)
+    ship.push(TARGET, open_registry("hf://team/models"), made)
     repository = hub.repositories["team/models"]
     assert repository.private
     before, after = repository.commits.values()

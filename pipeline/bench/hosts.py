@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -81,12 +82,26 @@ def _check_listening(address: str) -> None:
         return  # "auto", and forms that Ray alone knows
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        _check_grpc(address)
     except (OSError, OverflowError) as error:
         raise HostError(
             f"there is no Ray cluster at {address}",
             why=getattr(error, "strerror", None) or str(error),
             remedy="start one with `ray start --head`, or name the host and port that it printed with --ray",
         ) from None
+
+
+def _check_grpc(address: str) -> None:
+    """What a cluster speaks there. Raises ConnectionError."""
+    import grpc
+
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
+        except grpc.FutureTimeoutError:
+            raise ConnectionError(f"what listens there does not speak gRPC within {CONNECT_S:g} s") from None
 
 
 def check_reach(options: BenchOptions, chosen: Sequence[Node]) -> None:

@@ -10,15 +10,16 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import engines.errors
-from engines.errors import HostError, StageFailed, TrtpipeError, UsageError
+from engines.errors import HostError, StageFailed, TrtpipeError
 from pipeline import __version__, host
-from pipeline.cluster.needs import needs
+from pipeline.cluster.needs import Needs, needs
 from pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
 from pipeline.manifest import Record
-from pipeline.matrix import Outcome
+from pipeline.matrix import Outcome, require_distinct
 from pipeline.model_ref import FolderSource, GgufSource
 from pipeline.plan import Plan
 from pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
@@ -29,6 +30,9 @@ from pipeline.store import Artefact, Store
 RETRIES = 3
 # Targets that are looked after at once; what runs at once is the cluster's to say.
 AT_ONCE = 64
+# How often it is looked whether a machine is left that could run a stage, and how long one may be missing.
+LOOK_SECONDS = 5.0
+ABSENT_SECONDS = 60.0
 # How long a stage that is cancelled may take to clean up.
 CANCEL_SECONDS = 30.0
 # (target, stage, kind, text)
@@ -51,6 +55,8 @@ class Cluster:
 
         self._ray: Any = connect(address)
         self._store = store
+        if exchange is not None and "://" not in exchange:
+            exchange = str(Path(exchange).absolute())  # a worker's folder is another
         self._url = exchange
         self._exchange: Any = None
         if exchange is not None:
@@ -80,14 +86,8 @@ class Cluster:
         self._listener.start()
 
     def build(self, plans: list[Plan], reporter: Callable[[Plan], Reporter], until: str | None) -> list[Outcome]:
-        """Every target, side by side; one that fails does not keep the others from it.
-
-        Raises UsageError for two of one name, which would be each other's run folder.
-        """
-        names = [plan.target for plan in plans]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UsageError(f"two targets are called {twice}", remedy="give the models' folders other names")
+        """Every target, side by side; one that fails does not keep the others from it. Raises as `require_distinct`."""
+        require_distinct(plans)
 
         def one(plan: Plan) -> Outcome:
             told = reporter(plan)
@@ -174,7 +174,7 @@ class Cluster:
             ref = task.remote(self._work, order, plan.target, self._queue)
             self._refs.add(ref)
         try:
-            answer: Answer = self._ray.get(ref)
+            answer = self._await(ref, wanted, f"{stage.name} of {plan.target}")
         except self._ray.exceptions.TaskCancelledError:
             raise StageFailed(f"{stage.name} of {plan.target} was cancelled") from None
         except self._ray.exceptions.RayTaskError as error:
@@ -188,6 +188,22 @@ class Cluster:
         finally:
             with self._lock:
                 self._refs.discard(ref)
+        return answer
+
+    def _await(self, ref: Any, wanted: Needs, what: str) -> Answer:
+        """What a task answers. Raises HostError where no machine is left that could run it: Ray would wait for one."""
+        absent_s = 0.0
+        while not self._ray.wait([ref], timeout=LOOK_SECONDS)[0]:
+            alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            absent_s = 0.0 if any(map(wanted.met, alive)) else absent_s + LOOK_SECONDS
+            if absent_s >= ABSENT_SECONDS:
+                self._ray.cancel(ref, force=True)
+                asked = ", ".join(f"{name} {value}" for name, value in wanted.options().items())
+                raise HostError(
+                    f"no machine of the cluster can run {what} any more", why=f"it asks for {asked}",
+                    remedy="add one to the cluster, and run again",
+                )  # fmt: skip
+        answer: Answer = self._ray.get(ref)
         return answer
 
     def _offer(self, found: Artefact) -> None:

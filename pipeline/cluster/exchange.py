@@ -6,11 +6,12 @@ import dataclasses
 import shutil
 from functools import partial
 
-from engines.errors import UsageError
+from engines.errors import InputDataError, UsageError
 from pipeline.manifest import Record
 from pipeline.registry.base import Blob, Registry
 from pipeline.registry.fetch import Counter, Fetch
 from pipeline.shipment import receive
+from pipeline.shipment_form import entry_fault
 from pipeline.store import KEY_DIGITS, Artefact, Store
 
 
@@ -35,6 +36,11 @@ class Exchange:
             entry = self._registry.index(_name(record))
         except UsageError:
             return None
+        fault = entry_fault(entry)
+        if fault is None and Record(**entry["record"]).key != record.key:
+            fault = "it is another's"
+        if fault is not None:
+            raise InputDataError(f"{_name(record)} at {self._registry.url} is damaged", why=fault)
         size = sum(file["size"] for file in entry["files"])
         fetch = Fetch(self._registry, Counter(size, lambda done, total: None))
         folder = store.incoming(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,14 @@ class Needs:
         """As Ray's `options` takes them."""
         out: dict[str, Any] = {"num_cpus": self.cpus, "memory": self.memory, "num_gpus": self.gpus}
         return out | {"accelerator_type": self.accelerator} if self.accelerator else out
+
+    def met(self, resources: Mapping[str, float]) -> bool:
+        """Whether a machine that has these could run it, were nothing else running there."""
+        kind = f"accelerator_type:{self.accelerator}"
+        if self.accelerator and kind not in resources:
+            return False
+        wanted = {"CPU": self.cpus, "memory": self.memory, "GPU": self.gpus}
+        return all(resources.get(name, 0) >= least for name, least in wanted.items())
 
 
 def needs(stage: Stage, plan: Plan, largest: dict[str, float]) -> Needs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ def open_registry(url: str) -> Registry:
     """Raises UsageError for a URL of no form that is known, HostError for what is not installed or not reached."""
     scheme, separator, rest = url.partition("://")
     if not separator:
+        if not url or re.match("[a-z0-9]{2,}:", url):
+            raise UsageError(f"'{url}' is no address", remedy="give for example s3://bucket/prefix, or a folder")
         from pipeline.registry.files import FileRegistry
 
         return FileRegistry.open(Path(url).absolute().as_uri(), url)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import uuid
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,12 @@ from pipeline.registry.base import Blob, Moved, unknown_target
 
 # At a time, to and from the far end.
 CHUNK = 32 << 20
+# How old a partial file of a push is that nobody writes to any more.
+LEFT = datetime.timedelta(days=1)
+# Whose exceptions are no OSError.
+FOREIGN = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs", "httpx", "httpcore", "requests")
+# They have no folders, and would make a bucket of a name that somebody misspelt.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs")
 
 
 class FileRegistry:
@@ -40,6 +47,8 @@ class FileRegistry:
         except ValueError as error:
             known = ["oci", "hf", *fsspec.available_protocols()]
             raise UsageError(f"{url}: {error}", remedy=suggestion(scheme, known)) from None
+        except (OSError, TypeError, NotImplementedError) as error:
+            raise HostError(f"{url} cannot be used", why=_words(error), remedy="check its address") from None
         return FileRegistry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
@@ -55,7 +64,9 @@ class FileRegistry:
         local = "file" in self._protocols()
         partial = f"{place}.{uuid.uuid4().hex}" if local else place
         with self._named():
-            self._system.makedirs(self._parent(place), exist_ok=True)
+            self._make_folder(place)
+            if local:
+                self._sweep(place)
             try:
                 with path.open("rb") as source, self._system.open(partial, "wb", block_size=CHUNK) as target:
                     while chunk := source.read(CHUNK):
@@ -78,7 +89,7 @@ class FileRegistry:
         place = self._index(target)
         text = (json.dumps(index, indent=1) + "\n").encode()
         with self._named():
-            self._system.makedirs(self._parent(place), exist_ok=True)
+            self._make_folder(place)
             if "file" in self._protocols():
                 partial = f"{place}.{uuid.uuid4().hex}"
                 self._system.pipe_file(partial, text)
@@ -111,8 +122,17 @@ class FileRegistry:
     def _index(self, target: str) -> str:
         return f"{self._root}/targets/{target}.json"
 
-    def _parent(self, place: str) -> str:
-        return place.rpartition("/")[0]
+    def _sweep(self, place: str) -> None:
+        """What a push that was killed has left of this file; one that runs now is younger."""
+        old = datetime.datetime.now(datetime.timezone.utc) - LEFT
+        for partial in self._system.glob(f"{place}.*"):
+            with contextlib.suppress(FileNotFoundError):
+                if self._system.modified(partial) < old:
+                    self._system.rm(partial)
+
+    def _make_folder(self, place: str) -> None:
+        if not set(OBJECT_STORES) & set(self._protocols()):
+            self._system.makedirs(place.rpartition("/")[0], exist_ok=True)
 
     def _protocols(self) -> tuple[str, ...]:
         named = self._system.protocol
@@ -130,8 +150,8 @@ class FileRegistry:
         except (OSError, ConnectionError) as error:
             raise HostError(f"{self.url} cannot be reached or written", why=_words(error)) from None
         except Exception as error:
-            # Each file system has exceptions of its own: those of botocore are no OSError.
-            if type(error).__module__.partition(".")[0] not in ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs"):
+            # Each file system has exceptions of its own.
+            if type(error).__module__.partition(".")[0] not in FOREIGN and not isinstance(error, NotImplementedError):
                 raise
             raise HostError(
                 f"{self.url} cannot be used", why=_words(error), remedy="check its address and your credentials"

@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
 LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+# Of a repository, as the distribution specification has it.
+NAME = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
 CHUNK = 32 << 20
 ANSWER_SECONDS = 10.0
 OK = (200, 201, 202, 204, 206)
@@ -44,13 +48,33 @@ class OciRegistry:
             raise HostError("oci:// is not installed", remedy="run `pip install trtpipe[registry]`") from None
         logging.getLogger("oras").setLevel(logging.CRITICAL)  # what it has to say comes as exceptions
         host, _, name = url.removeprefix("oci://").strip("/").partition("/")
-        if not name:
+        if not re.fullmatch(NAME, name):
             raise UsageError(
-                f"{url} names no repository", remedy="give for example oci://registry.example/team/engines"
-            )
-        client = Client(hostname=host, insecure=is_local(f"http://{host}"))
-        _check_listening(f"{client.prefix}://{host}/v2/", url)
-        return cls(client, host, name, url)
+                f"{url} names no repository", why="its name is of small letters, digits and single '.', '_', '-', '/'",
+                remedy="give for example oci://registry.example/team/engines",
+            )  # fmt: skip
+        address = f"{'http' if is_local(f'http://{host}') else 'https'}://{host}/v2/"
+        client = Client(hostname=host, insecure=address.startswith("http:"), auth_backend=_authentication(address, url))
+        folder = os.environ.get("DOCKER_CONFIG")
+        client.auth.load_configs(
+            client.get_container(f"{host}/{name}"), [str(Path(folder, "config.json"))] if folder else None
+        )
+        made = cls(client, host, name, url)
+        made._require_access()
+        return made
+
+    def _require_access(self) -> None:
+        """Ask once: the client itself asks again for minutes where it is not let in."""
+        once = type(self._client).do_request.__wrapped__
+        with self._named():
+            try:
+                answer = once(self._client, self._place("tags/list"))
+            except (ValueError, AttributeError):  # it is asked who it is, and has nothing to say
+                raise HostError(
+                    f"{self.url} does not let you", why="it asks who you are", remedy=f"run `docker login {self._host}`"
+                ) from None
+        if answer.status_code != 404:  # nothing was pushed yet
+            self._check(answer)
 
     def has(self, blob: Blob) -> bool:
         answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
@@ -144,16 +168,21 @@ class OciRegistry:
             raise HostError(f"{self.url} cannot be used", why=why, remedy=f"check the address {self._host}") from None
 
 
-def _check_listening(address: str, url: str) -> None:
-    """The client asks again for minutes where nobody answers. Raises HostError."""
+def _authentication(address: str, url: str) -> str:
+    """How the registry wants to be told who asks: "basic" or "token". Raises HostError where there is none."""
     import httpx
 
     try:
-        httpx.get(address, timeout=ANSWER_SECONDS)
+        answer = httpx.get(address, timeout=ANSWER_SECONDS)
     except httpx.HTTPError as error:
         raise HostError(
             f"{url} cannot be reached", why=str(error) or type(error).__name__, remedy="check its address"
         ) from None
+    if answer.status_code not in (200, 401, 403):
+        raise HostError(
+            f"{url} is no registry of images", why=f"{address} answers {answer.status_code}", remedy="check its address"
+        )
+    return "basic" if answer.headers.get("www-authenticate", "").lower().startswith("basic") else "token"
 
 
 def _descriptor(media: str, blob: Blob) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,15 @@ from pathlib import Path
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
 from engines.passport import Passport
+from engines.quant import FLOAT_NAMES
 from pipeline import guard
 from pipeline.manifest import Record
 from pipeline.provenance import check_chain, keep, statement
 from pipeline.registry.base import Blob, Registry
 from pipeline.registry.fetch import Counter, Fetch
 from pipeline.runner import RunFolder
-from pipeline.shipment import Index, check_index, describe, files_of, link, plan_of, receive
+from pipeline.shipment import Index, check_index, describe, files_of, link, planned, receive
+from pipeline.shipment_form import NAME
 from pipeline.store import Store
 
 # What can travel, and what does so unless somebody says otherwise: what it takes to serve.
@@ -47,10 +50,10 @@ class Found:
     size: int
 
 
-def choose(only: str | None) -> tuple[str, ...]:
+def choose(only: str | None) -> tuple[str, ...] | None:
     """The artefacts of a list such as "engine,tokenizer". Raises UsageError for one that is not known."""
     if only is None:
-        return USUAL
+        return None
     words = tuple(word.strip() for word in only.split(","))
     for word in words:
         if word not in CARRIED:
@@ -59,13 +62,20 @@ def choose(only: str | None) -> tuple[str, ...]:
 
 
 def push(
-    target: str, registry: Registry, store: Store, wanted: Sequence[str], progress: Progress = lambda done, total: None
-) -> Shipped:
-    """Bring a target there, file by file, its index last; what is there is not sent again.
+    target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Shipped:  # fmt: skip
+    """Bring a target there, file by file, its index last; what is there is not sent again, and stays where it is of
+    this build. USUAL of it, or the artefacts `wanted`.
 
-    Every file is hashed first. Raises as `describe` and the registry do.
+    Every file is hashed first. Raises as `describe` and the registry do, and UsageError for what the target lacks.
     """
-    index, made = describe(target, store, wanted, verify=True)
+    if not re.fullmatch(NAME, target):
+        raise UsageError(f"'{target}' cannot be a name in a registry", remedy="use letters, digits, '.', '_' and '-'")
+    index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True)
+    absent = [name for name in wanted or () if name not in made]
+    if absent:
+        raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=f"it has: {', '.join(made)}")
     index["provenance"] = statement(RunFolder.of(target), store)
     blobs: dict[Blob, Path] = {}
     for name, entry in index["artefacts"].items():
@@ -79,7 +89,8 @@ def push(
             counter.add(blob.size)
         else:
             registry.put(blob, path, counter.add)
-    registry.publish(target, index, list(blobs))
+    _keep_others(index, registry)
+    registry.publish(target, index, list({Blob(file["sha256"], file["size"]): None for file in files_of(index)}))
     return Shipped(target=target, artefacts=tuple(made), moved=counter.total - there, there=there)
 
 
@@ -94,6 +105,7 @@ def pull(
     ArtefactRefused, InputDataError for what is not what it should be, HostError.
     """
     index = read_index(target, registry)
+    plan = planned(index, f"{target} at {registry.url}")
     missing = [name for name in wanted or () if name not in index["artefacts"]]
     if missing:
         raise UsageError(
@@ -111,9 +123,7 @@ def pull(
         artefacts[name] = receive(name, entry, store, registry.url, partial(fetch.take, folder), fetch.skip)
         shutil.rmtree(folder, ignore_errors=True)
         fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
-    run = link(plan_of(index), artefacts, store)
-    if "provenance" in index:
-        keep(run, index["provenance"])
+    keep(link(plan, artefacts, store), index["provenance"])
     return Shipped(target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there)
 
 
@@ -130,7 +140,7 @@ def search(
             continue  # somebody else's, or another version's
         passport = _passport(index)
         asked = (
-            (model, _model(index)), (gpu, passport.target()), (dtype, precision(passport)),
+            (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
             (toolchain, passport.toolchain or ""),
         )  # fmt: skip
         if all(word is None or word.lower() in value.lower() for word, value in asked):
@@ -145,10 +155,31 @@ def search(
 
 def read_index(target: str, registry: Registry) -> Index:
     """The index of a target there, and its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
-    index = check_index(registry.index(target), f"{target} at {registry.url}", "push")
-    if "provenance" in index:
-        check_chain(index["provenance"], {name: entry["content"] for name, entry in index["artefacts"].items()})
+    where = f"{target} at {registry.url}"
+    index = check_index(registry.index(target), where, "push")
+    if index["target"] != target:
+        raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
+    _passport(index)
+    check_chain(index.get("provenance"), {name: entry["content"] for name, entry in index["artefacts"].items()})
     return index
+
+
+def _keep_others(index: Index, registry: Registry) -> None:
+    """What is there of this very build, and is not pushed now, stays a part of the target."""
+    if index["target"] not in registry.targets():
+        return
+    try:
+        before = read_index(index["target"], registry)
+    except (InputDataError, ArtefactRefused):
+        return  # it is replaced
+    ours = {one["name"]: one["digest"]["sha256"] for one in index["provenance"]["subject"]}
+    others = {
+        name: entry for name, entry in before["artefacts"].items()
+        if name not in index["artefacts"] and entry["content"] == ours.get(name)
+    }  # fmt: skip
+    index["artefacts"] |= others
+    if "engine" in others:
+        index["passport"] = before["passport"]
 
 
 def precision(passport: Passport) -> str:
@@ -168,9 +199,17 @@ def _require_fit(index: Index, registry: Registry) -> None:
 
 
 def _passport(index: Index) -> Passport:
-    value = dict(index["passport"])
-    value["sms"] = None if value["sms"] is None else tuple(value["sms"])
-    return Passport(**value)
+    try:
+        value = dict(index["passport"])
+        value["sms"] = None if value["sms"] is None else tuple(value["sms"])
+        return Passport(**value)
+    except (KeyError, TypeError) as error:
+        raise InputDataError(f"the passport of {index['target']} is not one", why=str(error)) from None
+
+
+def _short(passport: Passport) -> str:
+    """The names that `build` takes for the type of unquantized weights."""
+    return "" if passport.quant_algo else " ".join(name for name, kind in FLOAT_NAMES.items() if kind == passport.dtype)
 
 
 def _model(index: Index) -> str:

@@ -61,7 +61,7 @@ class GrpcAioSender(_TaskSender):
     """Over a channel of grpc.aio; `grpcs://` is TLS with the system's certificates."""
 
     def __init__(self, url: str) -> None:
-        import grpc  # type: ignore[import-untyped]  # publishes no types
+        import grpc  # publishes no types
 
         super().__init__()
         secure = url.startswith("grpcs://")
