@@ -141,7 +141,7 @@ def verify_provenance(
 
     found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told))
     console.result("\n".join([*found.lines, f"the digests of {len(found.lines)} artefacts hold together"]))
-    if found.elsewhere:
+    if found.elsewhere and told is None:
         console.result(
             f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
         )

@@ -900,6 +900,11 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     assert done.out.endswith("next: trtpipe serve tiny.cpu.bf16\n")
     done = run("verify-provenance", "tiny.cpu.bf16", "--statement", str(told))
     assert done.out.endswith("the digests of 5 artefacts hold together\n")
+    done = run("verify-provenance", "tiny.cpu.bf16")
+    assert done.out.endswith(
+        "not here, and told by whoever pushed them: model, checkpoint; a signed statement proves them\n"
+    )
+    assert run("search", shelf, "--gpu", "h100").out == f"{shelf} has no such target; it has: tiny.cpu.bf16\n"
 
 
 @pytest.mark.parametrize(
@@ -935,4 +940,4 @@ def test_options_of_a_cluster_are_never_ignored(run: Run, arguments: tuple[str, 
 
 def test_a_folder_that_holds_nothing(run: Run) -> None:
     assert run("search", "empty").out == "empty has no targets\n"
-    assert run("search", "empty", "--gpu", "h100").out == "empty has no such target\n"
+    assert run("search", "empty", "--gpu", "h100").out == "empty has no targets\n"
