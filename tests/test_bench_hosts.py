@@ -109,10 +109,13 @@ def test_where_nobody_listens_ray_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
         )
         assert asked == []
         listener.listen()
-        for one in (address, "auto"):
-            with pytest.raises(HostError, match=r"there is no Ray cluster at .*: no"):
-                hosts.nodes(one, 2)
-    assert asked == [address, "auto"]
+        monkeypatch.setattr(hosts, "CONNECT_S", 0.5)
+        with pytest.raises(HostError, match=f"there is no Ray cluster at {address}: what listens there does not speak"):
+            hosts.nodes(address, 2)
+        assert asked == []
+    with pytest.raises(HostError, match=r"there is no Ray cluster at auto: no"):
+        hosts.nodes("auto", 2)
+    assert asked == ["auto"]
 
 
 @pytest.mark.real
