@@ -28,7 +28,7 @@ from tests.factories import hf_folder
 from tests.nvidia_smi import A100, H100
 from tests.test_runner import SIZES, Recorder, plan
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +189,7 @@ def test_machines_that_share_no_files(
 
 
 def waited(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not there():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -210,7 +210,7 @@ def test_a_machine_that_is_lost_in_mid_stage(
     machines.add("instead", "L40S", "NVIDIA L40S, 8.9")
     hold.unlink()
     machines.ray.remove_node(lost, allow_graceful=False)
-    thread.join(120)
+    thread.join(240)
     ((outcome,), told) = found[0]
     assert outcome.error is None
     assert [stage for _, stage, kind, _ in told if kind == "begins"].count("build") == 2
@@ -233,7 +233,7 @@ def test_the_only_machine_that_could_is_lost(
     waited(lambda: running.exists() or bool(found))
     machines.ray.remove_node(only, allow_graceful=False)
     hold.unlink()
-    thread.join(120)
+    thread.join(240)
     ((outcome,), _) = found[0]
     assert "no machine of the cluster can run build of tiny.l4.bf16 any more: it asks for num_cpus 2" in str(
         outcome.error
