@@ -938,7 +938,7 @@ def _bundle(name: str, store: Store, options: dict[str, Any]) -> Bundle:
     if options["executor"] is None:
         return arrived
     if options["executor"] not in EXECUTORS:
-        raise UsageError(f"unknown executor '{options['executor']}'", remedy="known: " + ", ".join((*EXECUTORS, "ray")))
+        raise UsageError(f"unknown executor '{options['executor']}'", remedy="known: " + ", ".join(EXECUTORS))
     return dataclasses.replace(arrived, plan=dataclasses.replace(arrived.plan, executor=options["executor"]))
 
 
