@@ -85,14 +85,19 @@ def test_no_read_is_stamped_later_than_it_was_read_and_stamps_are_in_order() -> 
 
 @pytest.mark.loopback
 def test_a_reader_that_comes_late_does_not_make_the_stamp_late() -> None:
-    async def scenario() -> None:
-        async with pair() as (_, fed, peer):
-            peer.sendall(b"early")
-            time.sleep(0.5)  # the loop stands still
-            await fed.until(5)
-            assert fed.moments[0] - fed.stamps[0] >= 250 * MS
+    """The kernel begins to stamp a while after it was first asked to, and until then tells when it was read."""
 
-    run(scenario())
+    async def late() -> int:
+        async with pair() as (_, fed, peer):
+            for number in range(1, 21):
+                peer.sendall(b"early")
+                time.sleep(0.2)  # the loop stands still
+                await fed.until(5 * number)
+                if fed.moments[-1] - fed.stamps[-1] >= 100 * MS:
+                    break
+            return fed.moments[-1] - fed.stamps[-1]
+
+    assert run(late()) >= 100 * MS
 
 
 class Clocks:

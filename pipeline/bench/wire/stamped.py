@@ -2,6 +2,8 @@
 
 SO_TIMESTAMPNS gives a time of day with each read; it becomes one of `time.monotonic_ns` by both clocks at that very
 read, so that a step of the time of day does no harm. Plain TCP, Linux. Of several packets the last one's stamp counts.
+Linux switches its stamps on when some socket first asks, a moment later, in the background: a packet of that moment is
+stamped when it is read, as without the kernel's help.
 """
 
 from __future__ import annotations
