@@ -105,12 +105,16 @@ def read_passport(folder: Path) -> Passport:
             remedy="build it with `trtpipe build`",
         )
     try:
-        raw = read_json(path, "passport")
-        return Passport(**{**raw, "sms": None if raw["sms"] is None else tuple(raw["sms"])})
+        return passport_from(read_json(path, "passport"))
     except (TypeError, KeyError) as error:
         raise ArtefactRefused(
             f"{path} is of another version", why=str(error), remedy="build the engine again"
         ) from None
+
+
+def passport_from(raw: dict[str, Any]) -> Passport:
+    """Out of what `Passport.write` writes. Raises KeyError or TypeError for something else."""
+    return Passport(**{**raw, "sms": None if raw["sms"] is None else tuple(raw["sms"])})
 
 
 def require_target(passport: Passport, target: Target, folder: Path) -> None:

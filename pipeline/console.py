@@ -206,6 +206,8 @@ class ClusterReporter:
         """What a machine of the cluster tells while it runs a stage."""
         if kind == "begins":
             err().print(f"{target}: {stage:<9} running  {text}")
+        elif kind == "ends":
+            err().print(f"{target}: {stage:<9} {text}, cleaning up")
         elif kind == "progress":
             done, total = map(int, text.split("/"))
             err().print(f"{target}: {stage:<9} running  {size(done)} of {size(total)}", style="dim")

@@ -35,10 +35,16 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Give `path` that content, at once for every reader; a file that has it already is left alone."""
+    """Give `path` that content, at once for every reader; a file that has it already is left alone. Raises OSError."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        # Of the file that was asked for, not of ours.
+        raise OSError(error.errno, error.strerror, str(path)) from None

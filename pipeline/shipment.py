@@ -13,14 +13,14 @@ from typing import Any
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError
 from engines.files import read_json
-from engines.passport import read_passport
+from engines.passport import Passport, passport_from, read_passport
 from pipeline import __version__
 from pipeline.manifest import Record
 from pipeline.model_ref import ModelRef
 from pipeline.plan import Plan, resolve
 from pipeline.runner import RunFolder
 from pipeline.stages import Stage, stages_of
-from pipeline.stages.build import draft_passport
+from pipeline.stages.build import BUILD, draft_passport
 from pipeline.store import Artefact, Store
 
 FORMAT = 1
@@ -91,7 +91,22 @@ def planned(index: Index, where: str) -> Plan:
             raise InputDataError(
                 f"{where} is damaged", why=f"the {name} of {plan.target} does not come from {entry['record']['stage']}"
             )
+    passport, settings = passport_of(index), BUILD.settings(plan)
+    for name, said, asked in (
+        ("runtime", passport.runtime, settings.runtime),
+        ("gpu", passport.gpu, settings.target.gpu.name),
+        ("sms", passport.sms, settings.sms),
+        ("tp_size", passport.tp_size, settings.target.mapping.tp_size),
+        ("pp_size", passport.pp_size, settings.target.mapping.pp_size),
+    ):
+        if said != asked:
+            raise InputDataError(f"{where} is damaged", why=f"{name}: its passport says {said}, its settings {asked}")
     return plan
+
+
+def passport_of(index: Index) -> Passport:
+    """The passport in a checked index."""
+    return passport_from(index["passport"])
 
 
 def plan_of(index: Mapping[str, Any]) -> Plan:
@@ -147,13 +162,16 @@ def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store) -> RunFold
 
 def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
     record = run.last(stage.name)
-    artefact = record and store.find(record, verify=verify)
-    if not artefact:
+    if record is None:
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",
             remedy="run `trtpipe build` again",
         )
+    artefact = store.find(record, verify=verify)
+    if artefact is None:
+        why = store.fault(record, verify=verify) or f"{store.home} has it no longer"
+        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy="run `trtpipe build` again")
     return artefact
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, with_config
+
+from engines.passport import Passport
 
 # One folder's, on any file system; also what a tag of an OCI registry may be.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$"
@@ -47,10 +50,16 @@ class _Model(_Form):
     source: dict[str, Any]
 
 
+@with_config(ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, kw_only=True)
+class _Passport(Passport):
+    """A Passport whose values are looked at."""
+
+
 class _Index(_Form):
     target: _Name
     model: _Model
-    passport: dict[str, Any]
+    passport: _Passport
     artefacts: dict[_Name, _Entry]
 
 

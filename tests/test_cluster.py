@@ -23,7 +23,7 @@ from pipeline.cluster.driver import Cluster
 from pipeline.matrix import Outcome
 from pipeline.plan import Plan
 from pipeline.store import Store
-from tests.doubles import trtllm_build as double
+from tests.doubles import install_trtllm_build
 from tests.factories import hf_folder
 from tests.nvidia_smi import A100, H100
 from tests.test_runner import SIZES, Recorder, plan
@@ -33,28 +33,22 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[1]
 # Begun while `hold` is there it says that it runs, and does nothing until whoever runs it is gone.
-HELD = """#!/bin/sh
+HELD = """
 here=$(dirname "$0")
 if [ -e {hold} ]; then
     echo $$ > "$here/running"
     while kill -0 $PPID 2> /dev/null; do sleep 0.1; done
     exit 1
 fi
-exec {python} {program} "$@"
 """
 
 
 def programs(folder: Path, gpu: str) -> str:
     """A PATH of a machine that has one such card, and a trtllm-build that can be held."""
     folder.mkdir(parents=True)
-    program = folder / "double.py"
-    program.write_text(Path(double.__file__).read_text())
-    for name, text in {
-        "nvidia-smi": f"#!/bin/sh\necho '0, {gpu}, 595.10.01, 81559, 4'\n",
-        "trtllm-build": HELD.format(hold=folder.parent / "hold", python=sys.executable, program=program),
-    }.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '0, {gpu}, 595.10.01, 81559, 4'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    install_trtllm_build(folder, HELD.format(hold=folder.parent / "hold"))
     return f"{folder}:{os.environ['PATH']}"
 
 

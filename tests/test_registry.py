@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +16,13 @@ from typing import Any
 import pytest
 
 from engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
-from engines.nvidia import Gpu
-from pipeline import host
 from pipeline.gc import find_garbage
-from pipeline.registry import fetch, ship
+from pipeline.registry import fetch, files, parts, ship
 from pipeline.registry.base import Blob, Registry, open_registry
 from pipeline.runner import RunFolder, execute
 from pipeline.store import Store
-from tests import hub_server, registries
+from tests import hub_server, nvidia_smi, registries
+from tests.doubles import install_trtllm_build
 from tests.factories import hf_folder
 from tests.hub_server import Hub
 from tests.test_runner import Recorder, plan
@@ -179,25 +180,35 @@ def test_what_broke_off_goes_on_where_it_was(
 
 
 def test_an_engine_of_another_machine_is_refused_before_its_files(
-    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    registry: Callable[[], Registry], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made)
-    passport = {"runtime": "tensorrt_llm", "gpu": "h100", "sm": 90, "sms": [90], "toolchain": "1.2.1"}
-    there = registry()
-    index = there.index(TARGET)
-    index["passport"] |= passport
-    there.publish(TARGET, index, [Blob(file["sha256"], file["size"]) for file in ship.files_of(index)])
+    with monkeypatch.context() as there:
+        nvidia_smi.install(there, tmp_path / "bin", nvidia_smi.H100)
+        install_trtllm_build(tmp_path / "bin")
+        store = Store(tmp_path / "home")
+        execute(plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16"), store, Recorder())
+        ship.push("tiny.h100.bf16", registry(), store)
     store = elsewhere(tmp_path, monkeypatch)
-    card = Gpu(index=0, name="NVIDIA A100-SXM4-80GB", sm=80, driver="580.1", total_mib=81920, used_mib=0)
-    monkeypatch.setattr(host, "visible_gpus", lambda: (card,))
+    nvidia_smi.install(monkeypatch, tmp_path / "other", nvidia_smi.A100)
     weak = registry()
-    monkeypatch.setattr(type(weak), "read", lambda *rest: pytest.fail("its files were asked for"))
+    asked: list[int] = []
+    read = type(weak).read
+    monkeypatch.setattr(
+        type(weak), "read", lambda self, blob, *rest: (asked.append(blob.size), read(self, blob, *rest))[1]
+    )
     with pytest.raises(ArtefactRefused) as error:
-        ship.pull(TARGET, weak, store)
-    assert error.value.what == f"the engine of {TARGET} does not run on this machine"
+        ship.pull("tiny.h100.bf16", weak, store)
+    assert error.value.what == "the engine of tiny.h100.bf16 does not run on this machine"
     assert "it is for h100 (SM90), and this machine has NVIDIA A100-SXM4-80GB (SM80)" in str(error.value)
     assert "nothing of its 0.0 GB was fetched; pull it where it runs, or with --any-machine" in str(error.value)
-    assert not (Path("runs") / TARGET).exists()
+    (passport,) = [
+        file["size"] for file in weak.index("tiny.h100.bf16")["artefacts"]["engine"]["files"]
+        if file["path"] == "passport.json"
+    ]  # fmt: skip
+    assert asked == [passport], "it alone"
+    assert not (Path("runs") / "tiny.h100.bf16").exists()
+    ship.pull("tiny.h100.bf16", registry(), store, any_machine=True)
+    assert (Path("runs") / "tiny.h100.bf16" / "engine" / "rank0.engine").is_file()
 
 
 def test_a_file_that_is_not_what_its_digest_says(
@@ -246,9 +257,58 @@ def test_a_push_hashes_what_it_sends(made: Store, tmp_path: Path) -> None:
     stamp = engine.stat().st_mtime_ns
     engine.write_bytes(text)
     os.utime(engine, ns=(stamp, stamp))
-    with pytest.raises(InputDataError, match=f"{TARGET} has no engine"):
+    with pytest.raises(InputDataError, match=f"{TARGET} has lost its engine: config.json has changed; run `trtp"):
         ship.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
     assert not (tmp_path / "shelf" / "targets").exists()
+
+
+def test_an_upload_to_s3_goes_on_where_it_broke_off(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    part = 5 << 20
+    monkeypatch.setattr(parts, "PART", part)
+    monkeypatch.setattr(files, "PART", part)
+    monkeypatch.setattr(parts, "AT_ONCE", 1)
+    data = random.Random(7).randbytes(3 * part + 1000)
+    (tmp_path / "file").write_bytes(data)
+    blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
+    sent: list[int] = []
+    weak: Any = open_registry("s3://models/parts")
+    call = weak._system.call_s3
+
+    def breaking(method: str, **named: Any) -> Any:
+        if method == "upload_part":
+            if named["PartNumber"] >= 3:
+                raise OSError("the line is cut")
+            sent.append(named["PartNumber"])
+        return call(method, **named)
+
+    weak._system.call_s3 = breaking
+    with pytest.raises(HostError, match="the line is cut"):
+        weak.put(blob, tmp_path / "file", lambda nbytes: None)
+    assert sent == [1, 2]
+    there: Any = open_registry("s3://models/parts")
+    assert not there.has(blob)
+    call = there._system.call_s3
+    there._system.call_s3 = lambda method, **named: (
+        sent.append(named["PartNumber"]) if method == "upload_part" else None, call(method, **named)
+    )[1]  # fmt: skip
+    moved: list[int] = []
+    there.put(blob, tmp_path / "file", moved.append)
+    assert sent == [1, 2, 3, 4], "what was there is not sent again"
+    assert moved == [part] * 3 + [1000]
+    assert there.has(blob)
+    assert there.read(blob, 0, blob.size) == data
+    assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
+
+
+def test_a_file_that_somebody_has_removed(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputDataError, match=r"lacks the file sha256:0000000000\w\w: somebody has removed it; push"):
+        registry().read(Blob("0" * 64, 5), 0, 5)
 
 
 def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
@@ -301,7 +361,12 @@ def change(index: dict[str, Any], place: str, value: Any) -> None:
         ("model.source.kind", "nowhere", "KeyError: 'nowhere'"),
         ("target", "other", "it is of other"),
         ("passport", None, "passport: Field required"),
-        ("passport.colour", "blue", "passport of .* is not one"),
+        ("passport.colour", "blue", "passport.colour: Unexpected keyword argument"),
+        ("passport.tp_size", "1", "passport.tp_size: Input should be a valid integer"),
+        ("passport.tp_size", 2, "tp_size: its passport says 2, its settings 1"),
+        ("passport.gpu", "h100", "gpu: its passport says h100, its settings cpu"),
+        ("passport.sms", [90], r"sms: its passport says \(90,\), its settings None"),
+        ("passport.rank_bytes", 1, "its passport is not the engine's passport.json"),
         ("provenance", None, "this is no provenance"),
     ],
 )

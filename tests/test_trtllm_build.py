@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from engines.tensorrt_llm.convert import convert
 from engines.tensorrt_llm.options import resolve
 from pipeline.config import find_toolchain
 from pipeline.executors import LocalExecutor
-from tests.doubles import trtllm_build as double
+from tests.doubles import install_trtllm_build
 from tests.factories import hf_folder
 
 H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
@@ -31,10 +30,7 @@ SMALL = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_num_
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The double on PATH, under the name of what it stands for."""
-    path = tmp_path / "bin" / "trtllm-build"
-    path.parent.mkdir()
-    path.write_text(f"#!{sys.executable}\n" + Path(double.__file__).read_text())
-    path.chmod(0o755)
+    path = install_trtllm_build(tmp_path / "bin")
     monkeypatch.setenv("PATH", str(path.parent), prepend=":")
     return path
 

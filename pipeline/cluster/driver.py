@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 import engines.errors
 from engines.errors import HostError, StageFailed, TrtpipeError
@@ -33,9 +37,11 @@ AT_ONCE = 64
 # How often it is looked whether a machine is left that could run a stage, and how long one may be missing.
 LOOK_SECONDS = 5.0
 ABSENT_SECONDS = 60.0
+# How long the cluster's head may not answer: Ray ends the whole process after a minute.
+SILENT_SECONDS = 15.0
 # How long a stage that is cancelled may take to clean up.
 CANCEL_SECONDS = 30.0
-# (target, stage, kind, text)
+# (target, stage, kind, text): "begins", "progress", "line", "note", "ends"
 Told = Callable[[str, str, str, str], None]
 
 
@@ -55,7 +61,7 @@ class Cluster:
 
         self._ray: Any = connect(address)
         self._store = store
-        if exchange is not None and "://" not in exchange:
+        if exchange and "://" not in exchange:
             exchange = str(Path(exchange).absolute())  # a worker's folder is another
         self._url = exchange
         self._exchange: Any = None
@@ -67,12 +73,12 @@ class Cluster:
         self._told = told
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self._largest = {name: max(node.get(name, 0) for node in alive) for node in alive for name in node}
-        self._seen = store.home / "cluster" / uuid.uuid4().hex
-        self._seen.parent.mkdir(parents=True, exist_ok=True)
-        self._seen.touch()
+        self._head: str = self._ray.get_runtime_context().gcs_address
+        self._lost = False
+        self._mark = _mark(store.home / "cluster")
         self._lock = threading.Lock()
         self._flying: dict[str, Future[Answer]] = {}
-        self._refs: set[Any] = set()
+        self._refs: dict[Any, tuple[str, str]] = {}
         self._closed = False
         self._work = work
         self._remote = self._ray.remote(_stage)
@@ -108,9 +114,11 @@ class Cluster:
     def close(self) -> None:
         self._cancel()
         self._closed = True
-        self._listener.join()
-        self._queue.shutdown()
-        self._seen.unlink(missing_ok=True)
+        if not self._lost:
+            self._listener.join()
+            self._queue.shutdown()
+        Path(self._mark.lock_file).unlink(missing_ok=True)
+        self._mark.release()
         self._ray.shutdown()
 
     def _perform(
@@ -162,7 +170,7 @@ class Cluster:
             inputs={name: dataclasses.asdict(one.manifest.record) for name, one in inputs.items()},
             last=None if last is None else dataclasses.asdict(last),
             home=str(self._store.home),
-            seen=str(self._seen),
+            seen=self._mark.lock_file,
             exchange=self._url,
         )
         task = self._remote.options(
@@ -172,7 +180,7 @@ class Cluster:
             if self._closed:
                 raise KeyboardInterrupt
             ref = task.remote(self._work, order, plan.target, self._queue)
-            self._refs.add(ref)
+            self._refs[ref] = plan.target, stage.name
         try:
             answer = self._await(ref, wanted, f"{stage.name} of {plan.target}")
         except self._ray.exceptions.TaskCancelledError:
@@ -187,13 +195,24 @@ class Cluster:
             ) from None
         finally:
             with self._lock:
-                self._refs.discard(ref)
+                self._refs.pop(ref)
         return answer
 
     def _await(self, ref: Any, wanted: Needs, what: str) -> Answer:
-        """What a task answers. Raises HostError where no machine is left that could run it: Ray would wait for one."""
-        absent_s = 0.0
+        """What a task answers. Raises HostError where no machine is left that could run it, which Ray would wait for,
+        and where the cluster itself is gone."""
+        absent_s = silent_s = 0.0
         while not self._ray.wait([ref], timeout=LOOK_SECONDS)[0]:
+            if not _listens(self._head):
+                silent_s += LOOK_SECONDS
+                if silent_s >= SILENT_SECONDS:
+                    self._lost = True
+                    raise HostError(
+                        f"the Ray cluster at {self._head} is gone", why=f"nobody listens there while {what} runs",
+                        remedy="start it and run again; what was finished is kept",
+                    )  # fmt: skip
+                continue
+            silent_s = 0.0
             alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
             absent_s = 0.0 if any(map(wanted.met, alive)) else absent_s + LOOK_SECONDS
             if absent_s >= ABSENT_SECONDS:
@@ -214,11 +233,12 @@ class Cluster:
         """End what runs: first as Ctrl-C would, so that it cleans up, then at once."""
         with self._lock:
             self._closed = True
-            refs = list(self._refs)
-        for ref in refs:
+            refs = {} if self._lost else dict(self._refs)
+        for ref, (target, stage) in refs.items():
+            self._told(target, stage, "ends", "cancelled")
             self._ray.cancel(ref, force=False)
         if refs:
-            _, left = self._ray.wait(refs, num_returns=len(refs), timeout=CANCEL_SECONDS)
+            _, left = self._ray.wait(list(refs), num_returns=len(refs), timeout=CANCEL_SECONDS)
             for ref in left:
                 self._ray.cancel(ref, force=True)
 
@@ -240,6 +260,26 @@ def _stage(work: Callable[[Order, Tell], Answer], order: Order, target: str, que
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.pop("RAY_ADDRESS", None)
     return work(order, lambda kind, text: queue.put((target, order.stage, kind, text)))
+
+
+def _mark(folder: Path) -> FileLock:
+    """A new file in `folder`, locked for as long as this process lives. Those of processes that were killed go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.iterdir():
+        with contextlib.suppress(Timeout), FileLock(left, timeout=0):
+            left.unlink(missing_ok=True)
+    mark = FileLock(folder / uuid.uuid4().hex)
+    mark.acquire()
+    return mark
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:

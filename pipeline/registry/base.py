@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.errors import UsageError
+from engines.errors import InputDataError, UsageError
 
 # Called with a number of bytes that have just been moved.
 Moved = Callable[[int], None]
@@ -37,7 +37,7 @@ class Registry(Protocol):
         """Bring the file there; one that breaks off leaves nothing that `has` would take for it."""
 
     def read(self, blob: Blob, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of it."""
+        """Bytes [start, stop) of it. Raises InputDataError where it is not there."""
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
         """Make `target` known, whose files `blobs` are all there, in place of one of that name."""
@@ -70,6 +70,13 @@ def open_registry(url: str) -> Registry:
     from pipeline.registry.files import FileRegistry
 
     return FileRegistry.open(url, url)
+
+
+def missing(blob: Blob, registry: Registry) -> InputDataError:
+    return InputDataError(
+        f"{registry.url} lacks the file sha256:{blob.sha256[:12]}", why="somebody has removed it",
+        remedy="push the target again",
+    )  # fmt: skip
 
 
 def unknown_target(target: str, registry: Registry) -> UsageError:

@@ -15,6 +15,13 @@ from pipeline.registry.files import CHUNK
 Progress = Callable[[int, int], None]
 
 
+def damaged(path: str, registry: Registry) -> InputDataError:
+    return InputDataError(
+        f"{path} from {registry.url} is damaged", why="its digest is another",
+        remedy="pull again; if it stays so, push it again",
+    )  # fmt: skip
+
+
 class Counter:
     def __init__(self, total: int, progress: Progress) -> None:
         self.total = total
@@ -67,9 +74,6 @@ class Fetch:
                 self._counter.add(len(chunk))
         if done != blob.size or digest.hexdigest() != blob.sha256:
             arriving.unlink()
-            raise InputDataError(
-                f"{file['path']} from {self._registry.url} is damaged", why="its digest is another",
-                remedy="pull again; if it stays so, push it again",
-            )  # fmt: skip
+            raise damaged(file["path"], self._registry)
         arriving.rename(out)
         self.here[blob.sha256] = out  # for the same artefact: when that is whole, it has another place

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import HostError, UsageError, suggestion
-from pipeline.registry.base import Blob, Moved, unknown_target
+from pipeline.registry.base import Blob, Moved, missing, unknown_target
+from pipeline.registry.parts import PART, Parts
 
 # At a time, to and from the far end.
 CHUNK = 32 << 20
@@ -60,29 +61,22 @@ class FileRegistry:
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         place = self._blob(blob)
-        # An object appears when it is whole; a file does not.
-        local = "file" in self._protocols()
-        partial = f"{place}.{uuid.uuid4().hex}" if local else place
         with self._named():
             self._make_folder(place)
-            if local:
+            if "s3" in self._protocols() and blob.size > PART:
+                Parts(self._system, place, path).upload(moved)
+            elif "file" in self._protocols():
                 self._sweep(place)
-            try:
-                with path.open("rb") as source, self._system.open(partial, "wb", block_size=CHUNK) as target:
-                    while chunk := source.read(CHUNK):
-                        target.write(chunk)
-                        moved(len(chunk))
-                if local:
-                    self._system.mv(partial, place)
-            except BaseException:
-                if local:
-                    with contextlib.suppress(OSError):
-                        self._system.rm(partial)
-                raise
+                self._put_beside(path, place, moved)
+            else:  # an object appears when it is whole
+                self._copy(path, place, moved)
 
     def read(self, blob: Blob, start: int, stop: int) -> bytes:
         with self._named():
-            data: bytes = self._system.cat_file(self._blob(blob), start=start, end=stop)
+            try:
+                data: bytes = self._system.cat_file(self._blob(blob), start=start, end=stop)
+            except FileNotFoundError:
+                raise missing(blob, self) from None
         return data
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
@@ -115,6 +109,23 @@ class FileRegistry:
             return json.loads(text)
         except ValueError:
             return None  # whoever asks says so
+
+    def _put_beside(self, path: Path, place: str, moved: Moved) -> None:
+        """To another name first."""
+        partial = f"{place}.{uuid.uuid4().hex}"
+        try:
+            self._copy(path, partial, moved)
+            self._system.mv(partial, place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._system.rm(partial)
+            raise
+
+    def _copy(self, path: Path, place: str, moved: Moved) -> None:
+        with path.open("rb") as source, self._system.open(place, "wb", block_size=CHUNK) as target:
+            while chunk := source.read(CHUNK):
+                target.write(chunk)
+                moved(len(chunk))
 
     def _blob(self, blob: Blob) -> str:
         return f"{self._root}/blobs/{blob.sha256}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from engines.errors import HostError, UsageError
 from pipeline.bench.options import is_local
-from pipeline.registry.base import Blob, Moved, unknown_target
+from pipeline.registry.base import Blob, Moved, missing, unknown_target
 
 ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
@@ -86,8 +86,11 @@ class OciRegistry:
 
     def read(self, blob: Blob, start: int, stop: int) -> bytes:
         answer = self._ask(
-            "GET", self._place(f"blobs/sha256:{blob.sha256}"), headers={"Range": f"bytes={start}-{stop - 1}"}
-        )
+            "GET", self._place(f"blobs/sha256:{blob.sha256}"), headers={"Range": f"bytes={start}-{stop - 1}"},
+            also=(404,),
+        )  # fmt: skip
+        if answer.status_code == 404:
+            raise missing(blob, self)
         # A registry may know no ranges, and send all of it.
         data: bytes = answer.content
         return data if answer.status_code == 206 else data[start:stop]

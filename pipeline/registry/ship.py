@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -10,21 +12,24 @@ from functools import partial
 from pathlib import Path
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
+from engines.passport import NAME as PASSPORT
 from engines.passport import Passport
 from engines.quant import FLOAT_NAMES
 from pipeline import guard
 from pipeline.manifest import Record
 from pipeline.provenance import check_chain, keep, statement
 from pipeline.registry.base import Blob, Registry
-from pipeline.registry.fetch import Counter, Fetch
+from pipeline.registry.fetch import Counter, Fetch, damaged
 from pipeline.runner import RunFolder
-from pipeline.shipment import Index, check_index, describe, files_of, link, planned, receive
+from pipeline.shipment import Index, check_index, describe, files_of, link, passport_of, planned, receive
 from pipeline.shipment_form import NAME
 from pipeline.store import Store
 
 # What can travel, and what does so unless somebody says otherwise: what it takes to serve.
 CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine", "repository")
 USUAL = ("tokenizer", "accuracy", "engine", "repository")
+# More than any passport has.
+PASSPORT_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -105,7 +110,8 @@ def pull(
     ArtefactRefused, InputDataError for what is not what it should be, HostError.
     """
     index = read_index(target, registry)
-    plan = planned(index, f"{target} at {registry.url}")
+    where = f"{target} at {registry.url}"
+    plan = planned(index, where)
     missing = [name for name in wanted or () if name not in index["artefacts"]]
     if missing:
         raise UsageError(
@@ -114,8 +120,10 @@ def pull(
         )
     if wanted is not None:
         index = {**index, "artefacts": {name: index["artefacts"][name] for name in wanted}}
-    if "engine" in index["artefacts"] and not any_machine:
-        _require_fit(index, registry)
+    if "engine" in index["artefacts"]:
+        _require_own_passport(index, registry, where)
+        if not any_machine:
+            _require_fit(index)
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
     for name, entry in index["artefacts"].items():
@@ -138,7 +146,7 @@ def search(
             index = read_index(name, registry)
         except (InputDataError, ArtefactRefused):
             continue  # somebody else's, or another version's
-        passport = _passport(index)
+        passport = passport_of(index)
         asked = (
             (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
             (toolchain, passport.toolchain or ""),
@@ -159,7 +167,6 @@ def read_index(target: str, registry: Registry) -> Index:
     index = check_index(registry.index(target), where, "push")
     if index["target"] != target:
         raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
-    _passport(index)
     check_chain(index.get("provenance"), {name: entry["content"] for name, entry in index["artefacts"].items()})
     return index
 
@@ -187,8 +194,21 @@ def precision(passport: Passport) -> str:
     return f"{passport.quant_algo or passport.dtype}{cache}"
 
 
-def _require_fit(index: Index, registry: Registry) -> None:
-    verdict = guard.examine(_passport(index))
+def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
+    """The index's passport is the engine's own, which is read first, and alone: so no other engine is taken for it."""
+    found = [file for file in index["artefacts"]["engine"]["files"] if file["path"] == PASSPORT]
+    if len(found) != 1 or found[0]["size"] > PASSPORT_BYTES:
+        raise InputDataError(f"{where} is damaged", why=f"its engine has no {PASSPORT}")
+    blob = Blob(found[0]["sha256"], found[0]["size"])
+    data = registry.read(blob, 0, blob.size)
+    if hashlib.sha256(data).hexdigest() != blob.sha256:
+        raise damaged(PASSPORT, registry)
+    if json.loads(data) != index["passport"]:
+        raise InputDataError(f"{where} is damaged", why=f"its passport is not the engine's {PASSPORT}")
+
+
+def _require_fit(index: Index) -> None:
+    verdict = guard.examine(passport_of(index))
     if verdict.objections:
         size = sum(file["size"] for file in index["artefacts"]["engine"]["files"])
         raise ArtefactRefused(
@@ -196,15 +216,6 @@ def _require_fit(index: Index, registry: Registry) -> None:
             why=f"{'; '.join(verdict.objections)}; nothing of its {size / 1e9:.1f} GB was fetched",
             remedy="pull it where it runs, or with --any-machine",
         )
-
-
-def _passport(index: Index) -> Passport:
-    try:
-        value = dict(index["passport"])
-        value["sms"] = None if value["sms"] is None else tuple(value["sms"])
-        return Passport(**value)
-    except (KeyError, TypeError) as error:
-        raise InputDataError(f"the passport of {index['target']} is not one", why=str(error)) from None
 
 
 def _short(passport: Passport) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.config import find_toolchain
+from tests.doubles import install_trtllm_build
 from tests.doubles import trtllm_build as double
 from tests.e2e.conftest import Cli
 from tests.e2e.dockerd import Daemon, build_image, running_dockerd
@@ -42,11 +42,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     folder = tmp_path / "work"
     folder.mkdir()
     hf_folder(folder / "tiny")
-    program = tmp_path / "bin" / "trtllm-build"
-    program.parent.mkdir()
-    program.write_text(f"#!{sys.executable}\n{DOUBLE.read_text()}")
-    program.chmod(0o755)
-    install(monkeypatch, program.parent, H100)
+    install_trtllm_build(tmp_path / "bin")
+    install(monkeypatch, tmp_path / "bin", H100)
     return Cli(folder, tmp_path / "home")
 
 
