@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import datetime
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import pytest
 
@@ -60,10 +67,11 @@ def s3(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def oci(folder: Path, users: str | None = None) -> Iterator[str]:
+def oci(folder: Path, users: str | None = None, issuer: str | None = None) -> Iterator[str]:
     """host:port of an empty registry of images. Skips where there is no docker-registry.
 
-    users  those whom it lets in, as htpasswd has them; None lets everybody in
+    users   those whom it lets in, as htpasswd has them; None lets everybody in
+    issuer  URL of `tokens` in the same folder, where it sends those who come without one
     """
     program = shutil.which("docker-registry") or shutil.which("registry")
     if program is None:
@@ -78,5 +86,65 @@ def oci(folder: Path, users: str | None = None) -> Iterator[str]:
         (folder / "users").write_text(users + "\n")
         with config.open("a") as file:
             file.write(f"auth:\n  htpasswd:\n    realm: here\n    path: {folder / 'users'}\n")
+    if issuer is not None:
+        with config.open("a") as file:
+            file.write(
+                f"auth:\n  token:\n    realm: {issuer}/token\n    service: here\n    issuer: tests\n"
+                f"    rootcertbundle: {folder / 'issuer.pem'}\n"
+            )
     with running([program, "serve", str(config)], port, folder / "registry.log"):
         yield f"127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def tokens(folder: Path, user: str, password: str) -> Iterator[str]:
+    """URL of a server that gives tokens to `user` alone, as those of large registries do. Its certificate is
+    issuer.pem in `folder`."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import padding, rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tests")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1)).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    (folder / "issuer.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    chain = base64.b64encode(certificate.public_bytes(serialization.Encoding.DER)).decode()
+
+    def packed(value: Any) -> bytes:
+        return base64.urlsafe_b64encode(value if isinstance(value, bytes) else json.dumps(value).encode()).rstrip(b"=")
+
+    def token(scopes: list[str]) -> str:
+        access = []
+        for scope in scopes:
+            kind, repository, actions = scope.split(":")
+            access.append({"type": kind, "name": repository, "actions": actions.split(",")})
+        begin = int(time.time()) - 60
+        said = {
+            "iss": "tests", "sub": user, "aud": "here", "iat": begin, "nbf": begin, "exp": begin + 600, "jti": "1",
+            "access": access,
+        }  # fmt: skip
+        text = packed({"typ": "JWT", "alg": "RS256", "x5c": [chain]}) + b"." + packed(said)
+        return (text + b"." + packed(key.sign(text, padding.PKCS1v15(), hashes.SHA256()))).decode()
+
+    class Issuer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = base64.b64encode(f"{user}:{password}".encode()).decode()
+            status, answer = 401, {"details": "who are you?"}
+            if self.headers.get("Authorization") == f"Basic {known}":
+                status, answer = 200, {"token": token(parse_qs(urlparse(self.path).query).get("scope", []))}
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *words: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Issuer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

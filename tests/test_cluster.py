@@ -26,6 +26,7 @@ from pipeline.store import Store
 from tests.doubles import install_trtllm_build
 from tests.factories import hf_folder
 from tests.nvidia_smi import A100, H100
+from tests.registries import free_port
 from tests.test_runner import SIZES, Recorder, plan
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -253,3 +254,32 @@ def test_a_build_that_is_cancelled_leaves_nothing(machines: Site, in_folder: Pat
     assert "was cancelled" in str(outcome.error)
     assert select.select([program], [], [], 10)[0], "the program has ended"
     assert not [path for path in store.artefacts() if path.name.startswith(".")]
+
+
+def test_a_cluster_that_is_gone(
+    machines: Site, in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would wait for a minute and then end the process."""
+    monkeypatch.setattr(driver, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(driver, "SILENT_SECONDS", 1.0)
+    hold = machines.folder / "hold"
+    hold.touch()
+    store = Store(tmp_path / "home")
+    cluster = Cluster(machines.ray.address, store, None, lambda *words: None)
+    head = f"127.0.0.1:{free_port()}"
+    cluster._head = head
+    (outcome,) = cluster.build([plan(hf_folder(in_folder / "tiny", seed=7), gpu="h100")], lambda made: Recorder(), None)
+    cluster.close()
+    hold.unlink()
+    told = (
+        rf"the Ray cluster at {head} is gone: nobody listens there while \w+ of tiny\.h100\.fp32 runs; start it and run"
+    )
+    assert re.match(told, str(outcome.error))
+    assert not list((store.home / "cluster").iterdir())
+
+
+def test_the_marks_of_killed_drivers_go(tmp_path: Path) -> None:
+    (tmp_path / "left").touch()
+    one = driver._mark(tmp_path)
+    other = driver._mark(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(Path(mark.lock_file) for mark in (one, other))

@@ -82,6 +82,16 @@ def test_a_file_is_written_whole_and_only_when_it_changes(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_cannot_be_written_is_named_and_nothing_stays(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for place, kind in (("folder", IsADirectoryError), ("none/x", FileNotFoundError), ("file/x", NotADirectoryError)):
+        with pytest.raises(kind) as error:
+            write_whole(tmp_path / place, "text")
+        assert error.value.filename == str(tmp_path / place)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     path, ends = tmp_path / "x", threading.Event()
     texts = {"a" * 200_000, "b" * 200_000}

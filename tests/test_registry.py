@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -458,11 +459,18 @@ def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> 
             ship.push(TARGET, open_registry(url), made)
 
 
+@pytest.mark.parametrize("kind", ["basic", "token"])
 @pytest.mark.parametrize(("password", "status"), [("open sesame", None), ("sesame", 401), (None, 401)])
 def test_credentials_of_docker_login(
-    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None, status: int | None
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None, status: int | None, kind: str
 ) -> None:
-    with registries.oci(tmp_path, users="ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy") as address:
+    with contextlib.ExitStack() as servers:
+        if kind == "token":
+            issuer = servers.enter_context(registries.tokens(tmp_path, "ali", "open sesame"))
+            address = servers.enter_context(registries.oci(tmp_path, issuer=issuer))
+        else:
+            users = "ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy"
+            address = servers.enter_context(registries.oci(tmp_path, users=users))
         word = base64.b64encode(f"ali:{password}".encode()).decode()
         auths = {} if password is None else {address: {"auth": word}}
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))

@@ -114,8 +114,8 @@ class Cluster:
     def close(self) -> None:
         self._cancel()
         self._closed = True
+        self._listener.join(LOOK_SECONDS if self._lost else None)
         if not self._lost:
-            self._listener.join()
             self._queue.shutdown()
         Path(self._mark.lock_file).unlink(missing_ok=True)
         self._mark.release()

@@ -43,7 +43,7 @@ class OciRegistry:
     @classmethod
     def open(cls, url: str) -> OciRegistry:
         try:
-            from oras.provider import Registry as Client
+            from pipeline.registry.oci_client import Client
         except ModuleNotFoundError:
             raise HostError("oci:// is not installed", remedy="run `pip install trtpipe[registry]`") from None
         logging.getLogger("oras").setLevel(logging.CRITICAL)  # what it has to say comes as exceptions
@@ -64,11 +64,10 @@ class OciRegistry:
         return made
 
     def _require_access(self) -> None:
-        """Ask once: the client itself asks again for minutes where it is not let in."""
-        once = type(self._client).do_request.__wrapped__
+        """Before anything is read or hashed for it."""
         with self._named():
             try:
-                answer = once(self._client, self._place("tags/list"))
+                answer = self._client.do_request(self._place("tags/list"))
             except (ValueError, AttributeError):  # it is asked who it is, and has nothing to say
                 raise HostError(
                     f"{self.url} does not let you", why="it asks who you are", remedy=f"run `docker login {self._host}`"
