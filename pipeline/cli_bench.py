@@ -250,6 +250,9 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
                 f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
                 f"the client {said['client']}"
             )
+    again = measured.said_again()
+    if again is not None:
+        console.note(again)
     for search in measured.searches:
         console.result(search.said())
     console.result("report: " + "  ".join(str(place) for place in places))

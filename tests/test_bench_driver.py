@@ -508,6 +508,8 @@ class Letters:
 class Sessions:
     """Conversations of so many turns, the answers' ends 1, 2, 3... ms before the next turn is due."""
 
+    distinct = None
+
     def __init__(self, turns: int) -> None:
         self._asker, self._codec = Asker(), Letters()
         self._asks = Asks((Ask("once", 2, 1, number) for number in count()), self._next)

@@ -293,6 +293,12 @@ def test_an_error_rate_of_no_requests_is_undefined() -> None:
     assert level_metrics(made(Row(stamps=(5,), warmup=True)), window)["error_rate"]["value"] is None
 
 
+def test_where_all_have_failed_there_is_no_window_and_an_error_rate() -> None:
+    found = level_metrics(made(Row(end=5, failed="Timeout"), Row(end=7, failed="Timeout")), None)
+    assert found["error_rate"]["value"] == 1
+    assert found["request_throughput"]["value"] is None
+
+
 # Statistics
 
 

@@ -151,6 +151,8 @@ def test_a_report_is_enough_to_measure_once_more(known: KnownProcess, tokenizer:
     prompts.write_text("hello\nworld\nhello world\n", encoding="utf-8")
     load = Open(rate=100, requests=12)
     first = measure(known, tokenizer, loads=(load,), work=Work(prompts=prompts, output_tokens=4, shuffle=True), seed=3)
+    assert first.to_json()["distinct_prompts"] == 3
+    assert str(first.said_again()).startswith("3 different prompts were asked ")
     place = tmp_path / "report.json"
     write_report(first, place)
     second = run(read_again(place), None, None)

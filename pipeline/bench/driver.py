@@ -232,7 +232,7 @@ class Driver:
             if exchange.stamps and exchange.sent_ns is not None:
                 self._firsts.append(exchange.stamps[0] - exchange.sent_ns)
         else:
-            self._failed += 1
+            self._failed += not exchange.warmup
             self._in_a_row += 1
             if self._in_a_row >= self._limits.failures and self.stopped is None:
                 last = exchange.failure

@@ -39,6 +39,7 @@ class Driven:
     clients    figures of each process that drove a share of it
     window_ns  the measured part of an open loop's schedule, by the clock; None of a closed loop, whose window shows in
                its records, and where nothing was measured
+    distinct   prompts of a file, after which it began again; None where prompts were made
     """
 
     records: Records
@@ -47,6 +48,7 @@ class Driven:
     cut: int
     stopped: str | None
     interrupted: bool
+    distinct: int | None = None
 
     def shifted(self, by_ns: int) -> Driven:
         """The same by a clock that shows so much more."""
@@ -69,6 +71,7 @@ class Driven:
             cut=sum(part.cut for part in parts),
             stopped=next((part.stopped for part in parts if part.stopped is not None), None),
             interrupted=any(part.interrupted for part in parts),
+            distinct=parts[0].distinct,
         )
 
 
@@ -83,6 +86,7 @@ class LevelRun:
         self.client = client
         self._asker = asker
         self._asks = workload.asks(share)
+        self._distinct = workload.distinct
         self._limits = limits
         self._seed = seed
         self._share = share
@@ -125,6 +129,7 @@ class LevelRun:
             cut=driver.cut,
             stopped=driver.stopped,
             interrupted=driver.interrupted,
+            distinct=self._distinct,
         )
 
     def _closed(self, load: Closed) -> ClosedLoop:

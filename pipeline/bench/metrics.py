@@ -70,13 +70,14 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A metric with one value a level."""
+    """A metric with one value a level; one that is not `windowed` has it without a window, too."""
 
     name: str
     unit: str
     formula: str
     undefined: str
-    value: Callable[[Records, Window], float | None]
+    value: Callable[[Records, Any], float | None]
+    windowed: bool = True
 
 
 # Distributions
@@ -275,7 +276,7 @@ def _effective_concurrency(records: Records, window: Window) -> float:
     return float(np.maximum(0, busy)[there].sum()) / (window.stop_ns - window.start_ns)
 
 
-def _error_rate(records: Records, window: Window) -> float | None:
+def _error_rate(records: Records) -> float | None:
     measured = int(records.measured().sum())
     return None if measured == 0 else float((records.failed & records.measured()).sum()) / measured
 
@@ -316,8 +317,9 @@ RATES = (
         name="error_rate",
         unit="",
         formula="failed measured requests / measured requests",
-        undefined="no window",
-        value=_error_rate,
+        undefined="no measured request",
+        value=lambda records, window: _error_rate(records),
+        windowed=False,
     ),
 )
 
@@ -403,7 +405,8 @@ def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str
         out[metric.name] = same[0] if same else summarise(found)
         known.append((found, out[metric.name]))
     for rate in RATES:
-        out[rate.name] = {"value": None if window is None else rate.value(records, window), "interval": None}
+        found_rate = None if window is None and rate.windowed else rate.value(records, window)
+        out[rate.name] = {"value": found_rate, "interval": None}
     return out
 
 

@@ -91,6 +91,7 @@ class BenchReport:
     """A whole run. `partial` when it was interrupted or a level ended early.
 
     hosts    machines that the load came from, where it was not this one alone
+    distinct prompts of the file that they come from, which begins again after them; None where they are made
     engine   the passport of what is served
     work_sha256  of files that the work is made from
     records  of each result, in their order
@@ -102,6 +103,7 @@ class BenchReport:
     started: str
     work_sha256: dict[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
+    distinct: int | None = None
     engine: dict[str, Any] | None = None
     repository_sha256: str | None = None
     finished: str = ""
@@ -118,6 +120,15 @@ class BenchReport:
     @property
     def valid(self) -> bool:
         return all(result.verdict["valid"] for result in self.results)
+
+    def said_again(self) -> str | None:
+        """That prompts were asked more than once, if they were: a server that keeps KV blocks gains from it."""
+        asked = sum(len(records.sent) for records in self.records)
+        if self.distinct is None or asked <= self.distinct:
+            return None
+        return (
+            f"{self.distinct} different prompts were asked {asked} times: a server that keeps KV blocks gains from it"
+        )
 
     def repeats(self) -> list[dict[str, Any]]:
         """As `repeats.repeats` gives them."""
@@ -143,6 +154,7 @@ class BenchReport:
             "seed": self.options.get("seed"),
             "tokenizer_sha256": self.tokenizer_sha256,
             "work_sha256": self.work_sha256,
+            "distinct_prompts": self.distinct,
             "engine": self.engine,
             "repository_sha256": self.repository_sha256,
             "endpoints": self.endpoints,

@@ -173,6 +173,7 @@ class _Session:
         )
         self._report.results.append(result)
         self._report.records.append(driven.records)
+        self._report.distinct = driven.distinct
         if watching is not None:
             watching.end(result)
         return result
