@@ -11,9 +11,10 @@ help: ## list the targets
 
 setup: $(READY) ## make .venv and install everything the demo and the tests need
 
+# Modules are compiled when they are first imported: most never are.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 
 check: $(READY) ## formatting, lint and types

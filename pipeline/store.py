@@ -7,6 +7,8 @@ either the whole artefact or nothing that is taken for one.
       artefacts/<stage>/.<key>.<random>        being made, or left by a kill
       damaged/                                 entries that failed their check, kept for a look
       incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings
+      uploads/                                 where a registry takes the rest of a file
+      cluster/                                 a file of each build on a cluster, by which its machines see the home
       locks/ logs/ roots/ digests.json
 """
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from pipeline.gc import find_garbage
-from pipeline.registry import fetch, files, parts, ship
+from pipeline.registry import fetch, files, oci_upload, parts, ship
 from pipeline.registry.base import Blob, Registry, open_registry
 from pipeline.runner import RunFolder, execute
 from pipeline.store import Store
@@ -303,6 +304,52 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
     assert there.has(blob)
     assert there.read(blob, 0, blob.size) == data
     assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["another push", "the same push"])
+def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
+    oci: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """A line that breaks once costs a chunk; one that stays broken is for the next push."""
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    chunk = 1 << 20
+    monkeypatch.setattr(oci_upload, "CHUNK", chunk)
+    data = random.Random(lost).randbytes(3 * chunk + 1000)
+    (tmp_path / "file").write_bytes(data)
+    blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
+    sent: list[str] = []
+    broken = [lost or 100]
+
+    def opened() -> Any:
+        registry: Any = open_registry(f"oci://{oci}/team/uploads{lost}")
+        ask = registry._client.do_request
+
+        def breaking(url: str, method: str = "GET", **rest: Any) -> Any:
+            if method == "PATCH":
+                place = rest["headers"]["Content-Range"]
+                if place.startswith(f"{2 * chunk}-") and broken[0]:
+                    broken[0] -= 1
+                    raise requests.ConnectionError("the line is cut")
+                sent.append(place)
+            return ask(url, method, **rest)
+
+        registry._client.do_request = breaking
+        return registry
+
+    moved: list[int] = []
+    if not lost:
+        with pytest.raises(HostError, match="the line is cut"):
+            opened().put(blob, tmp_path / "file", lambda nbytes: None)
+        assert len(sent) == 2
+        broken[0] = 0
+    there = opened()
+    assert not there.has(blob)
+    there.put(blob, tmp_path / "file", moved.append)
+    assert sent == [f"{n * chunk}-{min(len(data), (n + 1) * chunk) - 1}" for n in range(4)]
+    assert sum(moved) == len(data)
+    assert there.has(blob)
+    assert there.read(blob, 0, blob.size) == data
+    assert not list((tmp_path / "home" / "uploads").iterdir())
 
 
 def test_a_file_that_somebody_has_removed(

@@ -39,6 +39,7 @@ ROUND_TRIPS = 20
 LIVE_S = 0.5
 # How long a cluster's head may take to accept a connection.
 CONNECT_S = 5.0
+START = "start one with `ray start --head`, or name the host and port that it printed with --ray"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def connect(address: str) -> Any:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise HostError(f"there is no Ray cluster at {address}", why=str(error)) from None
+            if address == "auto":  # Ray's own words are of its own flags
+                raise HostError("no Ray cluster runs on this machine", remedy=START) from None
+            raise HostError(f"there is no Ray cluster at {address}", why=str(error), remedy=START) from None
     return ray
 
 
@@ -87,7 +90,7 @@ def _check_listening(address: str) -> None:
         raise HostError(
             f"there is no Ray cluster at {address}",
             why=getattr(error, "strerror", None) or str(error),
-            remedy="start one with `ray start --head`, or name the host and port that it printed with --ray",
+            remedy=START,
         ) from None
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from engines.errors import HostError, UsageError
 from pipeline.bench.options import is_local
 from pipeline.registry.base import Blob, Moved, missing, unknown_target
+from pipeline.registry.oci_upload import Upload
+from pipeline.store import default_home
 
 ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
@@ -27,7 +29,6 @@ LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 # Of a repository, as the distribution specification has it.
 NAME = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
-CHUNK = 32 << 20
 ANSWER_SECONDS = 10.0
 OK = (200, 201, 202, 204, 206)
 
@@ -80,8 +81,7 @@ class OciRegistry:
         return bool(answer.status_code != 404)
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
-        self._upload(path, blob)
-        moved(blob.size)
+        Upload(self._ask, self._place("blobs/uploads/"), blob, path, default_home()).upload(moved)
 
     def read(self, blob: Blob, start: int, stop: int) -> bytes:
         answer = self._ask(
@@ -100,7 +100,8 @@ class OciRegistry:
         with tempfile.NamedTemporaryFile() as file:
             file.write(text)
             file.flush()
-            self._upload(Path(file.name), config)
+            if not self.has(config):
+                self.put(config, Path(file.name), lambda nbytes: None)
         manifest = {
             "schemaVersion": 2,
             "mediaType": MANIFEST,
@@ -131,14 +132,6 @@ class OciRegistry:
         if config.get("mediaType") != CONFIG:
             return None  # an image, or something of somebody else's
         return self._ask("GET", self._place(f"blobs/{config['digest']}")).json()
-
-    def _upload(self, path: Path, blob: Blob) -> None:
-        layer = {"digest": f"sha256:{blob.sha256}", "size": blob.size, "mediaType": LAYER}
-        with self._named():
-            answer = self._client.upload_blob(
-                str(path), f"{self._host}/{self._name}:latest", layer, do_chunked=True, chunk_size=CHUNK
-            )
-        self._check(answer)
 
     def _place(self, rest: str) -> str:
         return f"{self._client.prefix}://{self._host}/v2/{self._name}/{rest}"
