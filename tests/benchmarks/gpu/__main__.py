@@ -5,9 +5,10 @@ engines run in that of `--engine-python`, which has torch and vLLM. Each section
 are kept with its date, machine, versions and commands in the JSON; the page is written from that file alone.
 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
-        [--json FILE.json] [--report FILE.md]
+        [--resume] [--json FILE.json] [--report FILE.md]
 
-SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one.
+SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one. `--resume` goes on with
+sections that broke off today, on this machine and with these versions.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main() -> int:
     options.add_argument("--engine-python", default=sys.executable, help="where torch and vLLM are installed")
     options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy")
     options.add_argument("--only", default=",".join(SECTIONS))
+    options.add_argument("--resume", action="store_true")
     options.add_argument("--json", type=Path, default=Path("docs/measurements/h200.json"))
     options.add_argument("--report", type=Path, default=Path("docs/measurements/h200.md"))
     chosen = options.parse_args()
@@ -55,35 +57,62 @@ def main() -> int:
             continue
         place = Place(scratch, chosen.engine_python, gpu)
         found = place.inside("machine")
-        began = time.perf_counter()
-
-        def keep(result: dict[str, Any]) -> None:
-            kept[name] = section(gpus, found, place, began) | {"result": result}  # noqa: B023  # called in this turn
-            chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-
+        keeper = Keeper(chosen.json, kept, name, place, about(gpus, found), resume=chosen.resume)
         if name == "accuracy":
-            keep(sections.accuracy(place, chosen.smollm2.resolve(), keep))
+            sections.accuracy(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
         else:
             model = scratch / "llama3-8b-shaped"
             if not model.is_dir():
                 place.inside("synthetic", folder=str(model))
-            keep(getattr(sections, name)(place, model, keep))
+            getattr(sections, name)(place, model, keeper.result, keeper.keep)
+        keeper.keep()
         chosen.report.write_text(page.render(kept), encoding="utf-8")
     return 0
 
 
-def section(gpus: tuple[Gpu, ...], found: dict[str, Any], place: Place, began: float) -> dict[str, Any]:
-    """What is kept of a section besides its result."""
+class Keeper:
+    """A section in the JSON file: its `result`, with how long it took and by which commands.
+
+    about   what has to be the same where it goes on with what is there
+    """
+
+    def __init__(
+        self, file: Path, kept: dict[str, Any], name: str, place: Place, about: dict[str, Any], *, resume: bool
+    ) -> None:
+        before = kept.get(name, {})
+        if not resume or _settled(before) != _settled(about):
+            before = {}
+        self.result: dict[str, Any] = before.get("result", {})
+        self._file, self._kept, self._name, self._place, self._about = file, kept, name, place, about
+        self._seconds, self._commands = before.get("seconds", 0.0), before.get("commands", [])
+        self._began = time.perf_counter()
+
+    def keep(self) -> None:
+        self._kept[self._name] = {
+            **self._about,
+            "seconds": self._seconds + time.perf_counter() - self._began,
+            "commands": self._commands + self._place.said,
+            "result": self.result,
+        }
+        self._file.write_text(json.dumps(self._kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _settled(about: dict[str, Any]) -> list[Any]:
+    """What is the same in every run of a day: the bandwidth is measured each time."""
+    machine = {key: value for key, value in about.get("machine", {}).items() if key != "bandwidth_gbs"}
+    return [about.get("date"), machine, about.get("versions")]
+
+
+def about(gpus: tuple[Gpu, ...], found: dict[str, Any]) -> dict[str, Any]:
+    """When a section is measured, where and with what."""
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "seconds": time.perf_counter() - began,
         "machine": {
             "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
             "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
             "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"],
         },
         "versions": {**found["versions"], **versions()},
-        "commands": place.said,
     }  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""What `make gpu-e2e` measures, a function a section; each gives what goes into the report's JSON."""
+"""What `make gpu-e2e` measures, a function a section; each fills what goes into the report's JSON.
+
+`out` holds what an earlier run has left, where one is gone on with: what is whole in it is not measured again.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from engines.base import CalibrationConfig
 from pipeline import calibration
 from tests.benchmarks.gpu.place import Place
 
-# Told what there is so far, so that it is not lost with what fails later.
-Keep = Callable[[dict[str, Any]], None]
+# Called when there is more, so that it is not lost with what fails later.
+Keep = Callable[[], None]
 PRECISIONS = ("bf16", "fp8", "fp8-kv")
 LEVELS = [1, 64, 256, 512]
 BUSY = [256, 512]
@@ -31,7 +34,7 @@ PROMPTS = (
 NEW = 48
 
 
-def accuracy(place: Place, smollm2: Path, keep: Keep) -> dict[str, Any]:
+def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> None:
     """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
     from tokenizers import Tokenizer
 
@@ -69,7 +72,7 @@ def accuracy(place: Place, smollm2: Path, keep: Keep) -> dict[str, Any]:
     except Exception as error:
         refused.append(str(error))
     place.forget()
-    return {"pairs": found["pairs"], "greedy": greedy, "rows": ROWS, "length": LENGTH, "int8_refused": bool(refused)}
+    out.update(pairs=found["pairs"], greedy=greedy, rows=ROWS, length=LENGTH, int8_refused=bool(refused))
 
 
 def _alike(a: list[int], b: list[int]) -> int:
@@ -77,59 +80,65 @@ def _alike(a: list[int], b: list[int]) -> int:
     return next((index for index, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b))
 
 
-def engine(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
+def engine(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """vLLM from our folders: stepped in its own process, then behind each of our fronts, on the same load."""
-    out: dict[str, Any] = {}
     for dtype in ("fp8", "bf16", "fp8-kv"):
-        run = place.build(model, dtype, "vllm")
         whole = dtype != "fp8-kv"
-        with place.served(run.name, LEVELS if whole else BUSY[:1], SECONDS) as inside:
+        levels, protocols = (BUSY, ("grpc", "http", "completions")) if whole else (BUSY[:1], ("grpc",))
+        if len(out.get(dtype, {}).get("served", ())) == len(levels) * len(protocols):
+            continue
+        run = place.build(model, dtype, "vllm")
+        with place.served(run.name, LEVELS if whole else levels, SECONDS) as inside:
             out[dtype] = {"in_process": inside, "served": []}
-            keep(out)
-            for protocol in ("grpc", "http", "completions") if whole else ("grpc",):
-                out[dtype]["served"] += place.bench(BUSY if whole else BUSY[:1], protocol, SECONDS)
-                keep(out)
+            keep()
+            for protocol in protocols:
+                out[dtype]["served"] += place.bench(levels, protocol, SECONDS)
+                keep()
         place.forget()
-    return out
 
 
-def reference(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
+def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
-    out: dict[str, Any] = {"transformers": place.inside("transformers", model=str(model), streams=256, new=128)}
+    if "transformers" not in out:
+        out["transformers"] = place.inside("transformers", model=str(model), streams=256, new=128)
+        keep()
     for dtype in ("bf16", "fp8", "int8"):
-        keep(out)
+        if dtype in out:
+            continue
         run = place.build(model, dtype, "reference")
         weights = sum(path.stat().st_size for path in (run / "engine").glob("rank*.safetensors"))
         settings = json.loads((run / "engine" / "config.json").read_text())["pretrained_config"]
         # A token looks up one row of the embedding.
         table = 2 * settings["vocab_size"] * settings["hidden_size"]
         with place.served(run.name, LEVELS[:3], SECONDS) as inside:
-            out[dtype] = {"in_process": inside, "bytes_a_token": weights - table}
+            found = {"in_process": inside, "bytes_a_token": weights - table}
             if dtype == "int8":
-                out[dtype]["served"] = place.bench([1, 64], "grpc", SECONDS)
+                found["served"] = place.bench([1, 64], "grpc", SECONDS)
+        out[dtype] = found
+        keep()
         place.forget()
-    return out
 
 
-def quantize(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
+def quantize(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """FP8 calibration and write, ours and ModelOpt's flow, in this environment."""
-    return dict(place.inside("quantized", sys.executable, model=str(model), scratch=str(place.scratch), samples=512))
+    out.update(place.inside("quantized", sys.executable, model=str(model), scratch=str(place.scratch), samples=512))
 
 
-def parallel(place: Place, model: Path, keep: Keep) -> dict[str, Any]:
+def parallel(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """Two GPUs: our runtime over NCCL from a checkpoint of two ranks, and vLLM from the folder."""
     place.trtpipe("probe")
     probed = sorted((place.scratch / "home" / "gpus").rglob("*.yaml"))
     random = np.random.default_rng(1)
     prompts = random.integers(2, 100_000, (8, 128)).tolist()
-    out: dict[str, Any] = {"probe": [path.read_text(encoding="utf-8") for path in probed]}
+    out["probe"] = [path.read_text(encoding="utf-8") for path in probed]
     for dtype in ("bf16", "fp8"):
+        if dtype in out:
+            continue
         two = place.build(model, dtype, "reference", "tp=2") / "engine"
         one = place.build(model, dtype, "reference") / "engine"
         out[dtype] = place.inside("ranks", engine=str(two), alone=str(one), prompts=prompts, new=64)
-        keep(out)
+        keep()
         place.forget()
     run = place.build(model, "fp8", "vllm", "tp=2")
     out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256], seconds=SECONDS)
     place.forget()
-    return out
