@@ -143,6 +143,9 @@ def _reporter(progress: Callable[[int, int], None]) -> Any:
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped
+        # No thread that watches over what is drawn: started while a bar is collected, the two wait for each other.
+        monitor_interval = 0
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
             kwargs.update(file=_Nowhere(), disable=False)

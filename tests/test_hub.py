@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
+from tqdm import TMonitor
 
 from engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from pipeline import hub
@@ -131,6 +133,15 @@ def test_progress_ends_with_every_byte(server: Hub, files: dict[str, bytes]) -> 
     total = sum(len(files[name]) for name in WANTED)
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_download_starts_no_thread_of_tqdms(server: Hub, files: dict[str, bytes]) -> None:
+    """One that is started while a bar is collected waits for it for ever, and it for the thread."""
+    before = threading.enumerate()
+    commit = server.add(REPO, files)
+    assert hub.resolve_commit(REPO, "main") == commit
+    hub.download(REPO, commit, lambda done, total: None)
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, TMonitor) and thread not in before]
 
 
 def test_a_connection_cut_in_the_middle_of_a_file_is_resumed_there(

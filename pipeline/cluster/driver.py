@@ -251,7 +251,7 @@ class Cluster:
             except Empty:
                 if self._closed:
                     return
-            except Exception:  # the cluster is gone: whoever waits for a stage is told so
+            except BaseException:  # the cluster is gone, which Ray tells a thread by SystemExit: others say so
                 return
 
 

@@ -28,9 +28,10 @@ class HubRegistry(FileRegistry):
     @staticmethod
     def at(url: str) -> HubRegistry:
         from huggingface_hub import HfFileSystem
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars, tqdm
 
         disable_progress_bars()  # there is one of ours
+        tqdm.monitor_interval = 0  # see pipeline.hub
         name, _, revision = url.removeprefix("hf://").strip("/").partition("@")
         if name.count("/") != 1:
             raise UsageError(f"{url} names no repository", remedy="give hf://owner/name, or hf://owner/name@branch")
