@@ -186,22 +186,33 @@ def excused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("excused")
 def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path) -> None:
-    """It begins 100 requests a second; above that they wait ever longer for one another."""
+    """It begins 100 requests a second; above that they wait ever longer for one another. A machine that does something
+    else for a moment makes it less: then it is looked once more."""
     server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
-    load = Open(rate=1, duration_s=0.6, arrivals="constant")
-    for goal in ("max-rate", "max-goodput"):
-        search = Search(goal=goal, load=load, known=False, precision=0.15)
+    try:
+        for goal in ("max-rate", "max-goodput"):
+            search_finds(goal, server, tokenizer)
+    finally:
+        server.stop()
+
+
+def search_finds(goal: str, server: KnownProcess, tokenizer: Path) -> None:
+    search = Search(goal=goal, load=Open(rate=1, duration_s=0.6, arrivals="constant"), known=False, precision=0.15)
+    for _ in range(4):
         report = measure(server, tokenizer, search=search, objectives=(parse_objective("ttft:p90<40ms"),))
         (one,) = report.searches
-        assert one.found.ended is None, one.found.ended
-        assert 80 <= (one.found.rate or 0) <= 125
+        if one.found.ended is not None or (one.found.rate or 0) < 80:
+            continue
+        assert one.found.rate is not None
+        assert one.found.rate <= 125
         value = report.to_json()
         assert value["searches"][0]["rate"] == one.found.rate
         # Where it began, and every run, are levels of the report.
         assert value["levels"][0]["label"] == "1 in flight"
         assert len(value["levels"]) == 1 + one.found.runs
         assert one.said().startswith(f"grpc: {goal} {one.found.rate:g} requests/s (")
-    server.stop()
+        return
+    pytest.fail(f"{goal}: {one.found}")
 
 
 @pytest.mark.usefixtures("excused")
@@ -215,6 +226,14 @@ def test_a_search_ends_where_the_client_is_the_limit(
     assert found.rate is None
     assert (found.ended or "").startswith("at 20 requests/s the client was the limit: the client's core")
     assert len(report.results) == 2  # not ended by one busy moment
+
+
+@pytest.mark.usefixtures("excused")
+def test_a_search_that_comes_to_a_rate_at_which_nothing_is_due(known: KnownProcess, tokenizer: Path) -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=True, repeats=1)
+    report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),))
+    found = report.searches[0].found
+    assert (found.rate, found.ended) == (None, "at 1 requests/s no request is due in the measured part")
 
 
 def test_a_search_without_an_objective_looks_for_nothing(known: KnownProcess, tokenizer: Path) -> None:

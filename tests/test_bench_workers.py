@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -120,7 +121,13 @@ def test_sums_of_where_a_level_stands() -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "pipeline.bench.processes" in " ".join(child.cmdline())]
+    """Load processes that run: what has ended has no command."""
+    out = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if "pipeline.bench.processes" in " ".join(child.cmdline()):
+                out.append(child)
+    return out
 
 
 def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:

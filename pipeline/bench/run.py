@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from engines.errors import InputDataError
+from engines.errors import InputDataError, UsageError
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import Hand, OwnHand, Watch
 from pipeline.bench.level import Driven, evaluate
@@ -139,7 +139,10 @@ class _Session:
             raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
 
         async def at(rate: float, repeat: int) -> Trial:
-            return (await measure(replace(search.load, rate=rate), repeat))[1]
+            try:
+                return (await measure(replace(search.load, rate=rate), repeat))[1]
+            except UsageError as error:  # so few a second that none is due
+                raise Unmeasurable(f"at {rate:g} requests/s {error.what}") from None
 
         try:
             start = search.load.rate
