@@ -91,10 +91,11 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 Told = tuple[str, str, str, str]
+Built = Callable[..., tuple[list[Outcome], list[Told]]]
 
 
 @pytest.fixture
-def built(machines: Site, tmp_path: Path) -> Iterator[Callable[..., tuple[list[Outcome], list[Told]]]]:
+def built(machines: Site, tmp_path: Path) -> Iterator[Built]:
     """Build plans on the cluster; (outcomes, what was told meanwhile)."""
 
     def build(*plans: Plan, exchange: str | None = None) -> tuple[list[Outcome], list[Told]]:
@@ -108,9 +109,7 @@ def built(machines: Site, tmp_path: Path) -> Iterator[Callable[..., tuple[list[O
     return build
 
 
-def test_targets_for_two_cards_share_what_they_have_in_common(
-    built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path
-) -> None:
+def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
     outcomes, told = built(*plans)
@@ -157,22 +156,20 @@ def test_no_cluster(in_folder: Path, tmp_path: Path) -> None:
         other.shutdown()
 
 
-def test_two_targets_of_one_name(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:
+def test_two_targets_of_one_name(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     with pytest.raises(UsageError, match=r"two targets are called tiny\.h100\.bf16; give the models' folders other"):
         built(*[plan(model, gpu="h100", dtype="bf16")] * 2)
 
 
-def test_a_card_that_no_machine_has(built: Callable[..., tuple[list[Outcome], list[Told]]], in_folder: Path) -> None:
+def test_a_card_that_no_machine_has(built: Built, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny")
     (outcome,), _ = built(plan(model, gpu="l40s", dtype="bf16"))
     assert outcome.state == "waits for its GPU"
     assert "no machine of the cluster has l40s (SM89)" in str(outcome.error)
 
 
-def test_machines_that_share_no_files(
-    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path
-) -> None:
+def test_machines_that_share_no_files(built: Built, machines: Site, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny", seed=3)
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
     outcomes, _ = built(*plans, exchange="exchange")
@@ -190,46 +187,50 @@ def waited(there: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_machine_that_is_lost_in_mid_stage(
-    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path
-) -> None:
-    lost = machines.add("lost", "L40S", "NVIDIA L40S, 8.9")
-    hold, running = machines.folder / "hold", machines.folder / "lost" / "running"
-    hold.touch()
-    found: list[Any] = []
-    made = plan(hf_folder(in_folder / "tiny", seed=4), gpu="l40s", dtype="bf16")
+def held(built: Built, machines: Site, name: str, made: Plan) -> Callable[[], tuple[list[Outcome], list[Told]]]:
+    """Begin to build, until the engine's stage stands still on the machine `name`; what is returned waits for the end.
+
+    It goes on when `hold` is gone.
+    """
+    running = machines.folder / name / "running"
+    (machines.folder / "hold").touch()
+    found: list[tuple[list[Outcome], list[Told]]] = []
     thread = threading.Thread(target=lambda: found.append(built(made)))
     thread.start()
     waited(lambda: running.exists() or bool(found))
     assert not found, [str(outcome.error) for outcome in found[0][0]]
+
+    def end() -> tuple[list[Outcome], list[Told]]:
+        thread.join(240)
+        return found[0]
+
+    return end
+
+
+def test_a_machine_that_is_lost_in_mid_stage(built: Built, machines: Site, in_folder: Path) -> None:
+    lost = machines.add("lost", "L40S", "NVIDIA L40S, 8.9")
+    made = plan(hf_folder(in_folder / "tiny", seed=4), gpu="l40s", dtype="bf16")
+    end = held(built, machines, "lost", made)
     machines.add("instead", "L40S", "NVIDIA L40S, 8.9")
-    hold.unlink()
+    (machines.folder / "hold").unlink()
     machines.ray.remove_node(lost, allow_graceful=False)
-    thread.join(240)
-    ((outcome,), told) = found[0]
+    ((outcome,), told) = end()
     assert outcome.error is None
     assert [stage for _, stage, kind, _ in told if kind == "begins"].count("build") == 2
     assert read_passport(Path("runs") / made.target / "engine").made["gpu"] == "NVIDIA L40S"
 
 
 def test_the_only_machine_that_could_is_lost(
-    built: Callable[..., tuple[list[Outcome], list[Told]]], machines: Site, in_folder: Path,
+    built: Built, machines: Site, in_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(driver, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(driver, "ABSENT_SECONDS", 1.0)
     only = machines.add("only", "L4", "NVIDIA L4, 8.9")
-    hold, running = machines.folder / "hold", machines.folder / "only" / "running"
-    hold.touch()
-    found: list[Any] = []
-    made = plan(hf_folder(in_folder / "tiny", seed=6), gpu="l4", dtype="bf16")
-    thread = threading.Thread(target=lambda: found.append(built(made)))
-    thread.start()
-    waited(lambda: running.exists() or bool(found))
+    end = held(built, machines, "only", plan(hf_folder(in_folder / "tiny", seed=6), gpu="l4", dtype="bf16"))
     machines.ray.remove_node(only, allow_graceful=False)
-    hold.unlink()
-    thread.join(240)
-    ((outcome,), _) = found[0]
+    (machines.folder / "hold").unlink()
+    ((outcome,), _) = end()
     assert "no machine of the cluster can run build of tiny.l4.bf16 any more: it asks for num_cpus 2" in str(
         outcome.error
     )
