@@ -292,7 +292,7 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[s
     answers = _greedy(apart, prompts, new)
     rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
     theirs = _context_logits(apart, rows)
-    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, [1, 64], 4.0), "pairs": []}
+    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, [1, 64], None), "pairs": []}
     apart.runtime.close()
     for name, folder in (("the same shards in one process", engine), ("one rank", alone)):
         one = Reference(Path(folder), kv_cache_tokens=TOKENS, apart=False)
@@ -305,15 +305,15 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[s
         answered = sum(a == b for a, b in zip(same, answers, strict=True))
         out["pairs"].append({"to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts)})
         if folder == alone:
-            out["tokens_per_s_of_one"] = loop.measure(one, [1, 64], 4.0)
+            out["tokens_per_s_of_one"] = loop.measure(one, [1, 64], None)
         del one
         torch.cuda.empty_cache()
     return out
 
 
-def vllm_throughput(engine: str, levels: list[int], seconds: float) -> dict[str, dict[str, float]]:
+def vllm_throughput(engine: str, levels: list[int]) -> dict[str, dict[str, float]]:
     """Output tokens a second of vLLM in this process, by requests in flight."""
-    return loop.measure(Vllm(Path(engine)), levels, seconds)
+    return loop.measure(Vllm(Path(engine)), levels, None)
 
 
 def quantized(model: str, scratch: str, samples: int) -> dict[str, Any]:
@@ -341,11 +341,12 @@ def machine() -> dict[str, Any]:
     from engines import probe
 
     names = ("vllm", "torch", "transformers", "triton", "numpy")
+    there = {one.name for one in importlib.metadata.distributions()}
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
         "bandwidth_gbs": probe.bandwidth(torch),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": {name: importlib.metadata.version(name) for name in names if name in there},
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
     }

@@ -35,14 +35,14 @@ class _Slot:
     warmups: list[int]
 
 
-def measure(engine: InProcess, levels: Sequence[int], seconds: float) -> dict[str, dict[str, float]]:
-    """Tokens a second by concurrency: of `steady` places and of `waves`."""
+def measure(engine: InProcess, levels: Sequence[int], seconds: float | None) -> dict[str, dict[str, float]]:
+    """Tokens a second by concurrency: of `waves`, and of `steady` places for so many seconds; None: of waves alone."""
     found: dict[str, dict[str, float]] = {}
     for concurrency in levels:
-        found[str(concurrency)] = {
-            "waves": waves(engine, concurrency), "steady": steady(engine, concurrency, seconds),
-        }  # fmt: skip
-        print(concurrency, found[str(concurrency)], file=sys.stderr, flush=True)
+        speed = found[str(concurrency)] = {"waves": waves(engine, concurrency)}
+        if seconds is not None:
+            speed["steady"] = steady(engine, concurrency, seconds)
+        print(concurrency, speed, file=sys.stderr, flush=True)
     return found
 
 

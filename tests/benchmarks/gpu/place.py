@@ -94,8 +94,11 @@ class Place:
         shutil.rmtree(self.scratch / "runs", ignore_errors=True)
 
     @contextmanager
-    def served(self, target: str, levels: Sequence[int], seconds: float) -> Iterator[dict[str, Any]]:
-        """A server of the target, for the block; what its engine gave in its own process before it served."""
+    def served(self, target: str, levels: Sequence[int], seconds: float | None) -> Iterator[dict[str, Any]]:
+        """A server of the target, for the block; what its engine gave in its own process before it served.
+
+        seconds  of `loop.measure`
+        """
         ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
         out = self.scratch / "logs" / f"{target}.measured.json"
         asked = {"levels": list(levels), "seconds": seconds, "out": str(out)}

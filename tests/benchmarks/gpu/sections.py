@@ -110,7 +110,7 @@ def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> Non
         settings = json.loads((run / "engine" / "config.json").read_text())["pretrained_config"]
         # A token looks up one row of the embedding.
         table = 2 * settings["vocab_size"] * settings["hidden_size"]
-        with place.served(run.name, LEVELS[:3], SECONDS) as inside:
+        with place.served(run.name, LEVELS[:3], None) as inside:
             found = {"in_process": inside, "bytes_a_token": weights - table}
             if dtype == "int8":
                 found["served"] = place.bench([1, 64], "grpc", SECONDS)
@@ -140,5 +140,5 @@ def parallel(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
         keep()
         place.forget()
     run = place.build(model, "fp8", "vllm", "tp=2")
-    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256], seconds=SECONDS)
+    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256])
     place.forget()
