@@ -30,7 +30,7 @@ from pipeline.bench.share import Share
 from pipeline.bench.wire.transport import Answer, Client
 from pipeline.bench.work.arrivals import slot_starts
 from pipeline.bench.work.loads import Closed, Open
-from pipeline.bench.work.workload import Ask, Asks
+from pipeline.bench.work.workload import Ask, Asks, ReadAnswer
 
 MS = 1_000_000
 FAR = 3600 * 10**9
@@ -515,9 +515,9 @@ class Sessions:
         self._asks = Asks((Ask("once", 2, 1, number) for number in count()), self._next)
         self._turns = turns
 
-    def _next(self, ask: Ask, answer: str) -> Ask | None:
+    def _next(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
         turn = ask.turn + 1
-        prompt = ask.prompt + answer
+        prompt = ask.prompt + answer()
         return Ask(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000) if turn < self._turns else None
 
     def asks(self, share: Share) -> Asks:

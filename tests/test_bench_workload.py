@@ -312,7 +312,8 @@ def test_every_turn_is_the_conversation_so_far_and_new_words(tokenizer: Tokenize
     sessions = Sessions(turns=3, think_s=1.5, user_tokens="uniform:4,9")
     asks = Workload(Work(input_tokens=20, output_tokens="uniform:1,50", sessions=sessions), tokenizer, 0).asks()
     turns = [next(asks)]
-    while (turn := asks.next_turn(turns[-1], answer := " newt, owl!")) is not None:
+    answer = " newt, owl!"
+    while (turn := asks.next_turn(turns[-1], lambda: answer)) is not None:
         assert turn.prompt.startswith(turns[-1].prompt + answer + " ")
         new = turn.prompt.removeprefix(turns[-1].prompt + answer)
         assert 4 <= count_tokens(tokenizer, new) <= 9
@@ -332,7 +333,7 @@ def test_a_session_does_not_depend_on_when_others_end(tokenizer: Tokenizer) -> N
         asks = Workload(work, tokenizer, 1).asks()
         open_sessions = {ask.session: [ask] for ask in islice(asks, 8)}
         for session in order:
-            while (turn := asks.next_turn(open_sessions[session][-1], " ant")) is not None:
+            while (turn := asks.next_turn(open_sessions[session][-1], lambda: " ant")) is not None:
                 open_sessions[session].append(turn)
         return open_sessions
 
@@ -345,16 +346,26 @@ def test_a_session_does_not_depend_on_when_others_end(tokenizer: Tokenizer) -> N
     assert len(set(new)) == len(new)
 
 
-def test_a_session_ends_before_it_is_too_long_and_single_requests_have_no_next_turn(tokenizer: Tokenizer) -> None:
+def test_a_session_ends_before_it_is_too_long(tokenizer: Tokenizer) -> None:
     work = Work(input_tokens=20, output_tokens=10, sessions=Sessions(turns=9), max_total_tokens=60)
     asks = Workload(work, tokenizer, 0).asks()
     turn, last = next(asks), None
     while turn is not None:
-        last, turn = turn, asks.next_turn(turn, " ant bee")
+        last, turn = turn, asks.next_turn(turn, lambda: " ant bee")
     assert last is not None
     assert (last.turn, last.input_tokens) == (1, 20 + count_tokens(tokenizer, " ant bee") + 20)
+
+
+def test_an_answer_that_no_turn_follows_is_not_read(tokenizer: Tokenizer) -> None:
+    def unread() -> str:
+        raise AssertionError
+
     single = Workload(Work(), tokenizer, 0).asks()
-    assert single.next_turn(next(single), " ant") is None
+    assert single.next_turn(next(single), unread) is None
+    pair = Workload(Work(sessions=Sessions(turns=2)), tokenizer, 0).asks()
+    last = pair.next_turn(next(pair), lambda: " ant")
+    assert last is not None
+    assert pair.next_turn(last, unread) is None
 
 
 # What is refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from functools import partial
 
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.transport import Codec
@@ -32,5 +33,5 @@ class Asker:
         last, or where the answer failed."""
         if exchange.failure is not None or exchange.ask is None:
             return None
-        ask = asks.next_turn(exchange.ask, codec.text(exchange))
+        ask = asks.next_turn(exchange.ask, partial(codec.text, exchange))
         return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

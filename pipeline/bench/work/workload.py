@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Render = Callable[[list[Message]], str]
+# Reads what was answered, which costs as much as a dozen requests: only where there is a turn after it.
+ReadAnswer = Callable[[], str]
 
 # Prompts are made so many at a time, fewer where they are long: a batch takes a millisecond or two, for which neither
 # the first request nor the loop that measures should have to wait longer.
@@ -68,15 +70,15 @@ class Ask:
 class Asks(Iterator[Ask]):
     """The requests of one level, without end: single ones, or the first turns of sessions. Made by Workload.asks."""
 
-    def __init__(self, first_turns: Iterator[Ask], next_turn: Callable[[Ask, str], Ask | None]) -> None:
+    def __init__(self, first_turns: Iterator[Ask], next_turn: Callable[[Ask, ReadAnswer], Ask | None]) -> None:
         self._first_turns = first_turns
         self._next_turn = next_turn
 
     def __next__(self) -> Ask:
         return next(self._first_turns)
 
-    def next_turn(self, ask: Ask, answer: str) -> Ask | None:
-        """The turn after `ask`, whose answer was `answer`; None when the session is over."""
+    def next_turn(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
+        """The turn after `ask`, whose answer `answer` reads; None when the session is over."""
         return self._next_turn(ask, answer)
 
 
@@ -237,14 +239,14 @@ class Workload:
             inputs[1:] = user.tokens(rng, length - 1)
         return _Session(inputs.tolist(), outputs.tolist(), think_s.seconds(rng, length).tolist())
 
-    def _following(self, start: int, ask: Ask, answer: str) -> Ask | None:
+    def _following(self, start: int, ask: Ask, answer: ReadAnswer) -> Ask | None:
         if self._turns is None:
             return None
         session, turn = self._session(ask.session), ask.turn + 1
         if turn == len(session.inputs):
             return None
         new = self._texts.words(self._rng(TURNS, start, ask.session, turn), session.inputs[turn])
-        prompt, tokens = self._texts.follow(ask.prompt, ask.input_tokens, answer, new)
+        prompt, tokens = self._texts.follow(ask.prompt, ask.input_tokens, answer(), new)
         output = session.outputs[turn]
         if not self._fits(tokens, output):
             return None
