@@ -12,7 +12,7 @@ from engines.errors import HostError, TrtpipeError
 from engines.nvidia import read_gpus
 from engines.tensorrt_llm.build import PROGRAM
 from engines.toolchain import version_key
-from pipeline import config, tritonserver
+from pipeline import config, http_streams, tritonserver
 from pipeline.executors import DockerExecutor, find_program
 from pipeline.host import visible_gpus
 from pipeline.servers import running
@@ -40,6 +40,11 @@ def _findings(store: Store) -> Iterator[Finding]:
     yield Finding(subject="python", state="ok", detail=f"{this['python']} on {this['system']}, {this['machine']}")
     yield _checked("store", lambda: _store(store))
     yield _checked("tritonserver", _server)
+    yield Finding(
+        subject="http streams",
+        state="ok",
+        detail=f"{http_streams.capacity()} at once without loss; for more raise {http_streams.SETTING}",
+    )
     yield _packages("reference runtime", ("torch",), "serve")
     yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
     yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")

@@ -18,7 +18,7 @@ from types import FrameType
 
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from engines.passport import Passport, read_passport
-from pipeline import gateway_process, guard, tritonserver
+from pipeline import gateway_process, guard, http_streams, tritonserver
 from pipeline.diagnosis import explain
 from pipeline.executors import DockerExecutor
 from pipeline.gateway import access
@@ -152,6 +152,9 @@ def launch(
     models = link_models(served, folder)
     if not alone:
         _check_together(models, passport, note)
+    warning = http_streams.warning(passports, http_streams.capacity())
+    if warning is not None:
+        note(warning)
     names = sorted(path.name for path in models.iterdir())
     log = _log(store, name)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from tests.benchmarks.gpu import page
 
 MACHINE = {
     "gpu": "NVIDIA H200", "gpus": 1, "sm": 90, "memory_mib": 143771, "driver": "580.1", "cores": 16,
-    "python": "3.12.3", "bandwidth_gbs": 4000.0, "cuda": "13.0",
+    "python": "3.12.3", "bandwidth_gbs": 4000.0, "cuda": "13.0", "http_streams": 278,
 }  # fmt: skip
 
 

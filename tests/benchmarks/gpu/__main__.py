@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.nvidia import Gpu, read_gpus
-from pipeline import config
+from pipeline import config, http_streams
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
 
@@ -110,7 +110,7 @@ def about(gpus: tuple[Gpu, ...], found: dict[str, Any]) -> dict[str, Any]:
         "machine": {
             "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
             "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
-            "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"],
+            "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"], "http_streams": http_streams.capacity(),
         },
         "versions": {**found["versions"], **versions()},
     }  # fmt: skip

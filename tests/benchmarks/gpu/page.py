@@ -112,7 +112,8 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|---|",
             *inside,
             "",
-            "The same engine served: tritonserver, our backend, the load tester on the same machine; steady.\n",
+            "The same engine served: tritonserver, our backend, the load tester on the same machine; steady. Triton's HTTP "
+            f"server\nhad room for {section['machine']['http_streams']:,} chunks (docs/serving.md).\n",
             "| precision | front | in flight | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
             "|---|---|---|---|---|---|---|---|",
             *served,
