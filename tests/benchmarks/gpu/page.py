@@ -86,6 +86,8 @@ def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     inside, served = [], []
+    room = section["machine"].get("http_streams")
+    said = "" if room is None else f" Triton's HTTP server\nhad room for {room:,} chunks (docs/serving.md)."
     for name, one in result.items():
         for level, speed in one["in_process"].items():
             plain = result.get("bf16", {}).get("in_process", {}).get(level)
@@ -112,8 +114,7 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "|---|---|---|---|---|---|",
             *inside,
             "",
-            "The same engine served: tritonserver, our backend, the load tester on the same machine; steady. Triton's HTTP "
-            f"server\nhad room for {section['machine']['http_streams']:,} chunks (docs/serving.md).\n",
+            f"The same engine served: tritonserver, our backend, the load tester on the same machine; steady.{said}\n",
             "| precision | front | in flight | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
             "|---|---|---|---|---|---|---|---|",
             *served,

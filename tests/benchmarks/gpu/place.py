@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 SIZES = ("build.max_batch_size=512", "build.max_input_len=512", "build.max_seq_len=1024")
 CALIBRATION = ("calibration.data=demo", "calibration.samples=64", "calibration.seq_len=256")
 INPUT, OUTPUT = str(PROMPT_TOKENS), str(OUTPUT_TOKENS)
+CONNECTIONS = "8"
 # The engine process loads `measured` instead of its runtime.
 MEASURED = """
 from pipeline import tritonserver
@@ -50,7 +51,8 @@ class Place:
 
     def trtpipe(self, *words: str, through: str = "", **environment: str) -> float:
         """Run the command, after the Python `through`; seconds. Raises CalledProcessError."""
-        self.said.append(" ".join(["trtpipe", *words]).replace(str(self.scratch), "SCRATCH"))
+        said = " ".join(["trtpipe", *words]).replace(str(self.scratch), "SCRATCH")
+        self.said.append(said.replace(self.engine_python, "ENGINE_PYTHON"))
         print("+", self.said[-1], flush=True)
         began = time.perf_counter()
         program = f"{through}\nfrom pipeline.cli import main\nraise SystemExit(main())"
@@ -118,25 +120,32 @@ class Place:
         words = [
             "bench", "--protocol", protocols, "--model", "tensorrt_llm", "--concurrency", ",".join(map(str, levels)),
             "--duration", f"{seconds:g}", "--input-tokens", INPUT, "--output-tokens", OUTPUT, "--report", str(path),
+            # Triton answers all streams of a connection from one thread.
+            *(["--connections", CONNECTIONS] if protocols == "grpc" else []),
         ]  # fmt: skip
         try:
             self.trtpipe(*words)
         except subprocess.CalledProcessError:
             if not path.exists():
                 raise
-        rows = []
-        for level in json.loads(path.read_text(encoding="utf-8"))["levels"]:
-            metrics = level["metrics"]
-            rows.append(
-                {
-                    "protocol": level["protocol"],
-                    "concurrency": level["load"]["concurrency"],
-                    "tokens_per_s": metrics["output_token_throughput"]["value"],
-                    "ttft_p50_ms": metrics["time_to_first_token"]["p50"],
-                    "itl_p50_ms": metrics["inter_token_latency"]["p50"],
-                    "itl_p99_ms": metrics["inter_token_latency"]["p99"],
-                    "failed": level["requests"]["failed"],
-                    "valid": level["verdict"]["valid"],
-                }
-            )
-        return rows
+        return served_rows(json.loads(path.read_text(encoding="utf-8")))
+
+
+def served_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is kept of a report of the load tester."""
+    rows = []
+    for level in report["levels"]:
+        metrics = level["metrics"]
+        rows.append(
+            {
+                "protocol": level["protocol"],
+                "concurrency": level["load"]["concurrency"],
+                "tokens_per_s": metrics["output_token_throughput"]["value"],
+                "ttft_p50_ms": metrics["time_to_first_token"]["p50"],
+                "itl_p50_ms": metrics["inter_token_latency"]["p50"],
+                "itl_p99_ms": metrics["inter_token_latency"]["p99"],
+                "failed": level["requests"]["failed"],
+                "valid": level["verdict"]["valid"],
+            }
+        )
+    return rows
