@@ -1,9 +1,11 @@
-"""NVIDIA's published figures of the engine path, and what the planner says of the same runs (tests/data/published)."""
+"""NVIDIA's published figures of the engine path (tests/data/published), our own of vLLM (docs/measurements/h200.json),
+and what the planner says of the same runs."""
 
 from __future__ import annotations
 
 import csv
 import functools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from pipeline.advise.scheduler import Asked, Places, simulate
 from pipeline.config import find_gpu, find_shape
 
 FOLDER = Path(__file__).parent / "data" / "published"
+MEASURED = Path(__file__).parents[1] / "docs" / "measurements" / "h200.json"
 FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
 # Requests of each run by prompt and answer, from the same document.
 REQUESTS = {
@@ -230,15 +233,14 @@ class Together:
 
 
 def vllm() -> list[Together]:
-    """Our own runs of vLLM. Only those of 16 bits are fitted to."""
-    with (FOLDER / "vllm.csv").open(newline="") as file:
-        return [
-            Together(
-                Quantization(quant_algo=QuantAlgo.FP8) if row["quantization"] == "fp8" else UNQUANTIZED,
-                int(row["concurrency"]), float(row["output_tokens_per_s"]),
-            )
-            for row in csv.DictReader(file)
-        ]  # fmt: skip
+    """Our own runs of vLLM, all places together: what `make gpu-e2e` measured. Only those of 16 bits are fitted to."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["engine"]["result"]
+    precisions = {"bf16": UNQUANTIZED, "fp8": Quantization(quant_algo=QuantAlgo.FP8)}
+    return [
+        Together(quantization, int(concurrency), speed["waves"])
+        for name, quantization in precisions.items()
+        for concurrency, speed in measured[name]["in_process"].items()
+    ]
 
 
 def together(point: Together, how: Efficiency) -> float:

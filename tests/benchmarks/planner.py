@@ -187,7 +187,7 @@ def report(how: Efficiency) -> tuple[str, str]:
         )
     lines += [
         "",
-        "vLLM 0.25 in its own process on an H200, Llama 3 8B's shapes, 128 in and out; only 16 bits are fitted to.",
+        "vLLM 0.25 in its own process on an H200 ([measured](h200.md), in waves), Llama 3 8B's shapes, 128 in and out; only 16 bits are fitted to.",
         "",
         "| dtype | at once | measured | said | error |",
         "|---|---|---|---|---|",
@@ -196,7 +196,7 @@ def report(how: Efficiency) -> tuple[str, str]:
         value = together(run, how.of("vllm"))
         kind = "FP8" if run.quantization.quant_algo else "16 bits"
         error = f"{value / run.tokens_per_s - 1:+.0%}"
-        lines.append(f"| {kind} | {run.concurrency} | {run.tokens_per_s:g} | {value:.0f} | {error} |")
+        lines.append(f"| {kind} | {run.concurrency} | {run.tokens_per_s:.0f} | {value:.0f} | {error} |")
     lines += ["", "| release | model | tp | in / out | GPU | published | said | error | |", "|" + "---|" * 9]
     for point, value in said:
         error = "does not fit" if value is None else f"{value / point.tokens_per_s - 1:+.0%}"
