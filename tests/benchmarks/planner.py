@@ -187,7 +187,8 @@ def report(how: Efficiency) -> tuple[str, str]:
         )
     lines += [
         "",
-        "vLLM 0.25 in its own process on an H200 ([measured](h200.md), in waves), Llama 3 8B's shapes, 128 in and out; only 16 bits are fitted to.",
+        "vLLM 0.25 in its own process on an H200 ([measured](h200.md), in waves), Llama 3 8B's shapes, 128 in and out; "
+        "only 16 bits are fitted to.",
         "",
         "| dtype | at once | measured | said | error |",
         "|---|---|---|---|---|",
