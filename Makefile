@@ -22,12 +22,12 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Those that start servers or processes have the machine to themselves: some of them look at a clock.
-ALONE := real or process or loopback
+# Real servers, and those that look at a clock, have the machine to themselves.
+ALONE := real or clock
 test: check unit ## everything: the checks, the unit tests, and the real model on a real tritonserver (a quarter of an hour)
 	$(BIN)/python -m pytest -m '$(ALONE)'
 
-unit: $(READY) ## tests without servers and processes (minutes)
+unit: $(READY) ## tests without real servers (minutes)
 	$(BIN)/python -m pytest -n auto -m 'not ($(ALONE))'
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine

@@ -28,7 +28,7 @@ from pipeline.bench.wire.connect import Wiring
 from pipeline.bench.work.loads import Closed, Load, Open, Replay, Stage, Staged
 from pipeline.bench.work.work import Sessions, SharedPrefix, Work
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process]
+pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
 
 TWO = Closed(concurrency=2, requests=8)
 SHARED = SharedPrefix(share=0.5, tokens=8)

@@ -41,7 +41,7 @@ from tests.llm_servers import (
 )
 from tests.loops import run
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process]
+pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
 
 WAYS = [pytest.param(protocol, transport) for protocol in PROTOCOLS for transport in TRANSPORTS]
 # Through every way, and with the kernel's stamps where those are.

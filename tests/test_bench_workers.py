@@ -28,7 +28,7 @@ from pipeline.bench.work.workload import Workload
 from tests.bench_records import Row, made
 from tests.factories import write_tokenizer
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process]
+pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
 
 
 def options(known: KnownProcess, tokenizer: Path, *loads: Load, workers: int = 2, **fields: Any) -> BenchOptions:

@@ -16,7 +16,7 @@ from engines import process
 from engines.errors import HostError, StageFailed
 from engines.process import Lines, describe_status, end_group, run, run_worker, tail
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.clock]
 
 
 @pytest.fixture
