@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pipeline.bench.work.work import Work
     from pipeline.servers import Served, Server
 
+# Where the kernel stamps what it receives.
+LINUX = sys.platform == "linux"
 # Of each level of a search, where nothing else is said.
 SEARCH_SECONDS = 30.0
 # What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
@@ -79,8 +82,12 @@ def bench(
     transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
     connections: Annotated[int, typer.Option(help="Of gRPC.")] = 1,
     kernel_timestamps: Annotated[
-        bool, typer.Option("--kernel-timestamps", help="Stamp what comes when it reaches the machine.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--kernel-timestamps/--no-kernel-timestamps",
+            help="Stamp what comes when it reaches the machine, not when it is read: the default on Linux.",
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes that share each load, where one core is not enough.")] = 1,
     hosts: Annotated[int, typer.Option(help="Machines of a Ray cluster that share it, with --workers on each.")] = 0,
     ray: Annotated[str, typer.Option(help="The cluster: auto is the one that runs here.")] = "auto",
@@ -96,6 +103,7 @@ def bench(
 
     if context.invoked_subcommand is not None:
         return
+    kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
     if find is not None and not (load or concurrency or trace):
         rate, known = rate or "1", rate is not None
         duration = duration if requests or duration else SEARCH_SECONDS
@@ -123,9 +131,7 @@ def bench(
         tokenizer=_tokenizer(tokenizer),
         loads=levels,
         work=work,
-        wiring=Wiring(
-            transport=transport, connections=connections, kernel_stamps=kernel_timestamps, headers=_headers()
-        ),
+        wiring=Wiring(transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()),
         objectives=tuple(parse_objective(text) for text in slo or ()),
         repeat=repeat or 1,
         workers=workers,
@@ -170,7 +176,9 @@ def selftest(
     streams: Annotated[str, typer.Option(help="Requests in flight.")] = "16,256",
     itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.")] = 10.0,
     transport: Annotated[str, typer.Option(help="own or tritonclient.")] = "own",
-    kernel_timestamps: Annotated[bool, typer.Option("--kernel-timestamps", help="As in a measurement.")] = False,
+    kernel_timestamps: Annotated[
+        bool | None, typer.Option("--kernel-timestamps/--no-kernel-timestamps", help="As in a measurement.")
+    ] = None,
 ) -> None:
     """How wrong this client is on this machine, and how many tokens a second it can take: against a server of its own
     whose timing is known."""
@@ -179,7 +187,7 @@ def selftest(
     from pipeline.bench.wire.connect import Wiring
 
     rows = []
-    wiring = Wiring(transport=transport, kernel_stamps=kernel_timestamps)
+    wiring = Wiring(transport=transport, kernel_stamps=_kernel_stamps(kernel_timestamps, transport))
     for one in protocol.split(","):
         for count in _list(streams) or ():
             found = measure(one, int(count), itl / 1e3, wiring)
@@ -296,6 +304,21 @@ def _sampling(words: list[str]) -> dict[str, Any]:
             raise UsageError(f"'{word}' is no option", remedy="give NAME=VALUE, such as top_p=0.9")
         out[name] = parse_yaml_value(value, f"--sampling {name}")
     return out
+
+
+def _kernel_stamps(asked: bool | None, transport: str) -> bool:
+    """Whether reads get the kernel's stamps: where nothing is asked, all that can. Raises UsageError."""
+    from engines.errors import UsageError
+
+    own = transport != "tritonclient"
+    if asked and not LINUX:
+        raise UsageError("only Linux stamps what it receives", remedy="leave --kernel-timestamps out")
+    if asked and not own:
+        raise UsageError(
+            "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves",
+            remedy="leave it out, or leave out --transport tritonclient",
+        )
+    return LINUX and own if asked is None else asked
 
 
 def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -32,6 +34,8 @@ from pipeline.bench.known_server import KnownServer, write
 from pipeline.h2 import frames, triton
 from pipeline.h2.connection import Connection
 from pipeline.h2.status import Status
+
+pytestmark = pytest.mark.clock
 
 MS = 1_000_000
 T = TypeVar("T")
@@ -112,6 +116,11 @@ class Bench:
         return {truth.id: truth.stamps_ns.tolist() for truth in self.hub.truth}
 
 
+def come(link: Link, data: bytes) -> None:
+    """Bytes of the client's reach the server, now."""
+    link.feed(data, link.hub.schedule.clock())
+
+
 def post(body: dict[str, Any], path: str = "/v2/models/ensemble/generate_stream") -> bytes:
     data = json.dumps(body).encode()
     return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(data), data)
@@ -171,9 +180,9 @@ def messages(data: bytes) -> list[bytes]:
 def test_requests_that_come_faster_than_they_can_be_begun_wait_for_one_another() -> None:
     bench = Bench(ttft_ms=50, itl_ms=10, prefill_ms=20)
     for name in ("a", "b", "c"):
-        bench.connect(HttpLink)[0].data_received(post(asked(name, 2)))
+        come(bench.connect(HttpLink)[0], post(asked(name, 2)))
     bench.until(1000 * MS)
-    bench.connect(HttpLink)[0].data_received(post(asked("d", 1)))
+    come(bench.connect(HttpLink)[0], post(asked("d", 1)))
     bench.until(2000 * MS)
     assert bench.stamps == {
         "a": [50 * MS, 60 * MS], "b": [70 * MS, 80 * MS], "c": [90 * MS, 100 * MS], "d": [1050 * MS],
@@ -185,10 +194,10 @@ def test_token_k_goes_out_at_arrival_and_ttft_and_k_times_itl() -> None:
     link, wire = bench.connect(HttpLink)
     whole = post(asked("a", 4))
     bench.now = 1 * MS
-    link.data_received(whole[:-1])
+    come(link, whole[:-1])
     assert bench.hub.truth == []  # not a request yet
     bench.now = 7 * MS
-    link.data_received(whole[-1:])
+    come(link, whole[-1:])
     assert bench.alarm == 57 * MS
     assert wire.take() == b""
     bench.until(86 * MS)
@@ -201,10 +210,31 @@ def test_token_k_goes_out_at_arrival_and_ttft_and_k_times_itl() -> None:
     assert wire.take().endswith(b"\r\n0\r\n\r\n")
 
 
+def test_tokens_are_counted_from_the_stamp_of_the_request_s_last_bytes() -> None:
+    """Over both protocols; the second one is read after a later one, the third when its second token is due."""
+    bench = Bench(ttft_ms=50, itl_ms=10)
+    bench.now = 70 * MS
+    whole = post(asked("a", 3))
+    link, _ = bench.connect(HttpLink)
+    link.feed(whole[:-1], 2 * MS)
+    link.feed(whole[-1:], 40 * MS)
+    bench.connect(GrpcLink)[0].feed(frames.PREFACE + call(1, infer("x", 3, "b")), 30 * MS)
+    bench.connect(HttpLink)[0].feed(post(asked("c", 3)), 10 * MS)
+    bench.until(1000 * MS)
+    assert [(truth.id, truth.arrival_ns) for truth in bench.hub.truth] == [
+        ("a", 40 * MS),
+        ("b", 30 * MS),
+        ("c", 10 * MS),
+    ]
+    assert bench.stamps == {
+        "a": [90 * MS, 100 * MS, 110 * MS], "b": [80 * MS, 90 * MS, 100 * MS], "c": [70 * MS, 70 * MS, 80 * MS],
+    }  # fmt: skip
+
+
 def test_a_late_wake_makes_no_other_token_late() -> None:
     bench = Bench(ttft_ms=50, itl_ms=10)
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 6)))
+    come(link, post(asked("a", 6)))
     bench.wake(75 * MS)  # for 50, with 60 and 70 due as well
     assert len(wire.written) == 1
     assert wire.take().count(b"data:") == 3
@@ -218,7 +248,7 @@ def test_tokens_closer_than_the_grain_go_out_together_and_never_early() -> None:
     for index in range(3):
         link, wire = bench.connect(HttpLink)
         bench.now = index * 1000
-        link.data_received(post(asked(str(index), 2)))
+        come(link, post(asked(str(index), 2)))
         wires.append(wire)
     bench.until(1000 * MS)
     second = 50 * MS + GRAIN_NS
@@ -252,33 +282,36 @@ class Noted:
 @given(
     st.integers(0, 20),
     st.integers(0, 7),
-    st.lists(st.one_of(st.tuples(st.just(True), st.integers(1, 9)), st.tuples(st.just(False), st.integers(0, 40)))),
+    st.lists(st.one_of(st.tuples(st.integers(1, 9), st.integers(0, 60)), st.tuples(st.just(0), st.integers(0, 40)))),
 )
 def test_after_every_wake_all_that_was_due_has_gone_in_its_order(
-    ttft: int, itl: int, events: list[tuple[bool, int]]
+    ttft: int, itl: int, events: list[tuple[int, int]]
 ) -> None:
-    """An event is a request of so many ticks, or a wake so much later; the times are in milliseconds."""
+    """An event is a request of so many ticks that is read so much after it came, or, with none, a wake so much later;
+    the times are in milliseconds."""
     bench = Bench(ttft_ms=ttft, itl_ms=itl)
     log: list[tuple[int, int]] = []
     answers: list[tuple[Noted, list[int]]] = []
-    for is_request, number in [*events, (False, 1000)]:
-        if is_request:
-            answer = Noted(len(answers), number, log)
-            answers.append((answer, [bench.now + (ttft + k * itl) * MS for k in range(number)]))
-            bench.hub.schedule.add(answer, bench.now)
+    for ticks, number in [*events, (0, 1000)]:
+        if ticks:
+            answer = Noted(len(answers), ticks, log)
+            came = bench.now - number * MS
+            answers.append((answer, [came + (ttft + k * itl) * MS for k in range(ticks)]))
+            bench.hub.schedule.add(answer, came)
             continue
+        earlier = len(log)
         bench.wake(bench.now + number * MS)
         for answer, dues in answers:
             gone = [due for due, name in log if name == answer.name]
             assert gone == [due for due in dues if due <= bench.now]
             assert answer.begun == bool(gone)
-        assert [due for due, _ in log] == sorted(due for due, _ in log)
+        assert [due for due, _ in log[earlier:]] == sorted(due for due, _ in log[earlier:])
 
 
 def test_responses_of_several_tokens_come_when_their_first_one_is_due() -> None:
     bench = Bench(ttft_ms=50, itl_ms=10, tokens_per_response=4)
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 10, return_num_output_tokens=True)))
+    come(link, post(asked("a", 10, return_num_output_tokens=True)))
     bench.until(1000 * MS)
     assert bench.stamps == {"a": [50 * MS, 90 * MS, 130 * MS]}
     assert bench.hub.truth[0].tokens == 10
@@ -291,8 +324,8 @@ def test_what_is_due_together_is_one_write_of_each_connection() -> None:
     bench = Bench()
     link, wire = bench.connect(GrpcLink)
     other, others_wire = bench.connect(GrpcLink)
-    link.data_received(frames.PREFACE + b"".join(call(number, infer("x", 3, str(number))) for number in (1, 3, 5)))
-    other.data_received(frames.PREFACE + call(1, infer("x", 3, "other")))
+    come(link, frames.PREFACE + b"".join(call(number, infer("x", 3, str(number))) for number in (1, 3, 5)))
+    come(other, frames.PREFACE + call(1, infer("x", 3, "other")))
     wire.take(), others_wire.take()
     bench.wake(60 * MS)
     assert (len(wire.written), len(others_wire.written)) == (1, 1)
@@ -303,7 +336,7 @@ def test_what_is_due_together_is_one_write_of_each_connection() -> None:
 def test_a_client_that_has_gone_is_written_to_no_more() -> None:
     bench = Bench()
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 100)))
+    come(link, post(asked("a", 100)))
     bench.until(50 * MS)
     link.connection_lost(None)
     bench.until(2000 * MS)
@@ -315,7 +348,7 @@ def test_a_client_that_has_gone_is_written_to_no_more() -> None:
 def test_what_a_full_socket_does_not_take_waits_unstamped() -> None:
     bench = Bench()
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 4)))
+    come(link, post(asked("a", 4)))
     wire.full = True
     bench.until(75 * MS)  # the first write fills the socket
     assert bench.stamps == {"a": [50 * MS]}
@@ -330,7 +363,7 @@ def test_what_a_full_socket_does_not_take_waits_unstamped() -> None:
 def test_a_fault_comes_after_responses_of_full_size() -> None:
     bench = Bench(tokens_per_response=2)
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 8, "!error 5 no more")))
+    come(link, post(asked("a", 8, "!error 5 no more")))
     bench.until(1000 * MS)
     assert bench.stamps == {"a": [50 * MS, 70 * MS]}
     (truth,) = bench.hub.truth
@@ -357,12 +390,12 @@ def test_pings_and_settings_are_answered() -> None:
     ping = frames.frame(frames.PING, 0, 0, b"12345678")
     data = frames.PREFACE + frames.settings_frame({frames.INITIAL_WINDOW_SIZE: 9}) + ping
     for index in range(len(data)):
-        link.data_received(data[index : index + 1])
+        come(link, data[index : index + 1])
     assert cut(wire.take()) == [
         (frames.SETTINGS, frames.ACK, 0, b""),
         (frames.PING, frames.ACK, 0, b"12345678"),
     ]
-    link.data_received(frames.frame(frames.PING, frames.ACK, 0, b"12345678"))
+    come(link, frames.frame(frames.PING, frames.ACK, 0, b"12345678"))
     assert wire.take() == b""
     assert bench.hub.truth == []
 
@@ -374,7 +407,8 @@ def test_a_request_in_many_frames_padded_and_continued() -> None:
     message = infer("x", 1, "a")
     body = frames.PREFIX.pack(0, len(message)) + message
     priority = b"\0\0\0\0\7"
-    link.data_received(
+    come(
+        link,
         frames.PREFACE
         + frames.frame(
             frames.HEADERS, frames.PADDED | frames.HAS_PRIORITY, 1, b"\3" + priority + block[:20] + b"\0" * 3
@@ -382,12 +416,12 @@ def test_a_request_in_many_frames_padded_and_continued() -> None:
         + frames.frame(frames.CONTINUATION, 0, 1, block[20:30])
         + frames.frame(frames.CONTINUATION, frames.END_HEADERS, 1, block[30:])
         + frames.frame(frames.DATA, frames.PADDED, 1, b"\2" + body[:7] + b"\0\0")
-        + frames.frame(frames.DATA, 0, 1, body[7:])
+        + frames.frame(frames.DATA, 0, 1, body[7:]),
     )
     wire.take()
     bench.until(1000 * MS)
     assert len(messages(data_of(cut(wire.take()), 1))) == 2  # the token, and the empty final response
-    link.data_received(frames.frame(frames.DATA, frames.END_STREAM, 1))
+    come(link, frames.frame(frames.DATA, frames.END_STREAM, 1))
     ((kind, flags, _, trailers),) = cut(wire.take())
     assert (kind, flags) == (frames.HEADERS, frames.END_STREAM | frames.END_HEADERS)
     assert Decoder().decode(trailers, raw=True) == [(b"grpc-status", b"0")]
@@ -396,9 +430,9 @@ def test_a_request_in_many_frames_padded_and_continued() -> None:
 def test_a_reset_ends_its_request_alone() -> None:
     bench = Bench()
     link, wire = bench.connect(GrpcLink)
-    link.data_received(frames.PREFACE + call(1, infer("x", 9, "a")) + call(3, infer("x", 9, "b")))
+    come(link, frames.PREFACE + call(1, infer("x", 9, "a")) + call(3, infer("x", 9, "b")))
     bench.until(60 * MS)
-    link.data_received(frames.reset(1, frames.ErrorCode.CANCEL))
+    come(link, frames.reset(1, frames.ErrorCode.CANCEL))
     wire.take()
     bench.until(1000 * MS)
     sent = cut(wire.take())
@@ -413,7 +447,7 @@ def unlimited(prompt: str, tokens: int) -> list[bytes]:
     """The messages of an answer that no window holds back."""
     bench = Bench()
     link, wire = bench.connect(GrpcLink)
-    link.data_received(frames.PREFACE + call(1, infer(prompt, tokens, "a")))
+    come(link, frames.PREFACE + call(1, infer(prompt, tokens, "a")))
     bench.until(1000 * MS)
     return messages(data_of(cut(wire.take()), 1))
 
@@ -429,7 +463,7 @@ def test_nothing_is_sent_beyond_the_windows_and_nothing_is_lost(
     bench = Bench()
     link, wire = bench.connect(GrpcLink)
     settings = frames.settings_frame({frames.INITIAL_WINDOW_SIZE: initial})
-    link.data_received(frames.PREFACE + settings + call(1, infer("x", 12, "a")) + call(3, infer("x", 12, "a")))
+    come(link, frames.PREFACE + settings + call(1, infer("x", 12, "a")) + call(3, infer("x", 12, "a")))
     link.window = 500  # it begins at 65,535, more than these answers need
     wire.take()
     window = {0: 500, 1: initial, 3: initial}
@@ -455,7 +489,7 @@ def test_nothing_is_sent_beyond_the_windows_and_nothing_is_lost(
 
     def opened(number: int, increment: int) -> None:
         window[number] += increment
-        link.data_received(frames.window_update(number, increment))
+        come(link, frames.window_update(number, increment))
         take()
 
     for number, increment in grants:
@@ -465,7 +499,7 @@ def test_nothing_is_sent_beyond_the_windows_and_nothing_is_lost(
     changed = data.draw(st.integers(0, 300))
     for number in (1, 3):
         window[number] += changed - initial  # below zero is legal: then nothing more is sent
-    link.data_received(frames.settings_frame({frames.INITIAL_WINDOW_SIZE: changed}))
+    come(link, frames.settings_frame({frames.INITIAL_WINDOW_SIZE: changed}))
     take()
     bench.until(bench.now + 1000 * MS)
     take()
@@ -479,7 +513,7 @@ def test_nothing_is_sent_beyond_the_windows_and_nothing_is_lost(
 def test_a_message_longer_than_a_frame_goes_in_several() -> None:
     bench = Bench()
     link, wire = bench.connect(GrpcLink)
-    link.data_received(frames.PREFACE + call(1, infer("x", 2, "n" * 20_000)))
+    come(link, frames.PREFACE + call(1, infer("x", 2, "n" * 20_000)))
     wire.take()
     bench.until(1000 * MS)
     sent = cut(wire.take())
@@ -494,11 +528,11 @@ def test_a_client_is_told_that_it_may_send_more() -> None:
     link, wire = bench.connect(GrpcLink)
     message = infer("x" * 3_000_000, 1, "a")
     body = frames.PREFIX.pack(0, len(message)) + message
-    link.data_received(frames.PREFACE + call(1, b"", last=False)[: -5 - 9])
+    come(link, frames.PREFACE + call(1, b"", last=False)[: -5 - 9])
     wire.take()
     told = {0: 0, 1: 0}
     for start in range(0, len(body), 16384):
-        link.data_received(frames.frame(frames.DATA, 0, 1, body[start : start + 16384]))
+        come(link, frames.frame(frames.DATA, 0, 1, body[start : start + 16384]))
         for kind, _, number, payload in cut(wire.take()):
             assert kind == frames.WINDOW_UPDATE
             told[number] += int.from_bytes(payload, "big")
@@ -835,6 +869,41 @@ def test_no_stamp_is_before_its_due_time_or_after_its_arrival_at_the_client() ->
 
 
 @pytest.mark.loopback
+def test_a_request_arrives_when_it_reaches_the_machine_and_not_when_the_server_reads_it() -> None:
+    """The kernel begins to stamp a while after it was first asked to, and until then tells when it was read."""
+
+    async def scenario() -> tuple[list[Truth], dict[str, int]]:
+        read: dict[str, int] = {}
+        async with serving(ttft_ms=1) as server, contextlib.AsyncExitStack() as stack:
+            for number in range(20):
+                peer = stack.enter_context(socket.create_connection(("127.0.0.1", server.http_port)))
+                peer.sendall(post(asked(str(number), 1)))
+                time.sleep(0.2)  # the server stands still
+                read[str(number)] = time.monotonic_ns()
+                while len(server.truth) <= number:
+                    await asyncio.sleep(0.001)
+                if server.truth[-1].arrival_ns <= read[str(number)] - 100 * MS:
+                    break
+            while not server.truth[-1].tokens:
+                await asyncio.sleep(0.001)
+            return server.truth, read
+
+    truth, read = run(scenario())
+    assert truth[-1].arrival_ns <= read[truth[-1].id] - 100 * MS
+    assert truth[-1].stamps_ns[0] >= read[truth[-1].id], "late, and known to be"
+
+
+def test_what_happened_is_told_in_the_order_in_which_requests_came() -> None:
+    bench = Bench()
+    for name, stamp in (("a", 7), ("b", 5), ("c", 6)):
+        bench.connect(HttpLink)[0].feed(post(asked(name, 1)), stamp)
+    alarm: Any = bench
+    listeners: Any = [SimpleNamespace(port=port) for port in (8001, 8000)]
+    server = KnownServer(bench.hub, alarm, listeners)
+    assert [one.id for one in server.truth] == ["b", "c", "a"]
+
+
+@pytest.mark.loopback
 def test_openai_s_own_client() -> None:
     async def scenario() -> list[Truth]:
         async with serving(size=2) as server:
@@ -880,7 +949,7 @@ def test_the_role_of_a_chat_goes_out_before_any_token() -> None:
     bench = Bench()
     link, wire = bench.connect(HttpLink)
     body = {"model": "ensemble", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": True}
-    link.data_received(post(body, "/v1/chat/completions"))
+    come(link, post(body, "/v1/chat/completions"))
     head = wire.take()
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert head.count(b"data:") == head.count(b'"role":"assistant"') == 1
@@ -931,11 +1000,11 @@ def test_one_request_after_the_other_on_a_connection() -> None:
     bench = Bench()
     link, wire = bench.connect(HttpLink)
     for number in range(3):
-        link.data_received(post(asked(str(number), 1)))
+        come(link, post(asked(str(number), 1)))
         bench.until(bench.now + 50 * MS)
         assert wire.take().startswith(b"HTTP/1.1 200 OK")
     last = post(asked("3", 1)).replace(b"host: x", b"connection: close")
-    link.data_received(last)
+    come(link, last)
     bench.until(bench.now + 50 * MS)
     assert wire.closed
     assert list(bench.stamps) == ["0", "1", "2", "3"]
@@ -945,9 +1014,9 @@ def test_one_request_after_the_other_on_a_connection() -> None:
 def test_what_comes_into_an_answer_cuts_it(strange: bytes) -> None:
     bench = Bench()
     link, wire = bench.connect(HttpLink)
-    link.data_received(post(asked("a", 5)))
+    come(link, post(asked("a", 5)))
     bench.until(60 * MS)
-    link.data_received(strange)
+    come(link, strange)
     assert wire.closed
     bench.until(1000 * MS)
     assert [(truth.id, truth.tokens, truth.end_ns) for truth in bench.hub.truth] == [("a", 2, None)]
@@ -955,7 +1024,7 @@ def test_what_comes_into_an_answer_cuts_it(strange: bytes) -> None:
 
 def test_what_is_not_http_is_told_so() -> None:
     link, wire = Bench().connect(HttpLink)
-    link.data_received(b"\x16\x03\x01 hello")
+    come(link, b"\x16\x03\x01 hello")
     assert wire.take().startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert wire.closed
 
@@ -967,7 +1036,7 @@ def test_truth_is_the_same_once_written_and_read(tmp_path: Path) -> None:
     bench = Bench(tokens_per_response=2)
     for index in range(3):
         link, _ = bench.connect(HttpLink)
-        link.data_received(post(asked(f"é{index}", 5)))
+        come(link, post(asked(f"é{index}", 5)))
     bench.until(70 * MS)
     write(bench.hub.truth, tmp_path / "truth")
     lines = [json.loads(line) for line in (tmp_path / "truth").read_text(encoding="utf-8").splitlines()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import struct
 import time
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from pipeline.bench.wire import stamped
-from pipeline.bench.wire.stamped import StampedTransport, dial
+from pipeline.bench.wire.stamped import Listener, StampedTransport, dial, listen
 from tests.loops import run
+
+pytestmark = pytest.mark.clock
 
 MS = 1_000_000
 
@@ -36,6 +39,9 @@ class Fed(asyncio.Protocol):
         self.reads.append(data)
         self.stamps.append(stamp)
         self.more.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost.set_result(exc)
@@ -208,6 +214,95 @@ def test_what_the_socket_does_not_take_waits_and_stays_in_order() -> None:
     run(scenario())
 
 
+def receive(peer: socket.socket) -> bytes:
+    """All up to the end."""
+    got = bytearray()
+    while data := peer.recv(1 << 20):
+        got += data
+    return bytes(got)
+
+
+LARGE = bytes(range(256)) * 40_000
+
+
+@pytest.mark.loopback
+def test_what_was_written_before_the_close_arrives() -> None:
+    async def scenario() -> None:
+        async with pair() as (transport, fed, peer):
+            transport.write(LARGE)
+            transport.write(b"behind")
+            transport.close()
+            transport.write(b"nobody hears this")
+            assert transport.is_closing()
+            await asyncio.sleep(0.01)
+            assert not fed.lost.done(), "the peer has not read it"
+            got = await asyncio.get_running_loop().run_in_executor(None, receive, peer)
+            assert got == LARGE + b"behind"
+            assert await fed.lost is None
+            assert fed.paused == [True], "who may write no more is not told to go on"
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_an_abort_does_not_wait_for_what_was_written() -> None:
+    async def scenario() -> None:
+        async with pair() as (transport, fed, peer):
+            transport.write(LARGE)
+            transport.close()
+            transport.abort()
+            assert await fed.lost is None
+            with contextlib.suppress(ConnectionResetError):
+                assert len(receive(peer)) < len(LARGE)
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_a_peer_that_goes_before_it_has_read_all_ends_the_close() -> None:
+    async def scenario() -> None:
+        async with pair() as (transport, fed, peer):
+            transport.write(LARGE)
+            transport.close()
+            peer.close()
+            assert isinstance(await fed.lost, ConnectionError)
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_small_writes_are_not_held_back() -> None:
+    async def scenario() -> None:
+        async with pair() as (transport, _, _):
+            assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_a_protocol_that_fails_loses_its_connection_and_the_loop_is_told() -> None:
+    told: list[Any] = []
+
+    class Failing(Fed):
+        def feed(self, data: bytes, stamp: int) -> None:
+            super().feed(data, stamp)
+            raise ValueError("no such bytes")
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: told.append(str(context["exception"])))
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            _, fed = await dial(loop, Failing, *server.getsockname())
+            peer, _ = server.accept()
+            with peer:
+                peer.sendall(b"strange")
+                assert isinstance(await fed.lost, ValueError)
+                assert fed.reads == [b"strange"]
+
+    run(scenario())
+    assert told == ["no such bytes"]
+
+
 @pytest.mark.loopback
 @pytest.mark.parametrize("how", ["end", "reset"])
 def test_a_peer_that_leaves(how: str) -> None:
@@ -288,3 +383,145 @@ def test_nobody_listens() -> None:
                 await dial(asyncio.get_running_loop(), Fed, *closed.getsockname())
 
     run(scenario())
+
+
+# Connections that come
+
+
+@contextlib.asynccontextmanager
+async def listening(made: list[Fed]) -> AsyncIterator[Listener]:
+    """A listener whose protocols are in `made`."""
+
+    def make() -> Fed:
+        made.append(Fed())
+        return made[-1]
+
+    listener = await listen(asyncio.get_running_loop(), make, "127.0.0.1", 0, backlog=100)
+    yield listener
+    listener.close()
+    for fed in made:
+        fed.transport.close()
+        await fed.lost
+
+
+async def come(made: list[Fed], count: int) -> None:
+    while len(made) < count:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.loopback
+def test_connections_that_come_are_read_and_answered() -> None:
+    async def scenario() -> None:
+        made: list[Fed] = []
+        async with listening(made) as listener:
+            peers = [socket.create_connection(("127.0.0.1", listener.port), timeout=20) for _ in range(20)]
+            for number, peer in enumerate(peers):
+                peer.sendall(b"%02d" % number)
+            await come(made, 20)
+            for fed in made:
+                await fed.until(2)
+                assert fed.stamps[0] <= fed.moments[0]
+                transport: Any = fed.transport
+                assert transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                transport.write(b"I am " + fed.reads[0])
+            for number, peer in enumerate(peers):
+                assert peer.recv(10) == b"I am %02d" % number
+                peer.close()
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_what_came_before_its_connection_was_accepted_has_the_time_at_which_it_came() -> None:
+    """The kernel begins to stamp a while after it was first asked to, and until then tells when it was read."""
+
+    async def late() -> int:
+        made: list[Fed] = []
+        async with listening(made) as listener:
+            for number in range(20):
+                with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+                    peer.sendall(b"early")
+                    time.sleep(0.2)  # the loop stands still
+                    await come(made, number + 1)
+                    fed = made[-1]
+                    await fed.until(5)
+                    if fed.moments[0] - fed.stamps[0] >= 100 * MS:
+                        break
+            return fed.moments[0] - fed.stamps[0]
+
+    assert run(late()) >= 100 * MS
+
+
+@pytest.mark.loopback
+def test_a_listener_that_was_closed_takes_no_more_and_leaves_what_it_took() -> None:
+    async def scenario() -> None:
+        made: list[Fed] = []
+        async with listening(made) as listener:
+            with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+                await come(made, 1)
+                listener.close()
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection(("127.0.0.1", listener.port))
+                peer.sendall(b"still here")
+                await made[0].until(10)
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_a_connection_that_could_not_be_accepted_is_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the descriptors of this process are used up, its socket goes on to be readable."""
+    accept, failed = socket.socket.accept, []
+
+    def scarce(sock: socket.socket) -> Any:
+        if len(failed) < 2:
+            failed.append(OSError(errno.EMFILE, "Too many open files"))
+            raise failed[-1]
+        return accept(sock)
+
+    async def scenario() -> None:
+        made: list[Fed] = []
+        async with listening(made) as listener:
+            monkeypatch.setattr(socket.socket, "accept", scarce)
+            with socket.create_connection(("127.0.0.1", listener.port)) as peer:
+                peer.sendall(b"patient")
+                await come(made, 1)
+                await made[0].until(7)
+            failed.clear()
+            with socket.create_connection(("127.0.0.1", listener.port)):
+                while not failed:
+                    await asyncio.sleep(0.001)
+                listener.close()
+                await asyncio.sleep(3 * stamped._ACCEPT_AGAIN_S)
+            assert (len(made), len(failed)) == (1, 1), "a closed one does not look again"
+
+    run(scenario())
+
+
+@pytest.mark.loopback
+def test_every_address_of_a_name_is_listened_on_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        hosts = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}
+
+        async def addresses(host: str, port: int, **options: Any) -> list[Any]:
+            assert host == "several"
+            found = [(kind, socket.SOCK_STREAM, 6, "", (one, port)) for one, kind in hosts.items()]
+            return found + found[:1]
+
+        monkeypatch.setattr(loop, "getaddrinfo", addresses)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+        listener = await listen(loop, Fed, "several", port, backlog=100)
+        assert listener.port == port
+        for host in hosts:
+            socket.create_connection((host, port)).close()
+        listener.close()
+        with (
+            socket.create_server(("::1", port), family=socket.AF_INET6),
+            pytest.raises(OSError, match="already in use"),
+        ):
+            await listen(loop, Fed, "several", port, backlog=100)
+        socket.create_server(("127.0.0.1", port)).close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

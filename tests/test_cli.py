@@ -22,7 +22,7 @@ import pytest
 from engines.errors import StageFailed, UsageError
 from engines.files import write_json
 from engines.passport import Passport
-from pipeline import __version__, cli, tritonserver
+from pipeline import __version__, cli, cli_bench, tritonserver
 from pipeline.serve import find_repository
 from pipeline.servers import Served, Server, find_running, running
 from pipeline.store import Store
@@ -681,6 +681,44 @@ def test_where_stderr_is_no_terminal_bench_tells_a_line_as_a_level_begins_and_en
 
 
 # What is served
+
+
+@pytest.mark.parametrize(
+    ("linux", "words", "kernel"),
+    [
+        (True, [], True),
+        (True, ["--kernel-timestamps"], True),
+        (True, ["--no-kernel-timestamps"], False),
+        (True, ["--transport", "tritonclient"], False),
+        (True, ["--transport", "tritonclient", "--no-kernel-timestamps"], False),
+        (False, [], False),
+        (False, ["--no-kernel-timestamps"], False),
+    ],
+)
+def test_whose_stamps_a_measurement_takes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, linux: bool, words: list[str], kernel: bool
+) -> None:
+    taken: list[bool] = []
+    monkeypatch.setattr(cli_bench, "LINUX", linux)
+    monkeypatch.setattr(cli_bench, "_measure", lambda options, *rest: taken.append(options.wiring.kernel_stamps))
+    server = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", "tokenizer.json"]
+    assert run("bench", *server, *words).status == 0
+    assert taken == [kernel]
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "selftest"]])
+def test_stamps_of_the_kernel_where_there_are_none(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    done = run(*command, "--kernel-timestamps", "--transport", "tritonclient")
+    assert (done.status, done.error()) == (
+        2,
+        "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves; "
+        "leave it out, or leave out --transport tritonclient",
+    )
+    monkeypatch.setattr(cli_bench, "LINUX", False)
+    done = run(*command, "--kernel-timestamps")
+    assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
 
 
 @pytest.mark.parametrize("target", ["t.cpu.bf16", "runs/t.cpu.bf16", "./runs/t.cpu.bf16/", "{}/runs/t.cpu.bf16", None])

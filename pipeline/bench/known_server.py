@@ -26,6 +26,7 @@ from pipeline.bench.known.grpc import GrpcLink
 from pipeline.bench.known.http import HttpLink
 from pipeline.bench.known.link import Hub, Link
 from pipeline.bench.known.script import Truth
+from pipeline.bench.wire.stamped import Listener, listen
 
 # Many clients connect in one instant.
 _BACKLOG = 4096
@@ -34,11 +35,11 @@ _BACKLOG = 4096
 class KnownServer:
     """Made by `start`; of the event loop that runs then."""
 
-    def __init__(self, hub: Hub, alarm: Alarm, servers: list[asyncio.Server]) -> None:
-        self.grpc_port, self.http_port = (server.sockets[0].getsockname()[1] for server in servers)
+    def __init__(self, hub: Hub, alarm: Alarm, listeners: list[Listener]) -> None:
+        self.grpc_port, self.http_port = (listener.port for listener in listeners)
         self._hub = hub
         self._alarm = alarm
-        self._servers = servers
+        self._listeners = listeners
 
     @classmethod
     async def start(
@@ -49,28 +50,28 @@ class KnownServer:
         alarm = Alarm(loop, lambda: hub.schedule.wake())
         hub = Hub(Schedule(timing, alarm))
         kinds: list[tuple[Callable[[Hub], Link], int]] = [(GrpcLink, grpc_port), (HttpLink, http_port)]
-        servers: list[asyncio.Server] = []
+        listeners: list[Listener] = []
         try:
             for kind, port in kinds:
-                servers.append(await loop.create_server(partial(kind, hub), host, port, backlog=_BACKLOG))
+                listeners.append(await listen(loop, partial(kind, hub), host, port, backlog=_BACKLOG))
         except OSError as error:
             alarm.close()
-            for server in servers:
-                server.close()
+            for listener in listeners:
+                listener.close()
             raise HostError(
                 f"cannot listen on {host}:{port}", why=error.strerror or str(error), remedy="name a free port, or 0"
             ) from None
-        return cls(hub, alarm, servers)
+        return cls(hub, alarm, listeners)
 
     @property
     def truth(self) -> list[Truth]:
         """Of every request so far, in the order in which they came."""
-        return self._hub.truth
+        return sorted(self._hub.truth, key=lambda one: one.arrival_ns)
 
     async def stop(self) -> None:
         self._alarm.close()
-        for server in self._servers:
-            server.close()
+        for listener in self._listeners:
+            listener.close()
         for link in list(self._hub.links):
             link.transport.abort()
         await asyncio.sleep(0)  # connections are told that they are lost

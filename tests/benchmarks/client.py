@@ -103,9 +103,8 @@ def pss_of(pid: int) -> float:
 def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Path) -> dict[str, float]:
     """The figures of one closed loop."""
     words = ["--concurrency", str(streams), "--requests", str(max(128, 128_000 // TOKENS))]
-    run = command(
-        protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), [*words, *(["--kernel-timestamps"] if kernel else [])], scratch
-    )
+    words.append("--kernel-timestamps" if kernel else "--no-kernel-timestamps")
+    run = command(protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), words, scratch)
     good = beside.good(run.requests)
     last = max(one["stamps_ns"][-1] for one in good)
     throughput = run.level["metrics"]["output_token_throughput"]["value"] or 0.0

@@ -1,8 +1,9 @@
 """When tokens are due, and the one alarm that wakes for them.
 
 All answers tick at one rate, so their next tokens are due in the order in which the last ones were: two plain queues,
-one for first tokens and one for all others, are always in order. The alarm is set to absolute times, so a late token
-makes no other one late.
+one for first tokens and one for all others, are in order when each answer is put at their end. Only one whose request
+was read after a later one, or later than its first token was due, has to be put before others. The alarm is set to
+absolute times, so a late token makes no other one late.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _FAR = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The first response of a request is due `ttft_s` after the whole request has been read; each one after it
-    `itl_s` later for every token of a response. So token k is due at arrival + ttft_s + k * itl_s, and with several
+    """The first response of a request is due `ttft_s` after the whole request has reached this machine; each one after
+    it `itl_s` later for every token of a response. So token k is due at arrival + ttft_s + k * itl_s, and with several
     tokens a response all of them when the first one is. With `prefill_s` first responses are at least so far apart, and
     requests that come faster wait for one another: 1 / prefill_s a second are the most that this server can begin.
     """
@@ -101,10 +102,12 @@ class Schedule:
         self._following: deque[Due] = deque()
 
     def add(self, answer: Due, arrival_ns: int) -> None:
-        """Arrivals must not go back in time."""
+        """A request has been read. With `prefill_s` they are begun in the order in which they are."""
         timing = self.timing
-        answer.due_ns = self._begun_ns = max(arrival_ns + timing.first_ns, self._begun_ns + timing.prefill_ns)
-        self._first.append(answer)
+        answer.due_ns = arrival_ns + timing.first_ns
+        if timing.prefill_ns:
+            answer.due_ns = self._begun_ns = max(answer.due_ns, self._begun_ns + timing.prefill_ns)
+        _put(self._first, answer)
         if answer.due_ns < self._set_for:
             self._set(answer.due_ns)
 
@@ -123,7 +126,7 @@ class Schedule:
         outbox.clear()
 
     def _run(self, now: int) -> None:
-        """Everything that is due, in the order in which it was: what is appended is in order then as well."""
+        """Everything that is due, in the order in which it was."""
         step = self.timing.step_ns
         first = self._first
         following = self._following
@@ -136,7 +139,10 @@ class Schedule:
                 if left > 0:
                     answer.tick()
                     answer.due_ns += step
-                    following.append(answer)
+                    if following and following[-1].due_ns > answer.due_ns:
+                        _put(following, answer)
+                    else:
+                        following.append(answer)
                 elif left == 0:
                     answer.end()
             if not more:
@@ -149,3 +155,11 @@ class Schedule:
     def _set(self, at_ns: int) -> None:
         self._set_for = at_ns
         self._alarm.at(at_ns)
+
+
+def _put(queue: deque[Due], answer: Due) -> None:
+    """Behind all that are due no later than it: the end, or near to it."""
+    place = len(queue)
+    while place and queue[place - 1].due_ns > answer.due_ns:
+        place -= 1
+    queue.insert(place, answer)

@@ -211,8 +211,8 @@ class GrpcLink(Link, FrameServer):
         for number in list(self.streams):
             self._forget(number)
 
-    def data_received(self, data: bytes) -> None:
-        self._stamp = self._clock()
+    def feed(self, data: bytes, stamp: int) -> None:
+        self._stamp = stamp
         try:
             FrameServer.data_received(self, data)
         except ProtocolViolation as error:

@@ -84,8 +84,8 @@ class HttpLink(Link):
         self._body: list[bytes] = []
         self._keep = True
 
-    def data_received(self, data: bytes) -> None:
-        self._stamp = self._clock()
+    def feed(self, data: bytes, stamp: int) -> None:
+        self._stamp = stamp
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

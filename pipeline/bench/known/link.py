@@ -34,7 +34,8 @@ class Hub:
 
 
 class Link(asyncio.Protocol):
-    """A connection as the schedule sees it. Its protocols put bytes into `out`."""
+    """A connection as the schedule sees it. Its protocols put bytes into `out`, and are fed with stamps: see
+    wire.stamped."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -45,6 +46,10 @@ class Link(asyncio.Protocol):
         self._paused = False
         self._leaving = False
         self.transport: asyncio.Transport
+
+    def feed(self, data: bytes, stamp: int) -> None:
+        """Bytes of the client's, and when the last of them reached this machine."""
+        raise NotImplementedError
 
     def put(self, data: bytes, *tell: Callable[[int], None]) -> None:
         """Send at the next flush, and tell when."""

@@ -71,7 +71,8 @@ def script_of(prompt: str, max_tokens: int) -> Script:
 class Truth:
     """What really happened to one request, in nanoseconds of `time.monotonic_ns`.
 
-    arrival_ns  its last byte had been read
+    arrival_ns  all of it was there: the kernel's stamp of the read that completed it, or the moment of that read where
+                the kernel gave none
     scripted    tokens that the answer was to have
     then        how it was to end: the name of a Then
     stamps_ns   just before each write that carried a response of it with tokens, one stamp a response

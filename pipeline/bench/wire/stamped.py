@@ -4,6 +4,8 @@ SO_TIMESTAMPNS gives a time of day with each read; it becomes one of `time.monot
 read, so that a step of the time of day does no harm. Plain TCP, Linux. Of several packets the last one's stamp counts.
 Linux switches its stamps on when some socket first asks, a moment later, in the background: a packet of that moment is
 stamped when it is read, as without the kernel's help.
+
+`dial` connects and `listen` accepts; both make StampedTransports.
 """
 
 from __future__ import annotations
@@ -11,14 +13,20 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns, time_ns
 from typing import Any, Protocol, TypeVar
 
 _SO_TIMESTAMPNS = 35
+_SOL_SOCKET = socket.SOL_SOCKET
 _TIMESPEC = struct.Struct("@qq")
+_unpack = _TIMESPEC.unpack
 _ANCILLARY = socket.CMSG_SPACE(_TIMESPEC.size)
-_MOST = 256 << 10
+# Bytes of one read. All that it brings has one stamp; and malloc has so many at hand, where for 128 KiB it may map
+# memory anew each time, which takes longer than the read. Out of a buffer that is kept, bytes would have to be copied.
+_MOST = 64 << 10
+# After a connection could not be accepted: the socket stays readable, and whatever was short may be there again.
+_ACCEPT_AGAIN_S = 0.05
 
 
 class Fed(Protocol):
@@ -53,8 +61,7 @@ async def dial(
 async def _connected(loop: asyncio.AbstractEventLoop, family: int, address: Any) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        _prepare(sock)
         await loop.sock_connect(sock, address)
     except BaseException:
         sock.close()
@@ -62,8 +69,70 @@ async def _connected(loop: asyncio.AbstractEventLoop, family: int, address: Any)
     return sock
 
 
+def _prepare(sock: socket.socket) -> None:
+    """What a listening socket accepts has the options from its first packet on."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+async def listen(
+    loop: asyncio.AbstractEventLoop, factory: Callable[[], Fed], host: str, port: int, *, backlog: int
+) -> Listener:
+    """`loop.create_server`, with stamps of the kernel. Raises OSError."""
+    sockets: list[socket.socket] = []
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, address in dict.fromkeys((one[0], one[4]) for one in found):
+            sockets.append(socket.create_server(address, family=family, backlog=backlog))
+            _prepare(sockets[-1])
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return Listener(loop, factory, sockets)
+
+
+class Listener:
+    """Made by `listen`; `port` is that of its first address."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, factory: Callable[[], Fed], sockets: Sequence[socket.socket]
+    ) -> None:
+        self.port: int = sockets[0].getsockname()[1]
+        self._loop = loop
+        self._factory = factory
+        self._sockets = sockets
+        for sock in sockets:
+            self._watch(sock)
+
+    def close(self) -> None:
+        """No more connections; those there are go on."""
+        for sock in self._sockets:
+            if sock.fileno() >= 0:
+                self._loop.remove_reader(sock.fileno())
+                sock.close()
+
+    def _watch(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _accept(self, sock: socket.socket) -> None:
+        """One, so that what else is due in this loop need not wait for all."""
+        try:
+            accepted, _ = sock.accept()
+        except BlockingIOError:  # it has left again
+            return
+        except OSError:
+            self._loop.remove_reader(sock.fileno())
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._watch, sock)
+            return
+        accepted.setblocking(False)
+        StampedTransport(self._loop, accepted, self._factory())
+
+
 class StampedTransport(asyncio.Transport):
-    """A connected socket."""
+    """A connected socket that does not block."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Fed) -> None:
         super().__init__({"socket": sock})
@@ -72,6 +141,7 @@ class StampedTransport(asyncio.Transport):
         self._protocol = protocol
         self._unsent = bytearray()
         self._closing = False
+        self._lost = False
         self._last = 0
         protocol.connection_made(self)
         if not self._closing:
@@ -101,7 +171,13 @@ class StampedTransport(asyncio.Transport):
             self._unsent += data
 
     def close(self) -> None:
-        self._lose(None)
+        """Read no more, and end the connection once what has been written has left."""
+        if self._closing:
+            return
+        self._closing = True
+        self._loop.remove_reader(self._sock.fileno())
+        if not self._unsent:
+            self._lose(None)
 
     def abort(self) -> None:
         self._lose(None)
@@ -114,11 +190,16 @@ class StampedTransport(asyncio.Transport):
         except OSError as error:
             self._lose(error)
             return
-        if not self._unsent:
-            self._loop.remove_writer(self._sock.fileno())
+        if self._unsent:
+            return
+        self._loop.remove_writer(self._sock.fileno())
+        if self._closing:
+            self._lose(None)
+        else:
             self._protocol.resume_writing()
 
     def _read(self) -> None:
+        # Once: what more there is wakes the loop again, and a second look that finds nothing costs half a read.
         try:
             data, ancillary, _, _ = self._sock.recvmsg(_MOST, _ANCILLARY)
         except BlockingIOError:
@@ -127,22 +208,31 @@ class StampedTransport(asyncio.Transport):
             self._lose(error)
             return
         if not data:
-            self._lose(None)
+            self.close()
             return
         # In this order: a stop between the two makes a stamp later, up to the read's own, and never too early.
         wall, now = time_ns(), monotonic_ns()
         stamp = now
         for level, kind, value in ancillary:
-            if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
-                seconds, nanoseconds = _TIMESPEC.unpack(value)
-                stamp = min(now, max(self._last, now - (wall - seconds * 1_000_000_000 - nanoseconds)))
+            if kind == _SO_TIMESTAMPNS and level == _SOL_SOCKET:
+                seconds, nanoseconds = _unpack(value)
+                stamp = seconds * 1_000_000_000 + nanoseconds + now - wall
+                # Comparisons: this runs for each read, and `min` and `max` would cost as much as all the rest.
+                if stamp > now:
+                    stamp = now
+                elif stamp < self._last:
+                    stamp = self._last
         self._last = stamp
-        self._protocol.feed(data, stamp)
+        try:
+            self._protocol.feed(data, stamp)
+        except Exception as error:
+            self._loop.call_exception_handler({"message": "a protocol failed on what it was fed", "exception": error})
+            self._lose(error)
 
     def _lose(self, error: Exception | None) -> None:
-        if self._closing:
+        if self._lost:
             return
-        self._closing = True
+        self._lost = self._closing = True
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
