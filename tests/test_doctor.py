@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +38,11 @@ def findings(store: Store) -> dict[str, tuple[str, str]]:
 
 def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     found = findings(store)
-    assert list(found)[:11] == [
-        "python", "store", "tritonserver", "reference runtime", "GGUF reader", "quantization", "nvidia driver",
-        "toolchains", "trtllm-build", "docker", "hugging face",
+    assert list(found)[:12] == [
+        "python", "store", "tritonserver", "http streams", "reference runtime", "GGUF reader", "quantization",
+        "nvidia driver", "toolchains", "trtllm-build", "docker", "hugging face",
     ]  # fmt: skip
+    assert re.fullmatch(r"\d+ at once without loss; for more raise net.core.wmem_default", found["http streams"][1])
     assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}
     assert found["model smollm2-135m"] == (
         "ok",
