@@ -15,8 +15,8 @@ from engines.safetensors_file import read_header
 from pipeline.config import CONFIGS
 from tests.e2e.conftest import Cli, Finished, Served
 
-# The first test waits for a download, a calibration and a comparison, each within the limit of a command.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+# The first test waits for a download, a calibration, the writing and a comparison, each within the limit of a command.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
 FP8 = [
     "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
@@ -34,7 +34,8 @@ def reused(build: Finished) -> dict[str, bool]:
 @pytest.fixture(scope="module")
 def run(cli: Cli) -> Path:
     """The folder of a build with FP8 weights and KV cache."""
-    cli.ok("build", *FP8, "--until", "download")
+    for stage in ("download", "calibrate", "quantize"):
+        cli.ok("build", *FP8, "--until", stage)
     done = cli.ok("build", *FP8)
     assert list(reused(done)) == STAGES
     assert done.out.rstrip().endswith(f"next: trtpipe serve {TARGET}")
