@@ -16,7 +16,7 @@ from pipeline.config import CONFIGS
 from tests.e2e.conftest import Cli, Finished, Served
 
 # The first test waits for a download, a calibration, the writing and a comparison, each within the limit of a command.
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 FP8 = [
     "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
@@ -36,7 +36,9 @@ def run(cli: Cli) -> Path:
     """The folder of a build with FP8 weights and KV cache."""
     for stage in ("download", "calibrate", "quantize"):
         cli.ok("build", *FP8, "--until", stage)
-    done = cli.ok("build", *FP8)
+    # The comparison alone takes minutes on a processor without 16-bit products.
+    done = cli.run("build", *FP8, timeout=1500)
+    assert done.status == 0, done.err
     assert list(reused(done)) == STAGES
     assert done.out.rstrip().endswith(f"next: trtpipe serve {TARGET}")
     return cli.folder / "runs" / TARGET
