@@ -73,7 +73,7 @@ class Cli:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TRTPIPE_HOME": str(self.home)}
 
-    def run(self, *arguments: str, timeout: float = 280) -> Finished:
+    def run(self, *arguments: str, timeout: float = 1500) -> Finished:
         done = subprocess.run(
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), capture_output=True, text=True,
             timeout=timeout, check=False,
