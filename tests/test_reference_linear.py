@@ -62,6 +62,21 @@ def test_even_rows_are_in_the_low_nibble(dtype: torch.dtype) -> None:
     assert unpack_int4(bytes_).tolist() == [[-1, 0], [-7, 7], [-8, 2], [0, 1]]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("supported", [True, False])
+def test_products_of_16_bits_are_summed_in_32(
+    monkeypatch: pytest.MonkeyPatch, supported: bool, dtype: torch.dtype, rows: int
+) -> None:
+    for name in ("_is_avx512_bf16_supported", "_is_amx_fp16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: supported)
+    # In 16 bits 1 + 2^-12 is 1 again, as often as it is added.
+    weight = torch.cat([f32(1), torch.full((4096,), 2.0**-12)])[None].to(dtype)
+    out = Plain(weight)(torch.ones(rows, 4097, dtype=dtype))
+    assert out.dtype == dtype
+    assert out.tolist() == [[2.0]] * rows
+
+
 def test_plain_and_stacked() -> None:
     left, right = Plain(torch.tensor([[1.0, 2.0]])), Plain(torch.tensor([[0.0, 1.0], [3.0, 0.0]]))
     assert apply(Stacked((left, right)), [[1, 10], [2, 0]]) == [[21, 10, 3], [2, 0, 6]]

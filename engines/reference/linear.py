@@ -20,6 +20,9 @@ from engines.reference.codes import E4M3_MAX, quantize_rows, to_e4m3, to_int8, u
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
 # Sums of so many products of two int8 are below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
+# Without instructions for 16 bits the library takes six times as long for them as for float32. So many rows pay for
+# widening the weight.
+_MANY_ROWS = 32
 
 
 class Linear(Protocol):
@@ -155,7 +158,14 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, weight)
     if len(x) == 1:
         return torch.mv(weight, x[0]).unsqueeze(0)
+    if len(x) >= _MANY_ROWS and not _has_instructions(weight.dtype):
+        return functional.linear(x.float(), weight.float()).to(x.dtype)
     return torch.mm(weight, x.t()).t()
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies numbers of 16 bits as they are."""
+    return torch.cpu._is_avx512_bf16_supported() if dtype == torch.bfloat16 else torch.cpu._is_amx_fp16_supported()
 
 
 def _w4a8(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
