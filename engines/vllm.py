@@ -18,6 +18,9 @@ COMPILED = False
 ANYWHERE = False
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
+# Steps of so many tokens run as CUDA graphs. By itself vLLM stops at 512 at most, so that 500 requests and the prompts
+# of four others take half as long again as 512 requests: docs/measurements/h200.md.
+GRAPH_TOKENS = 1024
 # What vLLM reads of ModelOpt's folders, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 
@@ -58,6 +61,7 @@ def build(
         "max-model-len": build.max_seq_len,
         "max-num-batched-tokens": build.max_num_tokens,
         "block-size": build.tokens_per_block,
+        "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
         "quantization": "modelopt" if algo else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }

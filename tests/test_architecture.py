@@ -37,6 +37,7 @@ WORKERS = (
         f"engines.reference.{name}"
         for name in (
             "codes",
+            "fused",
             "graphs",
             "hf_weights",
             "kv_codec",

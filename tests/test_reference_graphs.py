@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engines.base import DataType, Mapping
 from engines.quant import KvCacheQuantAlgo, Quantization
-from engines.reference.graphs import batch_size, fill_up
+from engines.reference import graphs
+from engines.reference.graphs import fill_up, size_for
 from engines.reference.kv_codec import KvCodec
 from engines.reference.model import Model, Span
 from engines.reference.weights import load_weights
@@ -24,14 +25,19 @@ BLOCK, BLOCKS = 4, 24
 
 
 def test_sizes_that_graphs_are_made_for() -> None:
-    assert [batch_size(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 25, 64, 65, 97, 256)] == [
+    assert [size_for(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 25, 64, 65, 97, 256)] == [
         1, 2, 3, 4, 6, 6, 8, 12, 16, 24, 32, 64, 96, 128, 256,
     ]  # fmt: skip
 
 
 @given(st.integers(1, 5000))
 def test_a_size_holds_the_requests_and_not_half_as_many_again(requests: int) -> None:
-    assert requests <= batch_size(requests) < 1.5 * requests + 1
+    assert requests <= size_for(requests) < 1.5 * requests + 1
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MIN_TOKENS", 32)
 
 
 def test_a_step_filled_up() -> None:
@@ -49,9 +55,9 @@ def test_a_step_filled_up() -> None:
     ]
 
 
-def test_tables_grow_by_doubling_and_leave_out_blocks_not_begun() -> None:
+def test_tables_grow_in_steps_and_leave_out_blocks_not_begun() -> None:
     blocks = list(range(12))
-    assert fill_up([1], [35], [blocks], BLOCK, spare=24).tables.tolist() == [*range(9), *[24] * 7]
+    assert fill_up([1], [35], [blocks], BLOCK, spare=24).tables.tolist() == [*range(9), *[24] * 3]
 
 
 @pytest.mark.parametrize("cache", [None, KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.INT8])

@@ -10,7 +10,7 @@ import torch
 from engines.quant import KvCacheQuantAlgo
 from engines.reference.codes import E4M3_MAX
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Fp8, Int8, Linear, Smoothed, Stacked
+from engines.reference.linear import Branches, Each, Fp8, Int8, Linear, OneInput, Smoothed, Stacked
 from engines.reference.weights import LayerShard
 
 INT8_MAX = 127
@@ -75,11 +75,16 @@ def _watch_shard(shard: LayerShard, counts: dict[str, Count], *, first: bool) ->
         shard,
         qkv=shared(shard.qkv, "attention.qkv"),
         dense=_watch(shard.dense, "attention.dense", counts),
-        fc=shared(shard.fc, "mlp.fc"),
-        gate=shared(shard.gate, "mlp.gate"),
+        branches=_watch_branches(shard.branches, counts) if first else shard.branches,
         proj=_watch(shard.proj, "mlp.proj", counts),
         kv_codec=codec,
     )
+
+
+def _watch_branches(branches: Branches, counts: dict[str, Count]) -> Branches:
+    if isinstance(branches, (Each, OneInput)):
+        return Each(_watch(branches.first, "mlp.fc", counts), _watch(branches.second, "mlp.gate", counts))
+    return branches
 
 
 def _watch(linear: Linear, name: str, counts: dict[str, Count]) -> Linear:

@@ -21,7 +21,8 @@ from engines.devices import find_device, named_memory_errors
 from engines.errors import InputDataError
 from engines.files import write_json
 from engines.process import Progress, serve_worker
-from engines.reference.layer import rms_norm, run_layer
+from engines.reference.fused import rms_norm
+from engines.reference.layer import run_layer
 from engines.reference.rope import rotary_tables
 from engines.reference.weights import LayerShard, WeightSource
 

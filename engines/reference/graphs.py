@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Blocks of a table at least: below this, more would cost nothing.
-MIN_WIDTH = 8
+# Tokens that a table holds at least: a graph for every length of a short sequence would cost more than it saves.
+MIN_TOKENS = 256
 
 
 class Decode(NamedTuple):
@@ -67,6 +67,7 @@ class Graphs:
         # Graphs share their memory: no two run at once, and what one gives is used before the next.
         self._pool = torch.cuda.graph_pool_handle()
 
+    @torch.inference_mode()
     def replay(self, ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Sequence[int]]) -> torch.Tensor:
         """[n, vocab_size], valid until the next call, for tokens `ids` at `positions` of sequences in `blocks`."""
         step = fill_up(ids, positions, blocks, self._block, self._spare)
@@ -82,11 +83,9 @@ def fill_up(
     ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Sequence[int]], tokens_per_block: int, spare: int
 ) -> Decode:
     """A step of a size that graphs are made for: further rows, and further blocks of each row, are `spare`."""
-    missing = batch_size(len(ids)) - len(ids)
+    missing = size_for(len(ids)) - len(ids)
     needed = [position // tokens_per_block + 1 for position in positions]
-    width = MIN_WIDTH
-    while width < max(needed):
-        width *= 2
+    width = max(size_for(max(needed)), -(-MIN_TOKENS // tokens_per_block))
     tables: list[int] = []
     slots: list[int] = []
     for own, held, position in zip(blocks, needed, positions, strict=True):
@@ -101,7 +100,7 @@ def fill_up(
     )
 
 
-def batch_size(requests: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, .. that holds so many requests."""
-    size = 1 << (requests - 1).bit_length()
-    return size * 3 // 4 if requests <= size * 3 // 4 else size
+def size_for(count: int) -> int:
+    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, .. that holds so many."""
+    size = 1 << (count - 1).bit_length()
+    return size * 3 // 4 if count <= size * 3 // 4 else size

@@ -18,7 +18,7 @@ from engines.mapped_tensors import MappedTensors
 from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 from engines.quantize import unified
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, Stacked, make_linear
+from engines.reference.linear import Linear, Stacked, make_branches, make_linear
 from engines.reference.weights import (
     CPU,
     EMBEDDING,
@@ -108,8 +108,7 @@ class UnifiedFolder:
             dense=self._linear(attention + "o_proj"),
             dense_bias=self._float(attention + "o_proj.bias") if biased else None,
             post_norm=self._float(prefix + "post_attention_layernorm.weight"),
-            fc=self._linear(mlp + "gate_proj"),
-            gate=self._linear(mlp + "up_proj"),
+            branches=make_branches(self._linear(mlp + "gate_proj"), self._linear(mlp + "up_proj")),
             proj=self._linear(mlp + "down_proj"),
             kv_codec=codec,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from engines.reference.fused import add_norm, rms_norm, rotate, swiglu
 from engines.reference.ranks import Ranks, Together
 from engines.reference.weights import LayerShard, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig
@@ -16,14 +17,19 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def apply_layer(
-    ranks: Ranks, shards: Sequence[LayerShard], hidden: torch.Tensor, epsilon: float, attend: Attend
-) -> torch.Tensor:
-    """[T, hidden_size] -> [T, hidden_size], from the shards of the ranks held.
+    ranks: Ranks, shards: Sequence[LayerShard], hidden: torch.Tensor, update: torch.Tensor | None, epsilon: float,
+    attend: Attend,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The residual stream [T, hidden_size] and what is to be added to it, from the shards of the ranks held.
 
-    `attend` is given a contiguous tensor that it may write to.
+    update  what the layer before has left to be added
+    attend  is given a contiguous tensor that it may write to
     """
     first = shards[0]
-    normed = rms_norm(hidden, first.input_norm, epsilon)
+    if update is None:
+        normed = rms_norm(hidden, first.input_norm, epsilon)
+    else:
+        hidden, normed = add_norm(hidden, update, first.input_norm, epsilon)
     if first.dense_bias is not None:
         hidden = hidden + first.dense_bias
     parts = []
@@ -32,14 +38,8 @@ def apply_layer(
         if shard.qkv_bias is not None:
             qkv = qkv + shard.qkv_bias
         parts.append(shard.dense(attend(place, qkv.contiguous())))
-    hidden = hidden + ranks.sum(parts)
-    normed = rms_norm(hidden, first.post_norm, epsilon)
-    parts = []
-    for shard in shards:
-        act = functional.silu(shard.fc(normed), inplace=True)
-        act *= shard.gate(normed)
-        parts.append(shard.proj(act))
-    return hidden + ranks.sum(parts)
+    hidden, normed = add_norm(hidden, ranks.sum(parts), first.post_norm, epsilon)
+    return hidden, ranks.sum([shard.proj(swiglu(*shard.branches(normed))) for shard in shards])
 
 
 @torch.inference_mode()
@@ -73,15 +73,6 @@ def run_layer(
         )
         return out.transpose(1, 2).reshape(batch * length, -1)
 
-    together = Together(len(shards))
-    return apply_layer(together, shards, hidden.reshape(-1, width), config.norm_epsilon, attend).reshape(hidden.shape)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Over the last dimension. The kernel computes in float32 whatever the type of x."""
-    return functional.rms_norm(x, weight.shape, weight, epsilon)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn queries and keys [..., heads, head_size] by their angles [..., 1, head_size], in place."""
-    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=x)
+    rows = hidden.reshape(-1, width)
+    rows, update = apply_layer(Together(len(shards)), shards, rows, None, config.norm_epsilon, attend)
+    return (rows + update).reshape(hidden.shape)

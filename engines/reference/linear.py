@@ -6,6 +6,7 @@ what accumulates in which type. The order of a sum is the library's own. "The mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from engines.quant import QuantAlgo
 from engines.reference.codes import E4M3_MAX, quantize_rows, to_e4m3, to_int8, unpack_int4
+from engines.reference.fused import one_kernel
 
 # The smallest scale of a token, or a token of zeros would divide by zero.
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
@@ -29,6 +31,12 @@ class Linear(Protocol):
     """[T, in] -> [T, out] in the type of the input."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Branches(Protocol):
+    """Two linears of one input: [T, in] -> two of [T, out]."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,15 @@ class Fp8:
     output_scale: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        codes = to_e4m3(x / self.input_scale)
+        return self.product(divide_to_e4m3(x, self.input_scale), x.dtype)
+
+    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of an input in e4m3."""
         if self.codes.dtype == torch.float8_e4m3fn:
-            # The library's epilogue multiplies in float32 and rounds once, as the lines below do.
-            one = torch.ones_like(self.output_scale)
-            return torch._scaled_mm(codes, self.codes.t(), scale_a=self.output_scale, scale_b=one, out_dtype=x.dtype)
-        return (_e4m3_product(codes, self.codes) * self.output_scale).to(x.dtype)
+            # The library's epilogue multiplies in float32 and rounds once, as the line below does.
+            one = _one(x.device)
+            return torch._scaled_mm(x, self.codes.t(), scale_a=self.output_scale, scale_b=one, out_dtype=dtype)
+        return (_e4m3_product(x, self.codes) * self.output_scale).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -96,9 +107,8 @@ class Fp8PerToken:
     row_scale: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        scale = (x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=MIN_TOKEN_SCALE)
-        product = _e4m3_product(to_e4m3(x / scale), self.codes)
-        return (product * scale * self.row_scale).to(x.dtype)
+        codes, scale = tokens_to_e4m3(x)
+        return rescale(_e4m3_product(codes, self.codes), scale, self.row_scale, x.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,8 +125,75 @@ class Int8:
     row_scale: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = _int8_product(to_int8(x / self.input_scale), self.codes)
+        product = _int8_product(divide_to_int8(x, self.input_scale), self.codes)
         return (product * (self.input_scale * self.row_scale)).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Each:
+    """Branches that have nothing in common but their input."""
+
+    first: Linear
+    second: Linear
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+@dataclass(frozen=True)
+class OneProduct:
+    """Branches [out, in] each, one below the other: a GPU reads the one matrix faster than two of half the size."""
+
+    both: Plain
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.both(x).chunk(2, dim=-1)
+        return first, second
+
+
+@dataclass(frozen=True)
+class OneInput:
+    """FP8 branches whose inputs have the same scale, and so the same codes."""
+
+    first: Fp8
+    second: Fp8
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = divide_to_e4m3(x, self.first.input_scale)
+        return self.first.product(codes, x.dtype), self.second.product(codes, x.dtype)
+
+
+def make_branches(first: Linear, second: Linear) -> Branches:
+    """Two linears of one input, what they have in common done once."""
+    # Elsewhere weights are the page cache's memory, and side by side would be a copy.
+    if isinstance(first, Plain) and isinstance(second, Plain) and first.weight.is_cuda:
+        return OneProduct(Plain(torch.cat([first.weight, second.weight])))
+    if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.input_scale, second.input_scale):
+        return OneInput(first, second)
+    return Each(first, second)
+
+
+@one_kernel
+def divide_to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return to_e4m3(x / scale)
+
+
+@one_kernel
+def divide_to_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return to_int8(x / scale)
+
+
+@one_kernel
+def tokens_to_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of [T, in], and what each row was divided by, [T, 1] float32."""
+    scale = (x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=MIN_TOKEN_SCALE)
+    return to_e4m3(x / scale), scale
+
+
+@one_kernel
+def rescale(product: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product of codes times the scales of its rows and of its columns."""
+    return (product * rows * columns).to(dtype)
 
 
 def make_linear(algo: QuantAlgo | None, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
@@ -211,8 +288,13 @@ def _e4m3_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     if weight.dtype != torch.float8_e4m3fn:
         return multiply(x.to(weight.dtype), weight)
-    one = torch.ones((), device=x.device)
+    one = _one(x.device)
     return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+@functools.cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, device=device)
 
 
 def _int8_operand(codes: torch.Tensor) -> torch.Tensor:

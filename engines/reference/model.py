@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from engines.reference.fused import rms_norm, rotate
 from engines.reference.graphs import Decode, Graphs
 from engines.reference.kv_codec import KvCodec
-from engines.reference.layer import apply_layer, rms_norm, rotate
+from engines.reference.layer import apply_layer
 from engines.reference.linear import multiply
 from engines.reference.ranks import Ranks, Together
 from engines.reference.rope import rotary_tables
@@ -106,7 +107,12 @@ class Model:
         shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
         self._pool = torch.zeros(shape, dtype=held, device=self.device)
         self._scratch = torch.empty(0, dtype=held, device=self.device)
-        self._graphs = Graphs(self.decode, tokens_per_block, num_blocks) if self.device.type == "cuda" else None
+        self._graphs = None
+        if self.device.type == "cuda":
+            self._graphs = Graphs(self.decode, tokens_per_block, num_blocks)
+            # One row and several have kernels of their own, which must not be made while a request waits.
+            for rows in (1, 2):
+                self._graphs.replay([0] * rows, [0] * rows, [[num_blocks]] * rows)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -153,14 +159,14 @@ class Model:
             self._pool.index_fill_(1, torch.tensor(begun, device=self.device), 0)
 
     def _run(self, ids: torch.Tensor, step: _Step) -> torch.Tensor:
-        hidden = self._embed(ids)
+        hidden, update = self._embed(ids), None
         place = 0
         for layer in self._weights.layers:
             pools = self._pool[place : place + len(layer)]
             attend = partial(self._attend, step, layer, pools)
-            hidden = apply_layer(self._ranks, layer, hidden, self.config.norm_epsilon, attend)
+            hidden, update = apply_layer(self._ranks, layer, hidden, update, self.config.norm_epsilon, attend)
             place += len(layer)
-        return hidden
+        return hidden if update is None else hidden + update
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         parts = self._weights.embedding

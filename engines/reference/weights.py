@@ -17,7 +17,7 @@ from engines.base import DataType
 from engines.hf_folder import LocatedTensor
 from engines.mapped_tensors import MappedTensors
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, make_linear
+from engines.reference.linear import Branches, Linear, make_branches, make_linear
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import (
     ROTARY_TABLES,
@@ -58,8 +58,7 @@ class LayerShard:
     dense: Linear  # q -> h
     dense_bias: torch.Tensor | None  # [h], whole on every rank
     post_norm: torch.Tensor  # [h]
-    fc: Linear  # h -> f, the activated branch
-    gate: Linear  # h -> f
+    branches: Branches  # h -> f each, the activated one first
     proj: Linear  # f -> h
     kv_codec: KvCodec | None  # None for a cache in the compute type
 
@@ -229,8 +228,7 @@ def read_layer(
         dense=linear(attention + "dense."),
         dense_bias=bias(attention + "dense.bias"),
         post_norm=tensors[prefix + "post_layernorm.weight"].to(dtype),
-        fc=linear(mlp + "fc."),
-        gate=linear(mlp + "gate."),
+        branches=make_branches(linear(mlp + "fc."), linear(mlp + "gate.")),
         proj=linear(mlp + "proj."),
         kv_codec=codec,
     )

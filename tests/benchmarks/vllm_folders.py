@@ -131,8 +131,9 @@ def reference(folder: Path, ids: list[int], dtype: str = "bfloat16") -> Any:
     import torch
 
     from engines.accuracy.models import embed
+    from engines.reference.fused import rms_norm
     from engines.reference.hf_weights import HfFolder, UnifiedFolder
-    from engines.reference.layer import rms_norm, run_layer
+    from engines.reference.layer import run_layer
     from engines.reference.rope import rotary_tables
 
     source = (HfFolder if folder.name == PLAIN else UnifiedFolder)(folder, getattr(torch, dtype))
