@@ -1,7 +1,7 @@
 """The small steps between matrix products, written as PyTorch has them.
 
-Where there is a GPU and a compiler, `one_kernel` makes one kernel of each: their launches and the traffic between them
-cost a step of few requests as much as its products do. Every line rounds to the type it says, compiled or not.
+In a step that is recorded as a CUDA graph each is one kernel, where there is a compiler: many small ones take as long
+as the products of few requests do. Every line rounds to the type it says, compiled or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -19,17 +21,27 @@ from torch.nn import functional
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_recorded = ContextVar("recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """What runs in this block is recorded, or goes ahead of a recording to set up what is."""
+    token = _recorded.set(_can_compile())
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
 
 
 def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function` of tensors, the first of which tells the device; as few kernels as can be on a GPU."""
+    """`function`, compiled while a step is recorded. Elsewhere a call of compiled code costs more than its kernels."""
     compiled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal compiled
-        first = args[0]
-        if not (isinstance(first, torch.Tensor) and first.is_cuda and _can_compile()):
+        if not _recorded.get():
             return function(*args, **kwargs)
         if compiled is None:
             # For any number of rows, and rounding between two operations as they do one by one.
@@ -73,6 +85,7 @@ def swiglu(activated: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 @one_kernel
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn queries and keys [..., heads, head_size] by their angles [..., 1, head_size], in place."""
-    x.copy_(torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin))
+def rotated(x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first `turned` of [..., heads, head_size], queries and keys, turned by their angles [..., 1, head_size]."""
+    x, values = x[..., :turned, :], x[..., turned:, :]
+    return torch.cat((torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin), values), dim=-2)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engines.reference.fused import recorded
+
 # Tokens that a table holds at least: a graph for every length of a short sequence would cost more than it saves.
 MIN_TOKENS = 256
 
@@ -41,13 +43,13 @@ class _Recorded:
         # Libraries choose and set up what they run when they first meet a size, which cannot be recorded.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), recorded():
             for _ in range(2):
                 run(inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, such as NCCL's watchdog, may go on asking the driver.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), recorded():
             self._output = run(inputs)
 
     def replay(self, step: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from engines.reference.fused import add_norm, rms_norm, rotate, swiglu
+from engines.reference.fused import add_norm, rms_norm, rotated, swiglu
 from engines.reference.ranks import Ranks, Together
 from engines.reference.weights import LayerShard, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig
@@ -23,7 +23,6 @@ def apply_layer(
     """The residual stream [T, hidden_size] and what is to be added to it, from the shards of the ranks held.
 
     update  what the layer before has left to be added
-    attend  is given a contiguous tensor that it may write to
     """
     first = shards[0]
     if update is None:
@@ -37,7 +36,7 @@ def apply_layer(
         qkv = shard.qkv(normed)
         if shard.qkv_bias is not None:
             qkv = qkv + shard.qkv_bias
-        parts.append(shard.dense(attend(place, qkv.contiguous())))
+        parts.append(shard.dense(attend(place, qkv)))
     hidden, normed = add_norm(hidden, ranks.sum(parts), first.post_norm, epsilon)
     return hidden, ranks.sum([shard.proj(swiglu(*shard.branches(normed))) for shard in shards])
 
@@ -59,8 +58,7 @@ def run_layer(
     cos, sin = (table.to(hidden.dtype)[:, None] for table in (cos, sin))
 
     def attend(place: int, qkv: torch.Tensor) -> torch.Tensor:
-        x = qkv.view(batch, length, heads + 2 * kv, config.head_size)
-        rotate(x[:, :, : heads + kv], cos, sin)
+        x = rotated(qkv.reshape(batch, length, heads + 2 * kv, config.head_size), heads + kv, cos, sin)
         cached, codec = x[:, :, heads:], shards[place].kv_codec
         if codec is not None:
             cached = codec.decode(codec.encode(cached), hidden.dtype)

@@ -5,10 +5,11 @@ engines run in that of `--engine-python`, which has torch and vLLM. Each section
 are kept with its date, machine, versions and commands in the JSON; the page is written from that file alone.
 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
-        [--resume] [--json FILE.json] [--report FILE.md]
+        [--resume] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
 
 SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one. `--resume` goes on with
-sections that broke off today, on this machine and with these versions.
+sections that broke off today, on this machine and with these versions. On a host of several GPUs two of these may run
+at once, each with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the other one does, for the page.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> int:
     options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy")
     options.add_argument("--only", default=",".join(SECTIONS))
     options.add_argument("--resume", action="store_true")
+    options.add_argument("--beside", default="")
     options.add_argument("--json", type=Path, default=Path("docs/measurements/h200.json"))
     options.add_argument("--report", type=Path, default=Path("docs/measurements/h200.md"))
     chosen = options.parse_args()
@@ -57,7 +59,7 @@ def main() -> int:
             continue
         place = Place(scratch, chosen.engine_python, gpu)
         found = place.inside("machine")
-        keeper = Keeper(chosen.json, kept, name, place, about(gpus, found), resume=chosen.resume)
+        keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
         if name == "accuracy":
             sections.accuracy(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
         else:
@@ -103,10 +105,11 @@ def _settled(about: dict[str, Any]) -> list[Any]:
     return [about.get("date"), machine, about.get("versions")]
 
 
-def about(gpus: tuple[Gpu, ...], found: dict[str, Any]) -> dict[str, Any]:
-    """When a section is measured, where and with what."""
+def about(gpus: tuple[Gpu, ...], found: dict[str, Any], beside: str) -> dict[str, Any]:
+    """When a section is measured, where, with what, and beside what on the host's other GPUs."""
     return {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "beside": beside,
         "machine": {
             "gpu": gpus[0].name, "gpus": len(gpus), "sm": gpus[0].sm, "memory_mib": gpus[0].total_mib,
             "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),

@@ -36,10 +36,11 @@ def _where(section: Mapping[str, Any]) -> str:
     machine, versions = section["machine"], section["versions"]
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     gpus = f"{machine['gpus']} x " if machine["gpus"] > 1 else ""
+    beside = f" Meanwhile another GPU of the host ran: {section['beside']}." if section.get("beside") else ""
     return (
         f"{section['date']}, {gpus}{machine['gpu']} (SM{machine['sm']}), driver {machine['driver']}, CUDA "
         f"{machine['cuda']}, {machine['cores']} cores; {named}. A copy within the GPU moves "
-        f"{machine['bandwidth_gbs']:,.0f} GB/s. {section['seconds']:.0f} s.\n"
+        f"{machine['bandwidth_gbs']:,.0f} GB/s. {section['seconds']:.0f} s.{beside}\n"
     )
 
 
