@@ -130,23 +130,10 @@ def reference(folder: Path, ids: list[int], dtype: str = "bfloat16") -> Any:
     """[len(ids) - 1] log-probabilities of every token after the first, as our runtime computes them in `dtype`."""
     import torch
 
-    from engines.accuracy.models import embed
-    from engines.reference.fused import rms_norm
-    from engines.reference.hf_weights import HfFolder, UnifiedFolder
-    from engines.reference.layer import run_layer
-    from engines.reference.rope import rotary_tables
+    from tests.benchmarks.distributions import distributions
 
-    source = (HfFolder if folder.name == PLAIN else UnifiedFolder)(folder, getattr(torch, dtype))
-    tokens = torch.tensor([ids])
-    with torch.inference_mode():
-        hidden = embed(source, tokens)
-        tables = rotary_tables(source.config, len(ids))
-        for index in range(source.config.num_hidden_layers):
-            hidden = run_layer(source.config, source.layer(index), hidden, *tables)
-        norm, head, _ = source.head()
-        states = rms_norm(hidden[0, :-1], norm, source.config.norm_epsilon)
-        logits = states.float() @ torch.cat(list(head)).float().t()
-        return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    told = distributions(folder, torch.tensor([ids]), getattr(torch, dtype), torch.device("cpu"))
+    return told[0].gather(1, torch.tensor(ids)[1:, None])[:, 0].numpy()
 
 
 def merge(folder: Path, out: Path) -> Path:

@@ -196,17 +196,31 @@ def vllm_scores(engine: str, rows: str, out: str, greedy: list[list[int]], new: 
 
 
 def reference_scores(
-    engines: dict[str, str], vllm: dict[str, str], rows: str, greedy: list[list[int]], new: int
+    engines: dict[str, str], folders: dict[str, str], vllm: dict[str, str], rows: str, greedy: list[list[int]], new: int
 ) -> Any:
     """How far the reference runtime's distributions are from each other's and from vLLM's, over the same rows.
 
-    engines  folders by precision, "bf16" first; vllm: what `vllm_scores` wrote, by precision
+    engines  the reference runtime's by precision, "bf16" first
+    folders  vLLM's by precision; our arithmetic computes them as well, in bfloat16 and in float32
+    vllm     what `vllm_scores` wrote of them
     """
     import torch
+
+    from tests.benchmarks.distributions import distributions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = np.load(rows)
     out: dict[str, Any] = {"greedy": {}, "pairs": []}
+    for name, folder in folders.items():
+        same = [
+            distributions(Path(folder), torch.from_numpy(tokens).long(), dtype, torch.device(device))
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        pairs = [_whole(exact, rounded) for rounded, exact in zip(*same, strict=True)]
+        out["pairs"].append({"of": f"folder {name} in float32", "to": f"folder {name}", **_mean(pairs)})
+        if name in vllm:
+            pairs = _told(vllm[name], same[0])
+            out["pairs"].append({"of": f"vLLM {name}", "to": f"folder {name}", **_mean(pairs)})
     plain: list[Any] = []
     for name, folder in engines.items():
         one = Reference(Path(folder))
@@ -219,17 +233,23 @@ def reference_scores(
         # Each of vLLM's against ours of the same precision, and against ours as it was before it was quantized.
         for other, path in vllm.items():
             if name in (other, "bf16"):
-                told = np.load(path)
-                pairs = [
-                    _partly(torch.from_numpy(ids).to(device).long(), torch.from_numpy(there).to(device), log)
-                    for ids, there, log in zip(told["ids"], told["logprobs"], logs, strict=True)
-                ]
-                out["pairs"].append({"of": f"vLLM {other}", "to": f"reference {name}", **_mean(pairs)})
+                out["pairs"].append({"of": f"vLLM {other}", "to": f"reference {name}", **_mean(_told(path, logs))})
         out["greedy"][name] = _greedy(one, greedy, new)
         del one, logs
         if device == "cuda":
             torch.cuda.empty_cache()
     return out
+
+
+def _told(path: str, logs: Iterable[Any]) -> list[tuple[float, float, int]]:
+    """`_partly` of what `vllm_scores` wrote in `path`, row by row."""
+    import torch
+
+    told = np.load(path)
+    return [
+        _partly(torch.from_numpy(ids).to(log.device).long(), torch.from_numpy(there).to(log.device), log)
+        for ids, there, log in zip(told["ids"], told["logprobs"], logs, strict=True)
+    ]
 
 
 def _context_logits(one: Reference, tokens: Any) -> list[Any]:

@@ -70,7 +70,10 @@ def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             f"Distributions over {result['rows']} x {result['length']} tokens of held-out text; vLLM runs our Hugging "
             "Face folder,\nthe reference runtime our TensorRT-LLM checkpoint of the same quantization. KL in nats a "
             "token; where vLLM is one side,\nit tells its 64 likeliest tokens and all others count as one, so that it "
-            "is a lower bound. bf16 against bf16 is the\nnoise of two implementations.\n",
+            "is a lower bound. Folder: our\narithmetic on the folder that vLLM runs, a matrix at a time. What float32 "
+            "in place of bfloat16 moves there is rounding's\nown noise, and no two implementations can be nearer. FP8 "
+            "KV: vLLM and our arithmetic on the folder read a prompt's own\nkeys through the cache, the reference "
+            "runtime, as TensorRT-LLM, takes them as they were computed.\n",
             "| of | to | mean KL | same likeliest token | places |",
             "|---|---|---|---|---|",
             *rows,

@@ -38,6 +38,9 @@ def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> No
     """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
     from tokenizers import Tokenizer
 
+    given, smollm2 = smollm2, place.scratch / "smollm2"
+    smollm2.unlink(missing_ok=True)
+    smollm2.symlink_to(given)  # under a name that commands can be told by
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
     heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=LENGTH)
@@ -45,14 +48,18 @@ def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> No
     np.save(rows, calibration.samples(smollm2, heldout).astype(np.int32))
     engines = {dtype: str(place.build(smollm2, dtype, "reference") / "engine") for dtype in (*PRECISIONS, "int8")}
     told: dict[str, str] = {}
+    folders: dict[str, str] = {}
     answers: dict[str, Any] = {}
     for dtype in PRECISIONS:
         engine = place.build(smollm2, dtype, "vllm") / "engine"
+        folders[dtype] = str(engine)
         told[dtype] = str(place.scratch / f"{dtype}.npz")
         answers[dtype] = place.inside(
             "vllm_scores", engine=str(engine), rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
         )
-    found = place.inside("reference_scores", engines=engines, vllm=told, rows=str(rows), greedy=prompts, new=NEW)
+    found = place.inside(
+        "reference_scores", engines=engines, folders=folders, vllm=told, rows=str(rows), greedy=prompts, new=NEW
+    )
     greedy = []
     for dtype in PRECISIONS:
         pairs = list(zip(answers[dtype]["greedy"], found["greedy"][dtype], strict=True))

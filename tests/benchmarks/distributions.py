@@ -1,0 +1,30 @@
+"""What a folder's model says of every place of some rows, as our runtime's arithmetic has it, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engines.accuracy.models import embed
+from engines.quantize.unified import DETAILS
+from engines.reference.fused import rms_norm
+from engines.reference.hf_weights import HfFolder, UnifiedFolder
+from engines.reference.layer import run_layer
+from engines.reference.rope import rotary_tables
+
+
+@torch.inference_mode()
+def distributions(folder: Path, rows: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[n, length - 1, vocabulary] log-probabilities of what follows, for token ids [n, length].
+
+    folder  a Hugging Face folder, plain or ModelOpt's quantized one; computed in `dtype`
+    """
+    source = (UnifiedFolder if (folder / DETAILS).is_file() else HfFolder)(folder, dtype, device)
+    hidden = embed(source, rows)
+    tables = tuple(table.to(device) for table in rotary_tables(source.config, rows.shape[1]))
+    for index in range(source.config.num_hidden_layers):
+        hidden = run_layer(source.config, source.layer(index), hidden, *tables)
+    norm, head, _ = source.head()
+    states = rms_norm(hidden[:, :-1], norm, source.config.norm_epsilon)
+    return (states.float() @ torch.cat(list(head)).float().t()).log_softmax(-1)
