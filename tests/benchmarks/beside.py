@@ -59,6 +59,8 @@ def run(
     client, *_, core = sorted(os.sched_getaffinity(0)) * 2
     server = KnownProcess.start(timing, scratch / "truth.jsonl", cpu=core)
     said = scratch / "said.log"
+    # As an installed command has it: its modules are compiled once. Where Python may not keep them every start does it.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with said.open("wb") as log:
         began = time.monotonic_ns()
         # A session of its own, so that all of its processes can be ended.
@@ -67,7 +69,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=None if environment is None else {**os.environ, **environment},
+            env={**kept, **(environment or {})},
             start_new_session=True,
         )
     threading.Thread(target=watch, args=(process,), daemon=True).start()

@@ -154,6 +154,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         for protocol in args.protocols.split(","):
+            # Compiles what is not compiled yet.
+            command(protocol, Timing(ttft_s=TTFT_S, itl_s=0.001), ["--concurrency", "4", "--requests", "8"], scratch)
             for level in args.levels.split(","):
                 streams, itl = level.split(":")
                 for kernel in (False, True):
