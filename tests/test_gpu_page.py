@@ -39,16 +39,16 @@ def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
         "protocol": "grpc", "concurrency": 256, "tokens_per_s": 9500.0, "ttft_p50_ms": 41.0, "itl_p50_ms": None,
         "itl_p99_ms": 12.25, "failed": 2, "valid": False,
     }  # fmt: skip
+    waves = {**row, "pattern": "waves", "tokens_per_s": 19_000.0, "failed": 0, "valid": True}
     result = {
-        "fp8": {"in_process": {"256": {"waves": 20000.0, "steady": 10000.0}}, "served": [row]},
+        "fp8": {"in_process": {"256": {"waves": 20000.0, "steady": 10000.0}}, "served": [row, waves]},
         "bf16": {"in_process": {"256": {"waves": 16000.0, "steady": 8000.0}}, "served": []},
     }
     text = page.render({"engine": section(result)})
     assert "| fp8 | 256 | 20,000 | 1.25 | 10,000 | 1.25 |" in text
-    expected = (
-        "| fp8 | Triton gRPC | 256 | 9,500 | 95.0% | 41 | - / 12.2 | INVALID: the client was the limit 2 failed |"
-    )
-    assert expected in text
+    steady = "| fp8 | Triton gRPC | 256 | steady | 9,500 | 95.0% | 41 | - / 12.2 |"
+    assert f"{steady} INVALID: the client was the limit 2 failed |" in text
+    assert "| fp8 | Triton gRPC | 256 | waves | 19,000 | 95.0% | 41 | - / 12.2 |  |" in text
 
 
 def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:

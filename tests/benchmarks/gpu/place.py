@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS
+from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
 
 ROOT = Path(__file__).parents[3]
 # Of every engine measured; calibration by the text that is shipped, for nothing can be downloaded.
@@ -114,25 +114,29 @@ class Place:
         finally:
             self.trtpipe("stop")
 
-    def bench(self, levels: Sequence[int], protocols: str, seconds: float) -> list[dict[str, Any]]:
-        """The load tester's rows of the running server: protocol, load, tokens_per_s, times, and its verdict."""
+    def bench(self, concurrency: int, protocol: str, seconds: float | None) -> dict[str, Any]:
+        """What the load tester says of the running server; `seconds` as `served` takes it."""
         path = self.scratch / "reports" / f"{time.time_ns()}.json"
+        # Without a warm-up all places start together.
+        waves = ["--warmup", "0", "--requests", str(WAVES * concurrency)]
         words = [
-            "bench", "--protocol", protocols, "--model", "tensorrt_llm", "--concurrency", ",".join(map(str, levels)),
-            "--duration", f"{seconds:g}", "--input-tokens", INPUT, "--output-tokens", OUTPUT, "--report", str(path),
+            "bench", "--protocol", protocol, "--model", "tensorrt_llm", "--concurrency", str(concurrency),
+            *(waves if seconds is None else ["--duration", f"{seconds:g}"]),
+            "--input-tokens", INPUT, "--output-tokens", OUTPUT, "--report", str(path),
             # Triton answers all streams of a connection from one thread.
-            *(["--connections", CONNECTIONS] if protocols == "grpc" else []),
+            *(["--connections", CONNECTIONS] if protocol == "grpc" else []),
         ]  # fmt: skip
         try:
             self.trtpipe(*words)
         except subprocess.CalledProcessError:
             if not path.exists():
                 raise
-        return served_rows(json.loads(path.read_text(encoding="utf-8")))
+        (row,) = served_rows(json.loads(path.read_text(encoding="utf-8")))
+        return {**row, "pattern": "waves" if seconds is None else "steady"}
 
 
 def served_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What is kept of a report of the load tester."""
+    """What is kept of a report of the load tester, a row for each level."""
     rows = []
     for level in report["levels"]:
         metrics = level["metrics"]
