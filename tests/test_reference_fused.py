@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from engines.reference import fused
 from engines.reference.fused import add_norm, one_kernel, recorded, rms_norm, rotated, swiglu
@@ -66,21 +67,21 @@ def test_compiled_they_compute_the_same(rows: int, cache: Path) -> None:
     assert list(cache.rglob("*.cpp"))
 
 
-def test_only_a_recorded_step_is_compiled() -> None:
-    seen = []
-
+def test_only_a_recorded_step_is_compiled_and_once_for_any_number_of_rows() -> None:
     @one_kernel
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.compiler.is_compiling())
-        return x * 2
+    def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight
 
-    assert doubled(torch.tensor([1.0])).tolist() == [2.0]
-    assert seen == [False]
+    def run(rows: int) -> int:
+        """How many graphs were made for it."""
+        before = counters["stats"]["unique_graphs"]
+        assert scaled(torch.full((rows, 4), 1.5), torch.full((4,), 2.0)).tolist() == [[3.0] * 4] * rows
+        return int(counters["stats"]["unique_graphs"] - before)
+
+    assert run(3) == 0
     with recorded():
-        assert doubled(torch.tensor([1.5])).tolist() == [3.0]
-    assert seen[1:] == [True]
-    doubled(torch.tensor([1.0]))
-    assert seen[-1] is False
+        assert [run(rows) for rows in (3, 7, 4, 1, 9)] == [1, 0, 0, 1, 0]
+    assert run(3) == 0
 
 
 def test_without_a_compiler_everything_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

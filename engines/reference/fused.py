@@ -35,7 +35,10 @@ def recorded() -> Iterator[None]:
 
 
 def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, compiled while a step is recorded. Elsewhere a call of compiled code costs more than its kernels."""
+    """`function`, compiled while a step is recorded. Elsewhere a call of compiled code costs more than its kernels.
+
+    The first dimension of every tensor of two or more is the rows.
+    """
     compiled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -44,9 +47,14 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not _recorded.get():
             return function(*args, **kwargs)
         if compiled is None:
-            # For any number of rows, and rounding between two operations as they do one by one.
-            compiled = torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
-        return compiled(*args, **kwargs)
+            # Rounding between two operations as they do one by one.
+            compiled = torch.compile(function, options={"emulate_precision_casts": True})
+        # For any number of rows, all else as it is: numbers that are not known cost a division for each element.
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and len(tensor) > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            return compiled(*args, **kwargs)
 
     return call
 
@@ -57,6 +65,7 @@ def _can_compile() -> bool:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         return False
+    import torch._dynamo
     import torch._inductor.config
 
     # They are few and small: a pool of processes to make them would cost more than it saves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -144,7 +144,7 @@ class Each:
 class OneProduct:
     """Branches [out, in] each, one below the other: a GPU reads the one matrix faster than two of half the size."""
 
-    both: Plain
+    both: Plain | Fp8
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = self.both(x).chunk(2, dim=-1)
@@ -169,6 +169,9 @@ def make_branches(first: Linear, second: Linear) -> Branches:
     if isinstance(first, Plain) and isinstance(second, Plain) and first.weight.is_cuda:
         return OneProduct(Plain(torch.cat([first.weight, second.weight])))
     if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.input_scale, second.input_scale):
+        if first.codes.is_cuda and torch.equal(first.output_scale, second.output_scale):
+            codes = torch.cat([first.codes.view(torch.int8), second.codes.view(torch.int8)])
+            return OneProduct(replace(first, codes=codes.view(first.codes.dtype)))
         return OneInput(first, second)
     return Each(first, second)
 
