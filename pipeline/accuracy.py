@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engines.accuracy.job import LayerError, Measured, Saturation, measure
-from engines.errors import HostError, StageFailed
+from engines.errors import StageFailed
 from engines.quant import KvCacheQuantAlgo, QuantRecipe, Thresholds
-from pipeline.folders import write_whole
 
 __all__ = ["LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure"]
 
@@ -72,7 +70,7 @@ class Report:
         )
 
     def refusal(self, report: Path | None = None) -> StageFailed:
-        """The error for a gate that failed; `report` is the folder that `write` was given, if it is kept."""
+        """The error for a gate that failed; `report` is the folder of its files, if it is kept."""
         layer = self.worst[0]
         worst = f"most goes wrong in layer {layer.layer}, {percent(layer.local)} of what it adds"
         place = f"see {report / HTML_NAME}, then " if report is not None else ""
@@ -111,21 +109,6 @@ class Report:
             "worst_layers": [layer.layer for layer in self.worst],
             **asdict(found),
         }
-
-    def write(self, folder: Path) -> None:
-        """Write accuracy.json and accuracy.html into `folder`, which is made if need be. Raises HostError."""
-        from pipeline.accuracy_page import render
-
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / JSON_NAME, json.dumps(self.to_dict(), indent=4, allow_nan=False) + "\n")
-            write_whole(folder / HTML_NAME, render(self))
-        except OSError as error:
-            raise HostError(
-                f"the accuracy report cannot be written to {folder}",
-                why=error.strerror or str(error),
-                remedy="give another place for it",
-            ) from None
 
 
 def matching_recipe(measured: Measured, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:

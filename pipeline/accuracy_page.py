@@ -1,17 +1,18 @@
-"""accuracy.html: the report as one page that needs nothing else, neither network nor script."""
+"""A report of accuracy as files: JSON, and one page that needs nothing else, neither network nor script."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from engines.accuracy.job import LayerError
+from engines.errors import HostError
 from pipeline import pages
-
-if TYPE_CHECKING:
-    from pipeline.accuracy import Report
+from pipeline.accuracy import HTML_NAME, JSON_NAME, Report, number, percent
+from pipeline.folders import write_whole
 
 # Sizes of the plot, in CSS pixels.
 HEIGHT = 220
@@ -65,13 +66,25 @@ class Chart:
     bar: int = BAR
 
 
+def write(report: Report, folder: Path) -> None:
+    """Write accuracy.json and accuracy.html into `folder`, which is made if need be. Raises HostError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / JSON_NAME, json.dumps(report.to_dict(), indent=4, allow_nan=False) + "\n")
+        write_whole(folder / HTML_NAME, render(report))
+    except OSError as error:
+        raise HostError(
+            f"the accuracy report cannot be written to {folder}",
+            why=error.strerror or str(error),
+            remedy="give another place for it",
+        ) from None
+
+
 def render(report: Report) -> str:
     """The page for a report."""
-    from pipeline import accuracy
-
     return pages.render(
         "accuracy.html.j2", report=report, measured=report.measured, chart=chart(report.measured.layers),
-        number=accuracy.number, percent=accuracy.percent,
+        number=number, percent=percent,
     )  # fmt: skip
 
 

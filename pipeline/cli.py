@@ -309,7 +309,7 @@ def verify(
 ) -> None:
     """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
     from engines.base import CalibrationConfig
-    from pipeline import accuracy, calibration, config, console
+    from pipeline import accuracy, accuracy_page, calibration, config, console
 
     chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
     ids = calibration.samples(original, chosen)
@@ -320,7 +320,7 @@ def verify(
     recipe = accuracy.matching_recipe(measured, config.load_quant_recipes())
     report = accuracy.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
-        report.write(report_dir)
+        accuracy_page.write(report, report_dir)
     if as_json:
         console.result_json(report.to_dict())
     else:
@@ -597,13 +597,12 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Follow a server: requests, tokens, KV-cache blocks, queue and latency."""
-    from pipeline import servers
-    from pipeline import top as following
+    from pipeline import console_top, servers
 
     found = None if url is not None else servers.find_running(_store(), server)
     name = found.name if found else str(url)
     where = found.endpoints.metrics_url if found else str(url)
-    following.run(where, name, interval=interval, once=once, as_json=as_json)
+    console_top.run(where, name, interval=interval, once=once, as_json=as_json)
 
 
 @app.command()

@@ -25,7 +25,7 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
     """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
     from pipeline import console
     from pipeline.registry import ship
-    from pipeline.registry.base import open_registry
+    from pipeline.registry.address import open_registry
     from pipeline.store import Store, default_home
 
     wanted = ship.choose(only)
@@ -49,7 +49,7 @@ def pull(
     """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off."""
     from pipeline import console
     from pipeline.registry import ship
-    from pipeline.registry.base import open_registry
+    from pipeline.registry.address import open_registry
     from pipeline.store import Store, default_home
 
     wanted = ship.choose(only)
@@ -79,7 +79,7 @@ def search(
 
     from pipeline import console
     from pipeline.registry import ship
-    from pipeline.registry.base import open_registry
+    from pipeline.registry.address import open_registry
 
     registry = open_registry(url)
     found = ship.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from engines.errors import HostError, UsageError
 from pipeline.console import result_json, size
+from pipeline.top import Snapshot, metrics_url, watch
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
     from pipeline.metrics import EngineFigures, Figures, GpuFigures
-    from pipeline.top import Snapshot
 
+SHORTEST_INTERVAL_S = 0.1
 BAR_WIDTH = 30
 # Above the first, new requests begin to wait for blocks; above the second, they do.
 KV_TIGHT, KV_FULL = 0.8, 0.95
+
+
+def run(url: str, name: str, *, interval: float, once: bool, as_json: bool) -> None:
+    """Show a server until Ctrl-C, or once: after one interval, because rates need two scrapes.
+
+    Raises UsageError for an impossible URL or interval, HostError when there are no metrics to begin with.
+    """
+    if not math.isfinite(interval) or interval < SHORTEST_INTERVAL_S:
+        raise UsageError(f"an interval of {interval:g} s is not possible", remedy=f"{SHORTEST_INTERVAL_S} is the least")
+    snapshots = watch(metrics_url(url), name, interval=interval)
+    try:
+        first = _require(next(snapshots))
+        if once:
+            show_once(_require(next(snapshots)), as_json=as_json)
+        else:
+            show(itertools.chain([first], snapshots), as_json=as_json)
+    except KeyboardInterrupt:
+        pass  # how one leaves
+    finally:
+        snapshots.close()
 
 
 def show(snapshots: Iterable[Snapshot], *, as_json: bool) -> None:
@@ -46,6 +70,16 @@ def show_once(snapshot: Snapshot, *, as_json: bool) -> None:
         console.print(render(snapshot))
     else:
         print("\n".join(lines(snapshot)))
+
+
+def _require(snapshot: Snapshot) -> Snapshot:
+    if not snapshot.up:
+        raise HostError(
+            f"no Triton metrics at {snapshot.url}",
+            why=snapshot.why,
+            remedy="start a server with `trtpipe serve`, or give the URL of one's metrics port (8002 by default)",
+        )
+    return snapshot
 
 
 def _console() -> Console:

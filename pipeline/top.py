@@ -5,8 +5,6 @@ A server that does not answer is a Snapshot too, so that whoever watches sees it
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
@@ -14,7 +12,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from engines.errors import HostError, InputDataError, UsageError
-from pipeline import console_top
 from pipeline.metrics import KNOWN, Figures, Scrape, derive, parse
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
 # Triton answers in a few milliseconds; one that needs longer is as good as gone for whoever looks at it live.
 TIMEOUT_S = 5.0
-SHORTEST_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +34,6 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def run(url: str, name: str, *, interval: float, once: bool, as_json: bool) -> None:
-    """Show a server until Ctrl-C, or once: after one interval, because rates need two scrapes.
-
-    Raises UsageError for an impossible URL or interval, HostError when there are no metrics to begin with.
-    """
-    if not math.isfinite(interval) or interval < SHORTEST_INTERVAL_S:
-        raise UsageError(f"an interval of {interval:g} s is not possible", remedy=f"{SHORTEST_INTERVAL_S} is the least")
-    snapshots = watch(metrics_url(url), name, interval=interval)
-    try:
-        first = _require(next(snapshots))
-        if once:
-            console_top.show_once(_require(next(snapshots)), as_json=as_json)
-        else:
-            console_top.show(itertools.chain([first], snapshots), as_json=as_json)
-    except KeyboardInterrupt:
-        pass  # how one leaves
-    finally:
-        snapshots.close()
 
 
 def metrics_url(url: str) -> str:
@@ -122,13 +98,3 @@ def scrape_once(client: httpx.Client, url: str, clock: Callable[[], float] = tim
     if not any(sample.family in KNOWN for sample in scrape.samples):
         raise HostError("no metrics", why="none of the families is one of Triton's")
     return scrape
-
-
-def _require(snapshot: Snapshot) -> Snapshot:
-    if not snapshot.up:
-        raise HostError(
-            f"no Triton metrics at {snapshot.url}",
-            why=snapshot.why,
-            remedy="start a server with `trtpipe serve`, or give the URL of one's metrics port (8002 by default)",
-        )
-    return snapshot

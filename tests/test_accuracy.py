@@ -533,7 +533,7 @@ def test_the_page(tmp_path: Path, count: int) -> None:
     layers = tuple(LayerError(layer=i, local=0.1 / (i + 1), accumulated=0.01 * i) for i in range(count))
     name = '<script>alert("x")</script> & co'
     report = Report(recipe=name, thresholds=STRICT, measured=measured(layers=layers))
-    report.write(tmp_path / "deep" / "report")
+    accuracy_page.write(report, tmp_path / "deep" / "report")
     text = (tmp_path / "deep" / "report" / "accuracy.html").read_text(encoding="utf-8")
     assert "<script" not in text
     page = Page(text)
@@ -569,7 +569,7 @@ def test_the_page_tells_of_clipping(tmp_path: Path) -> None:
 def test_reports_are_written_again_and_elsewhere(tmp_path: Path) -> None:
     report = Report(recipe="int8-sq", thresholds=STRICT, measured=measured())
     for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
-        report.write(folder)
+        accuracy_page.write(report, folder)
         assert sorted(path.name for path in folder.iterdir()) == ["accuracy.html", "accuracy.json"]
     value = json.loads((tmp_path / "b" / "accuracy.json").read_text())
     assert value["passed"] is False
@@ -580,7 +580,7 @@ def test_reports_are_written_again_and_elsewhere(tmp_path: Path) -> None:
     assert value["saturation"][0] == {"layer": 3, "linear": "mlp.proj", "beyond": 12, "inputs": 1000}
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match="cannot be written"):
-        report.write(tmp_path / "file")
+        accuracy_page.write(report, tmp_path / "file")
 
 
 @pytest.mark.parametrize(

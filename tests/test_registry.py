@@ -20,7 +20,8 @@ import requests
 from engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from pipeline.gc import find_garbage
 from pipeline.registry import fetch, files, oci_upload, parts, ship
-from pipeline.registry.base import Blob, Registry, open_registry
+from pipeline.registry.address import open_registry
+from pipeline.registry.base import Blob, Registry
 from pipeline.runner import RunFolder, execute
 from pipeline.store import Store
 from tests import hub_server, nvidia_smi, registries

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from engines.errors import HostError, UsageError
 from pipeline import console_top, top
+from pipeline.console_top import run
 from pipeline.metrics import Figures, GpuFigures
-from pipeline.top import Snapshot, metrics_url, run, watch
+from pipeline.top import Snapshot, metrics_url, watch
 
 SERIES = """\
 # TYPE nv_inference_request_success counter
@@ -230,7 +231,7 @@ def three_looks(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> Clock:
     def with_clock(url: str, name: str, *, interval: float) -> Generator[Snapshot, None, None]:
         return real(url, name, interval=interval, clock=clock, sleep=clock.sleep)
 
-    monkeypatch.setattr(top, "watch", with_clock)
+    monkeypatch.setattr(console_top, "watch", with_clock)
     return clock
 
 

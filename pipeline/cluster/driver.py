@@ -67,7 +67,7 @@ class Cluster:
         self._exchange: Any = None
         if exchange is not None:
             from pipeline.cluster.exchange import Exchange
-            from pipeline.registry.base import open_registry
+            from pipeline.registry.address import open_registry
 
             self._exchange = Exchange(open_registry(exchange))
         self._told = told

@@ -75,7 +75,7 @@ def run_stage(order: Order, tell: Tell) -> Answer:
         exchange = None
         if order.exchange:
             from pipeline.cluster.exchange import Exchange
-            from pipeline.registry.base import open_registry
+            from pipeline.registry.address import open_registry
 
             exchange = Exchange(open_registry(order.exchange))
         inputs = {}

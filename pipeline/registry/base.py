@@ -1,14 +1,13 @@
-"""What a registry does, and which one a URL names."""
+"""What a registry does."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.errors import InputDataError, UsageError
+from engines.errors import InputDataError, UsageError, suggestion
 
 # Called with a number of bytes that have just been moved.
 Moved = Callable[[int], None]
@@ -48,30 +47,6 @@ class Registry(Protocol):
         """What was published. Raises UsageError for a target that is not there."""
 
 
-def open_registry(url: str) -> Registry:
-    """Raises UsageError for a URL of no form that is known, HostError for what is not installed or not reached."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        if not url or re.match("[a-z0-9]{2,}:", url):
-            raise UsageError(f"'{url}' is no address", remedy="give for example s3://bucket/prefix, or a folder")
-        from pipeline.registry.files import FileRegistry
-
-        return FileRegistry.open(Path(url).absolute().as_uri(), url)
-    if not rest.strip("/"):
-        raise UsageError(f"{url} names no place", remedy="give for example s3://bucket/prefix")
-    if scheme == "oci":
-        from pipeline.registry.oci import OciRegistry
-
-        return OciRegistry.open(url)
-    if scheme == "hf":
-        from pipeline.registry.hub import HubRegistry
-
-        return HubRegistry.at(url)
-    from pipeline.registry.files import FileRegistry
-
-    return FileRegistry.open(url, url)
-
-
 def missing(blob: Blob, registry: Registry) -> InputDataError:
     return InputDataError(
         f"{registry.url} lacks the file sha256:{blob.sha256[:12]}", why="somebody has removed it",
@@ -80,8 +55,6 @@ def missing(blob: Blob, registry: Registry) -> InputDataError:
 
 
 def unknown_target(target: str, registry: Registry) -> UsageError:
-    from engines.errors import suggestion
-
     there = registry.targets()
     remedy = suggestion(target, there) if there else "push one with `trtpipe push`"
     return UsageError(f"{registry.url} has no target '{target}'", remedy=remedy)

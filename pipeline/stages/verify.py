@@ -7,7 +7,7 @@ from typing import Any
 
 from engines.base import CalibrationConfig, DataType
 from engines.quant import QuantRecipe
-from pipeline import accuracy, calibration
+from pipeline import accuracy, accuracy_page, calibration
 from pipeline.digests import Digests
 from pipeline.plan import Plan
 from pipeline.stages.base import Job
@@ -53,11 +53,11 @@ class Verify:
             model, job.inputs["checkpoint"], calibration.samples(model, rows), log=job.log, progress=job.progress
         )
         report = accuracy.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
-        report.write(job.out)
+        accuracy_page.write(report, job.out)
         if report.failures and not settings.accept:
             # What a failed stage made is thrown away, and this is what one wants to look at.
             kept = job.log.with_suffix(".accuracy")
-            report.write(kept)
+            accuracy_page.write(report, kept)
             raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
         return {"notices": [*notices, report.line()]}

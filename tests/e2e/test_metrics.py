@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline import top
+from pipeline import console_top, top
 from pipeline.metrics import FAMILIES, KNOWN, EngineFigures, Figures, ModelFigures, Scrape
 from tests.e2e.conftest import Served
 
@@ -142,7 +142,7 @@ def test_a_request_in_flight_is_seen_with_its_blocks(served: Served) -> None:
 def test_once_as_json_agrees_with_what_was_sent(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     def look() -> dict[str, Any]:
         settled(served)
-        top.run(served.metrics, served.name, interval=0.2, once=True, as_json=True)
+        console_top.run(served.metrics, served.name, interval=0.2, once=True, as_json=True)
         value: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert value["up"]
         return value["figures"]  # type: ignore[no-any-return]

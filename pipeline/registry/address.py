@@ -1,0 +1,33 @@
+"""Which registry a URL names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engines.errors import UsageError
+from pipeline.registry.base import Registry
+
+
+def open_registry(url: str) -> Registry:
+    """Raises UsageError for a URL of no form that is known, HostError for what is not installed or not reached."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        if not url or re.match("[a-z0-9]{2,}:", url):
+            raise UsageError(f"'{url}' is no address", remedy="give for example s3://bucket/prefix, or a folder")
+        from pipeline.registry.files import FileRegistry
+
+        return FileRegistry.open(Path(url).absolute().as_uri(), url)
+    if not rest.strip("/"):
+        raise UsageError(f"{url} names no place", remedy="give for example s3://bucket/prefix")
+    if scheme == "oci":
+        from pipeline.registry.oci import OciRegistry
+
+        return OciRegistry.open(url)
+    if scheme == "hf":
+        from pipeline.registry.hub import HubRegistry
+
+        return HubRegistry.at(url)
+    from pipeline.registry.files import FileRegistry
+
+    return FileRegistry.open(url, url)
