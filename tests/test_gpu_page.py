@@ -1,10 +1,15 @@
-"""The page of `make gpu-e2e`, from figures whose ratios are known."""
+"""The page of `make gpu-e2e`, from figures whose ratios are known, and the loads that it asks for."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from pipeline.bench.work.loads import Closed
+from pipeline.bench.work.work import Work
+from pipeline.load_files import find_load
 from tests.benchmarks.gpu import page
+from tests.benchmarks.gpu.place import write_load
 
 MACHINE = {
     "gpu": "NVIDIA H200", "gpus": 1, "sm": 90, "memory_mib": 143771, "driver": "580.1", "cores": 16,
@@ -87,3 +92,10 @@ def test_two_gpus() -> None:
 
 def test_what_was_not_run_is_always_told() -> None:
     assert "TensorRT engines" in page.render({})
+
+
+def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:
+    waves, steady = (find_load(str(write_load(tmp_path, 256, seconds))) for seconds in (None, 6.0))
+    assert waves.levels == (Closed(concurrency=256, warmup=0, requests=1024),)
+    assert steady.levels == (Closed(concurrency=256, duration_s=6.0),)
+    assert waves.work == steady.work == Work(input_tokens="128", output_tokens="128", folder=tmp_path)

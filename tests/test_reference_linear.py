@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engines.accuracy.watch import Count, _watch_branches
 from engines.quant import KvCacheQuantAlgo, QuantAlgo
 from engines.reference.codes import quantize_rows, to_e4m3, to_int8, unpack_int4
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, Plain, Smoothed, Stacked, make_linear
+from engines.reference.linear import (
+    Each,
+    Fp8,
+    Linear,
+    OneInput,
+    OneProduct,
+    Plain,
+    Smoothed,
+    Stacked,
+    make_branches,
+    make_linear,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -60,6 +72,38 @@ def test_weight_only_takes_128_and_rounds_half_away_from_zero() -> None:
 def test_even_rows_are_in_the_low_nibble(dtype: torch.dtype) -> None:
     bytes_ = torch.tensor([[0x9F, 0x70], [0x08, 0x12]], dtype=torch.uint8).view(dtype)
     assert unpack_int4(bytes_).tolist() == [[-1, 0], [-7, 7], [-8, 2], [0, 1]]
+
+
+def fp8(rows: list[list[float]], output_scale: float = 0.25) -> Fp8:
+    return Fp8(e4m3(rows).float(), f32(0.5), f32(output_scale))
+
+
+def test_branches_of_one_input_are_one_product_or_share_its_codes() -> None:
+    x = torch.tensor([[1.0, -2.0], [0.25, 3.0]])
+    plain = Plain(torch.tensor([[1.0, 2.0]])), Plain(torch.tensor([[3.0, -1.0]]))
+    coded = fp8([[1, 2]]), fp8([[3, -1]])
+    for first, second in (plain, coded):
+        together = OneProduct.of(first, second)
+        assert together is not None
+        assert [part.tolist() for part in together(x)] == [part.tolist() for part in Each(first, second)(x)]
+    unlike = coded[0], fp8([[3, -1]], output_scale=0.125)
+    assert OneProduct.of(*unlike) is None
+    assert OneProduct.of(plain[0], coded[0]) is None
+    shared = make_branches(*unlike)
+    assert isinstance(shared, OneInput)
+    assert [part.tolist() for part in shared(x)] == [part.tolist() for part in Each(*unlike)(x)]
+
+
+def test_what_enters_one_product_is_counted_for_both_branches() -> None:
+    counts: dict[str, Count] = {}
+    together = OneProduct.of(fp8([[1, 2]]), fp8([[3, -1]]))
+    assert together is not None
+    # Divided by 0.5, 224.5 is beyond 448.
+    _watch_branches(together, counts)(torch.tensor([[224.5, -2.0], [0.25, 3.0]]))
+    assert {name: (count.beyond, count.inputs) for name, count in counts.items()} == {
+        "mlp.fc": (1, 4),
+        "mlp.gate": (1, 4),
+    }
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])

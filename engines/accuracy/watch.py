@@ -10,7 +10,7 @@ import torch
 from engines.quant import KvCacheQuantAlgo
 from engines.reference.codes import E4M3_MAX
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Branches, Each, Fp8, Int8, Linear, OneInput, Smoothed, Stacked
+from engines.reference.linear import Branches, Each, Fp8, Int8, Linear, OneInput, OneProduct, Smoothed, Stacked
 from engines.reference.weights import LayerShard
 
 INT8_MAX = 127
@@ -84,6 +84,10 @@ def _watch_shard(shard: LayerShard, counts: dict[str, Count], *, first: bool) ->
 def _watch_branches(branches: Branches, counts: dict[str, Count]) -> Branches:
     if isinstance(branches, (Each, OneInput)):
         return Each(_watch(branches.first, "mlp.fc", counts), _watch(branches.second, "mlp.gate", counts))
+    if isinstance(branches, OneProduct) and isinstance(branches.both, Fp8):
+        both = _watch(branches.both, "mlp.fc", counts)
+        counts["mlp.gate"] = counts["mlp.fc"]  # the same input
+        return OneProduct(both)
     return branches
 
 

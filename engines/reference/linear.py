@@ -144,7 +144,18 @@ class Each:
 class OneProduct:
     """Branches [out, in] each, one below the other: a GPU reads the one matrix faster than two of half the size."""
 
-    both: Plain | Fp8
+    both: Linear
+
+    @classmethod
+    def of(cls, first: Plain | Fp8, second: Plain | Fp8) -> OneProduct | None:
+        """None for branches that have not their scales in common."""
+        if isinstance(first, Plain) and isinstance(second, Plain):
+            return cls(Plain(torch.cat([first.weight, second.weight])))
+        if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.output_scale, second.output_scale):
+            # torch moves no e4m3 about.
+            codes = torch.cat([one.codes.view(torch.int8) for one in (first, second)]).view(first.codes.dtype)
+            return cls(replace(first, codes=codes)) if torch.equal(first.input_scale, second.input_scale) else None
+        return None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = self.both(x).chunk(2, dim=-1)
@@ -165,13 +176,13 @@ class OneInput:
 
 def make_branches(first: Linear, second: Linear) -> Branches:
     """Two linears of one input, what they have in common done once."""
-    # Elsewhere weights are the page cache's memory, and side by side would be a copy.
-    if isinstance(first, Plain) and isinstance(second, Plain) and first.weight.is_cuda:
-        return OneProduct(Plain(torch.cat([first.weight, second.weight])))
+    if isinstance(first, (Plain, Fp8)) and isinstance(second, (Plain, Fp8)):
+        weight = first.weight if isinstance(first, Plain) else first.codes
+        # Elsewhere weights are the page cache's memory, and side by side would be a copy.
+        together = OneProduct.of(first, second) if weight.is_cuda else None
+        if together is not None:
+            return together
     if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.input_scale, second.input_scale):
-        if first.codes.is_cuda and torch.equal(first.output_scale, second.output_scale):
-            codes = torch.cat([first.codes.view(torch.int8), second.codes.view(torch.int8)])
-            return OneProduct(replace(first, codes=codes.view(first.codes.dtype)))
         return OneInput(first, second)
     return Each(first, second)
 

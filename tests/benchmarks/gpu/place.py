@@ -117,12 +117,9 @@ class Place:
     def bench(self, concurrency: int, protocol: str, seconds: float | None) -> dict[str, Any]:
         """What the load tester says of the running server; `seconds` as `served` takes it."""
         path = self.scratch / "reports" / f"{time.time_ns()}.json"
-        # Without a warm-up all places start together.
-        waves = ["--warmup", "0", "--requests", str(WAVES * concurrency)]
+        load = write_load(self.scratch, concurrency, seconds)
         words = [
-            "bench", "--protocol", protocol, "--model", "tensorrt_llm", "--concurrency", str(concurrency),
-            *(waves if seconds is None else ["--duration", f"{seconds:g}"]),
-            "--input-tokens", INPUT, "--output-tokens", OUTPUT, "--report", str(path),
+            "bench", "--protocol", protocol, "--model", "tensorrt_llm", "--load", str(load), "--report", str(path),
             # Triton answers all streams of a connection from one thread.
             *(["--connections", CONNECTIONS] if protocol == "grpc" else []),
         ]  # fmt: skip
@@ -133,6 +130,21 @@ class Place:
                 raise
         (row,) = served_rows(json.loads(path.read_text(encoding="utf-8")))
         return {**row, "pattern": "waves" if seconds is None else "steady"}
+
+
+def write_load(folder: Path, concurrency: int, seconds: float | None) -> Path:
+    """The load file of `loop.steady`, or without `seconds` of `loop.waves`: with no warm-up all start together."""
+    pattern = "waves" if seconds is None else "steady"
+    ends = {"warmup": 0, "requests": WAVES * concurrency} if seconds is None else {"duration_s": seconds}
+    content = {
+        "name": pattern,
+        "description": f"{concurrency} in flight",
+        "load": {"concurrency": concurrency, **ends},
+        "work": {"input_tokens": INPUT, "output_tokens": OUTPUT},
+    }
+    path = folder / f"{pattern}-{concurrency}.yaml"
+    path.write_text(json.dumps(content), encoding="utf-8")  # JSON is YAML too
+    return path
 
 
 def served_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
