@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from engines.backend import EngineBackend
+if TYPE_CHECKING:
+    from engines.backend import EngineBackend
 
 # runtime name -> module that offers what `EngineBackend` asks for, imported on demand
 BACKENDS = {
@@ -17,4 +18,4 @@ BACKENDS = {
 
 
 def load_backend(runtime: str) -> EngineBackend:
-    return cast(EngineBackend, importlib.import_module(BACKENDS[runtime]))
+    return cast("EngineBackend", importlib.import_module(BACKENDS[runtime]))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -308,6 +307,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
+    import tempfile
+
     from engines.base import CalibrationConfig
     from pipeline import accuracy, accuracy_page, calibration, config, console
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 import configs
 from engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from engines.gpu import GpuSpec
@@ -28,9 +26,6 @@ DEFAULT_TOOLCHAIN = "1.2.1"
 
 # OWNER/NAME; a path that does not exist must not be taken for one.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-
-# libyaml's where PyYAML was built with it: ten times as fast.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _T = TypeVar("_T")
 
@@ -56,8 +51,12 @@ class ModelFacts:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
+    import yaml  # here: a load tester that reads none need not wait for it
+
+    # libyaml's where PyYAML was built with it: ten times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
+        value = yaml.load(path.read_text(encoding="utf-8"), loader)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -71,6 +70,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def parse_yaml_value(text: str, what: str) -> Any:
     """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
+    import yaml
+
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -144,7 +144,9 @@ class Simulated(Sender):
             end, _, exchange = heapq.heappop(self._ends)
             if exchange in self.flying:
                 self.flying.remove(exchange)
-                exchange.stamps += [end - 10 * left * self._unit_ns for left in reversed(range(exchange.max_tokens))]
+                exchange.stamps.extend(
+                    [end - 10 * left * self._unit_ns for left in reversed(range(exchange.max_tokens))]
+                )
                 exchange.end(end, NOBODY if self._failing(exchange) else None)
             if self._ends and self._ends[0][0] > end:
                 return
@@ -198,7 +200,7 @@ def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.A
     assert sender.most == 4
     assert driver.client is not None
     assert driver.client.peak == 4
-    records = settle(ended, lambda exchange: Answer(exchange.stamps, [1] * len(exchange.stamps)), len)
+    records = settle(ended, lambda exchange: Answer(list(exchange.stamps), [1] * len(exchange.stamps)), len)
     window = closed_window(records, 4)
     assert window is not None
     # From the very first request until the window ends, warm-up included, every moment has four in flight.
@@ -212,7 +214,7 @@ def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.A
 
 def test_throughput_of_a_steady_server_is_its_true_rate(loop: asyncio.AbstractEventLoop) -> None:
     ended = drive(loop, closed(Simulated(), Closed(concurrency=4, requests=400)))
-    records = settle(ended, lambda exchange: Answer(exchange.stamps, [1] * len(exchange.stamps)), len)
+    records = settle(ended, lambda exchange: Answer(list(exchange.stamps), [1] * len(exchange.stamps)), len)
     metrics = level_metrics(records, closed_window(records, 4))
     # Four places, each with eight tokens in 40 + 7 x 10 ms.
     assert metrics["output_token_throughput"]["value"] == pytest.approx(4 * 8 / 0.110, rel=0.005)
@@ -298,7 +300,7 @@ def test_a_duration_counts_from_the_moment_the_last_place_has_warmed_up(loop: as
     for place in range(4):
         mine = of_place(ended, place)
         assert mine[-1].due_ns - start < 1200 * MS <= end_of(mine[-1]) - start
-    records = settle(ended, lambda exchange: Answer(exchange.stamps, [1] * len(exchange.stamps)), len)
+    records = settle(ended, lambda exchange: Answer(list(exchange.stamps), [1] * len(exchange.stamps)), len)
     window = closed_window(records, 4)
     assert window is not None
     assert 1.0 <= window.seconds < 1.11
@@ -499,7 +501,7 @@ class Letters:
         return prompt.encode()
 
     def decode(self, exchange: Exchange) -> Answer:
-        return Answer(exchange.stamps, [1] * len(exchange.stamps))
+        return Answer(list(exchange.stamps), [1] * len(exchange.stamps))
 
     def text(self, exchange: Exchange) -> str:
         return " and so on"
@@ -524,15 +526,24 @@ class Sessions:
         return self._asks
 
     def first(self, number: int) -> list[Exchange]:
-        return [self._asker.make(self._codec, ask) for ask in islice(self._asks, number)]
+        return [noted(self._asker.make(self._codec, ask)) for ask in islice(self._asks, number)]
 
     def follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
-        return self._asker.follow(self._codec, self._asks, exchange)
+        following = self._asker.follow(self._codec, self._asks, exchange)
+        return following and (noted(following[0]), following[1])
+
+
+TURNS: dict[str, tuple[int, int]] = {}  # an exchange itself forgets what it was made from
+
+
+def noted(exchange: Exchange) -> Exchange:
+    assert exchange.ask is not None
+    TURNS[exchange.id] = exchange.ask.session, exchange.ask.turn
+    return exchange
 
 
 def turn_of(exchange: Exchange) -> tuple[int, int]:
-    assert exchange.ask is not None
-    return exchange.ask.session, exchange.ask.turn
+    return TURNS[exchange.id]
 
 
 def by_session(ended: Sequence[Exchange]) -> dict[int, list[Exchange]]:

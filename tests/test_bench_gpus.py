@@ -65,8 +65,13 @@ class Nvml:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     made = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", made)
+    use(made, monkeypatch)
     return made
+
+
+def use(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.bench.gpus.has_driver", lambda: True)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
 
 
 def test_what_two_gpus_tell(nvml: Nvml) -> None:
@@ -94,7 +99,7 @@ def test_a_server_elsewhere_has_other_gpus(nvml: Nvml, url: str) -> None:
 
 @pytest.mark.parametrize(("count", "driver"), [(0, True), (2, False)])
 def test_a_machine_without(monkeypatch: pytest.MonkeyPatch, count: int, driver: bool) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(count, driver))
+    use(Nvml(count, driver), monkeypatch)
     assert GpuSampler.find("http://localhost:8000") is None
 
 
@@ -111,3 +116,15 @@ def test_energy_by_the_counter_and_without_one_by_power() -> None:
     silent = summarise(["a", "b"], [counted, [reading(0, None, None), reading(1, 5, None)]], 10, 0)
     assert silent["energy_j_per_token"] is None
     assert summarise(["a"], [counted], None, 0)["energy_j_per_token"] is None
+
+
+def test_a_machine_without_the_driver_s_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    use(Nvml(), monkeypatch)
+    assert GpuSampler.find("http://localhost:8000") is not None
+    monkeypatch.undo()
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it would raise
+    assert GpuSampler.find("http://localhost:8000") is None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engines.errors import HostError, UsageError
@@ -401,6 +401,33 @@ def test_a_line_may_end_in_both_ways(read: bytes) -> None:
 
 def test_comments_other_fields_and_several_data_lines() -> None:
     assert SseDecoder().feed(b": hi\nid: 3\ndata:a\ndata: b\n\n\n") == [b"a\nb"]
+
+
+EVENT_PIECES = st.sampled_from([b"data: 1", b"data: ", b"data:", b"\n", b"\n\n", b"\r\n", b": hi", b"x", b"0"])
+
+
+@given(
+    st.lists(st.lists(EVENT_PIECES, max_size=5).map(b"".join) | st.sampled_from([b"data: a\n\n", b"data: bc\n\n"])),
+    st.lists(st.integers(0, 200)),
+    st.sampled_from([b"0\r\n\r\n", b"0\r\n", b"00\r\n\r\n", b"0\r\na: b\r\n\r\n", b""]),
+)
+@example(chunks=[b"data: a\n\n"] * 2, cuts=[12], end=b"0\r\n\r\n")  # cut before the line end after a chunk
+def test_events_are_the_same_however_the_body_is_read(chunks: list[bytes], cuts: list[int], end: bytes) -> None:
+    """Of one chunk an event, which is read in one go, and of any other body."""
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk) + end
+    exchange = Exchange("r", b"", input_tokens=1, max_tokens=1)
+    exchange.chunked = True
+    for number, piece in enumerate(cut(body, cuts) if body else []):
+        exchange.receive(piece, 10 * number)
+    exchange.end(10_000)
+
+    decoder = SseDecoder()
+    expected = [(event, stamp) for piece, stamp in pieces(exchange) for event in decoder.feed(piece)]
+    if decoder.unfinished:
+        with pytest.raises(BadAnswer, match="the body ended within an event"):
+            events(exchange)
+    else:
+        assert events(exchange) == expected
 
 
 # A request's life

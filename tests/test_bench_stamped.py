@@ -128,12 +128,13 @@ class Reads:
         self.left = list(reads)
         self.one, self.other = socket.socketpair()
 
-    def recvmsg(self, size: int, ancillary: int) -> tuple[bytes, list[tuple[int, int, bytes]], int, None]:
+    def recvmsg_into(self, rooms: Any, ancillary: int) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
         data, at = self.left.pop(0)
         kinds = [(socket.SOL_SOCKET, 99, b"something else")]
         if at is not None:
             kinds.append((socket.SOL_SOCKET, 35, struct.pack("@qq", *divmod(at, 1_000_000_000))))
-        return data, kinds, 0, None
+        rooms[0][: len(data)] = data
+        return len(data), kinds, 0, None
 
     def fileno(self) -> int:
         return self.one.fileno()

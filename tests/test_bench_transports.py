@@ -238,7 +238,7 @@ def test_a_grpc_request_as_another_reader_reads_it(transport: str) -> None:
             options = {"temperature": 0.5, "seed": 2**63, "stop": ["a", "bé"], "min_tokens": 3, "ignore_eos": True}
             async with client_of("grpc", port, 0, Wiring(transport=transport)) as client:
                 exchange = await ask(client, PROMPT, 3, **options)
-                assert outcome(client, exchange) == Answer(exchange.stamps, [1])
+                assert outcome(client, exchange) == Answer(list(exchange.stamps), [1])
             async with client_of("grpc", port, 0, Wiring(transport=transport), model="tensorrt_llm") as client:
                 await ask(client, "one three", 9)
         first, second = server.requests
@@ -325,7 +325,7 @@ def test_the_engine_over_http() -> None:
         async def scenario() -> None:
             async with client_of("http", 0, server.port, Wiring(), model="tensorrt_llm") as client:
                 exchange = await ask(client, "one three", 9)
-                assert outcome(client, exchange) == Answer(exchange.stamps[:1], [2])
+                assert outcome(client, exchange) == Answer(list(exchange.stamps[:1]), [2])
 
         run(scenario())
     ((_, _, body),) = server.requests
@@ -561,7 +561,7 @@ def test_a_server_that_allows_four_calls_at_once() -> None:
                 async with client_of("grpc", port, 0, Wiring(connections=connections)) as client:
                     asked = [request(client) for _ in range(30)]
                     await asyncio.gather(*start(client, *asked))
-                    assert [outcome(client, one) for one in asked] == [Answer(one.stamps, [1]) for one in asked]
+                    assert [outcome(client, one) for one in asked] == [Answer(list(one.stamps), [1]) for one in asked]
                 assert len(server.requests) == 30
                 assert (running[0], most) == (0, max(most, running[1]))
                 # What waited says so: it left when another one had ended.

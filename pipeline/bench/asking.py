@@ -31,7 +31,8 @@ class Asker:
     def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:
         """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
         last, or where the answer failed."""
-        if exchange.failure is not None or exchange.ask is None:
+        answered, exchange.ask = exchange.ask, None  # a prompt takes memory, and nobody else asks for it
+        if exchange.failure is not None or answered is None:
             return None
-        ask = asks.next_turn(exchange.ask, partial(codec.text, exchange))
+        ask = asks.next_turn(answered, partial(codec.text, exchange))
         return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

@@ -4,6 +4,7 @@ where a server tells nothing of its GPUs. A thread reads them twice a second."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,15 @@ class Reading:
     energy: float | None
 
 
+def has_driver() -> bool:
+    """Whether NVML's library is here. Without it pynvml is not worth the time and memory of its import."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
 class GpuSampler:
     """Made by `find`; reads from `start` to `stop`, at both ends as well."""
 
@@ -49,7 +59,7 @@ class GpuSampler:
     @classmethod
     def find(cls, url: str) -> GpuSampler | None:
         """Of this machine's GPUs, if the server at `url` runs here; None where there are none, or no driver."""
-        if not is_local(url):
+        if not is_local(url) or not has_driver():
             return None
         import pynvml  # type: ignore[import-untyped]
 

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 from engines.errors import StageFailed
 from pipeline.bench.asking import Asker
-from pipeline.bench.driver import Limits, Live
+from pipeline.bench.driver import ClosedLoop, Limits, Live
 from pipeline.bench.level import OPENED, Driven, LevelRun
 from pipeline.bench.options import BenchOptions
+from pipeline.bench.records import settle
 from pipeline.bench.share import WHOLE, Share
 from pipeline.bench.wire.connect import connect
 from pipeline.bench.wire.transport import Client
@@ -72,11 +73,11 @@ class OwnHand:
 
     async def _try_one(self, client: Client) -> None:
         """A model that is ready may still fail on its first request; then nothing is worth measuring."""
-        one = self._level_run(client, Closed(concurrency=1, requests=2, warmup=0), 0, WHOLE, None)
-        await one.prepare()
-        await one.drive()
-        records = one.collect(self._count).records
-        failure = records.failures[0] if records.failures else None
+        one = self._asker.make(client.codec, next(self._workload.asks(WHOLE)))
+        await client.sender.warm(1)
+        loop = ClosedLoop(client.sender, self._limits(1), warmups=[[]], measured=iter([one]), starts_ns=[0])
+        await loop.run()
+        (failure,) = settle(loop.ended, client.codec.decode, self._count).failures
         if failure is not None:
             raise StageFailed(
                 f"the first request over {client.codec.protocol} failed",
@@ -107,16 +108,18 @@ class OwnHand:
             await client.sender.close()
 
     def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LevelRun:
-        options = self._options
         places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
-        limits = Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))
         return LevelRun(
             load,
             client,
             self._asker,
             self._workload,
-            limits=limits,
-            seed=options.seed + repeat,
+            limits=self._limits(places),
+            seed=self._options.seed + repeat,
             share=share,
             watch=watch,
         )
+
+    def _limits(self, places: int) -> Limits:
+        options = self._options
+        return Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))

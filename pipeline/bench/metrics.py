@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeline.bench.records import NONE, Records
@@ -359,37 +360,47 @@ def bootstrap(found: Values) -> dict[str, list[float]] | None:
     """95% intervals of INTERVALS, from resampled requests; None for fewer than two of them."""
     import numpy as np
 
-    owners = np.unique(found.owners)
-    if len(owners) < 2:
+    known = np.bincount(found.owners) > 0
+    owners = int(known.sum())
+    if owners < 2:
         return None
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(owners), (RESAMPLES, len(owners)))
-    weights = np.stack([np.bincount(row, minlength=len(owners)) for row in drawn]).astype(np.float64)
+    position = (np.cumsum(known) - 1)[found.owners]
+    weights = _weights(owners)
     # Each resample draws as many requests as there are. A request drawn k times weighs its values k times, so a
     # weighted rank over values sorted once stands for sorting every resample: first among blocks of values, whose
     # weights in all resamples are one product of matrices, then within the one block.
     order = np.argsort(found.values, kind="stable")
     ranked = found.values[order]
-    position = np.searchsorted(owners, found.owners)
-    blocks = max(1, min(math.isqrt(len(ranked)), BLOCK_CELLS // len(owners)))
+    # So many that requests by blocks and resamples by the values of a block are tables of one size.
+    blocks = max(1, min(math.isqrt(RESAMPLES * len(ranked) // owners), len(ranked), BLOCK_CELLS // owners))
     size = -(-len(ranked) // blocks)
     sorted_position = position[order]
-    cells = np.bincount(
-        sorted_position * blocks + np.arange(len(ranked)) // size, minlength=len(owners) * blocks
-    ).reshape(len(owners), blocks)
-    below = np.cumsum(weights @ cells, axis=1)
+    cells = np.bincount(sorted_position * blocks + np.arange(len(ranked)) // size, minlength=owners * blocks)
+    below = np.cumsum(weights @ cells.reshape(owners, blocks).astype(np.float64), axis=1)
     totals = below[:, -1]
     draws = np.empty((RESAMPLES, len(INTERVALS)))
-    draws[:, 0] = weights @ np.bincount(position, weights=found.values, minlength=len(owners)) / totals
+    draws[:, 0] = weights @ np.bincount(position, weights=found.values, minlength=owners) / totals
+    rows = np.arange(RESAMPLES)
     for column, name in enumerate(INTERVALS[1:], 1):
-        for row, target in enumerate(float(name[1:]) / 100 * totals):
-            block = int(np.searchsorted(below[row], target))
-            start = block * size
-            before = below[row, block - 1] if block else 0.0
-            inside = before + np.cumsum(weights[row, sorted_position[start : start + size]])
-            draws[row, column] = ranked[start + int(np.searchsorted(inside, target))]
+        targets = float(name[1:]) / 100 * totals
+        block = (below < targets[:, None]).sum(axis=1)
+        before = np.where(block > 0, below[rows, block - 1], 0.0)
+        # The last block may be shorter: what is beyond it has no smaller rank than its last value.
+        ranks = np.minimum(block[:, None] * size + np.arange(size), len(ranked) - 1)
+        inside = before[:, None] + np.cumsum(weights[rows[:, None], sorted_position[ranks]], axis=1)
+        draws[:, column] = ranked[ranks[rows, (inside < targets[:, None]).sum(axis=1)]]
     low, high = np.percentile(draws, (2.5, 97.5), axis=0)
     return {name: [float(low[i]), float(high[i])] for i, name in enumerate(INTERVALS)}
+
+
+@lru_cache(maxsize=1)  # most metrics are of the same requests
+def _weights(owners: int) -> Floats:
+    """How often each resample has drawn each request: RESAMPLES x owners."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).integers(0, owners, (RESAMPLES, owners))
+    drawn += owners * np.arange(RESAMPLES)[:, None]
+    return np.bincount(drawn.ravel(), minlength=RESAMPLES * owners).reshape(RESAMPLES, owners).astype(np.float64)
 
 
 def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,7 @@ Times are nanoseconds of `time.monotonic_ns`; NONE stands for a moment that neve
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -163,8 +164,7 @@ def settle(
     sources: list[str | None] = []
     totals: list[int] = []
     offsets = [0]
-    stamps: list[int] = []
-    tokens: list[int] = []
+    stamps, tokens = array("q"), array("q")  # lists would have an object for each
     for exchange in exchanges:
         failure, source, total = exchange.failure, None, NONE
         answer = Answer([], [])
@@ -180,12 +180,12 @@ def settle(
                         "EmptyOutput", f"the stream ended without a token of the {exchange.max_tokens} asked for"
                     )
                     answer, source, total = Answer([], []), None, NONE
-        exchange.data.clear()
+        exchange.forget()
         failures.append(failure)
         sources.append(source)
         totals.append(total)
-        stamps += answer.stamps_ns
-        tokens += [NONE] * len(answer.stamps_ns) if answer.tokens is None else answer.tokens
+        stamps.extend(answer.stamps_ns)
+        tokens.extend([NONE] * len(answer.stamps_ns) if answer.tokens is None else answer.tokens)
         offsets.append(len(stamps))
 
     def column(values: Sequence[int | None]) -> Ints:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.transport import Client, Codec, Sender
+
+if TYPE_CHECKING:
+    from pipeline.bench.wire.http_setup import Site
 
 TRANSPORTS = ("own", "tritonclient")
 
@@ -35,6 +38,8 @@ async def connect(protocol: str, url: str, model: str, tokenize: Callable[[str],
     """
     if protocol == "grpc":
         return await _grpc(url, model, tokenize, wiring)
+    from pipeline.bench.wire.http_setup import Site
+
     site = Site.of(url, wiring.headers)
     sender = _http_sender(site, wiring)
     try:

@@ -169,7 +169,7 @@ class HttpConnection(asyncio.Protocol):
                     return True
                 continue
             try:
-                length = _chunk_length(line)
+                length = chunk_length(line)
             except ValueError:
                 return None
             if length:
@@ -288,8 +288,7 @@ class HttpSender:
 
 def pieces(exchange: Exchange) -> Iterable[tuple[bytes, int]]:
     """The body in the pieces in which it came, each with its stamp. Raises ValueError."""
-    reads = zip(exchange.data, exchange.stamps, strict=True)
-    return _dechunk(reads) if exchange.chunked else reads
+    return _dechunk(exchange.reads()) if exchange.chunked else exchange.reads()
 
 
 def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
@@ -313,7 +312,7 @@ def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
                 if end < 0:
                     line += data[position:]
                     break
-                number = _chunk_length(line + data[position:end])
+                number = chunk_length(line + data[position:end])
                 line = b""
                 position = end + 1
                 if number == 0:
@@ -322,7 +321,7 @@ def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
     return out
 
 
-def _chunk_length(line: bytes) -> int:
+def chunk_length(line: bytes) -> int:
     """Raises ValueError."""
     digits = line.split(b";", 1)[0].strip()
     if not digits.isalnum():  # `int` takes signs and underscores too

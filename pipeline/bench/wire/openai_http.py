@@ -7,7 +7,7 @@ hold several, so the whole answer is counted by the server's usage, or here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import HostError, UsageError, suggestion
@@ -60,12 +60,14 @@ class OpenAiHttp:
         texts: list[str] = []
         usage: int | None = None
         done = False
-        for event, stamp in events(exchange):
+        found = events(exchange)
+        values = _values([event for event, _ in found])
+        for (event, stamp), value in zip(found, values, strict=True):
             if event == b"[DONE]":
                 done = True
                 continue
             try:
-                chunk = json.loads(event)
+                chunk = json.loads(event) if value is None else value
                 if "error" in chunk:
                     error = chunk["error"]
                     raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
@@ -93,3 +95,16 @@ class OpenAiHttp:
             return str(choice["text"])
         delta = choice["delta"]
         return str(delta.get("content") or delta.get("reasoning_content") or "")
+
+
+def _values(events: Sequence[bytes]) -> list[Any]:
+    """What events hold, read all at once, which takes less than half the time; None of those that have to be read by
+    themselves."""
+    if events and events[-1] == b"[DONE]":
+        try:
+            values: list[Any] = json.loads(b"[" + b",".join(events[:-1]) + b"]")
+        except ValueError:  # reading each will tell which
+            values = []
+        if len(values) == len(events) - 1:
+            return [*values, None]
+    return [None] * len(events)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from time import monotonic_ns, time_ns
 from typing import Any, Protocol, TypeVar
@@ -22,11 +23,21 @@ _SOL_SOCKET = socket.SOL_SOCKET
 _TIMESPEC = struct.Struct("@qq")
 _unpack = _TIMESPEC.unpack
 _ANCILLARY = socket.CMSG_SPACE(_TIMESPEC.size)
-# Bytes of one read. All that it brings has one stamp; and malloc has so many at hand, where for 128 KiB it may map
-# memory anew each time, which takes longer than the read. Out of a buffer that is kept, bytes would have to be copied.
+# Bytes of one read. All that it brings has one stamp.
 _MOST = 64 << 10
 # After a connection could not be accepted: the socket stays readable, and whatever was short may be there again.
 _ACCEPT_AGAIN_S = 0.05
+
+
+class _Room(threading.local):
+    """Where a thread's reads arrive: the bytes are copied out of it, as an object made for so large a read and cut to
+    what came would leave a hole that no later read fits into."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(_MOST))
+
+
+_room = _Room()
 
 
 class Fed(Protocol):
@@ -143,6 +154,8 @@ class StampedTransport(asyncio.Transport):
         self._closing = False
         self._lost = False
         self._last = 0
+        self._room = _room.view
+        self._rooms = [self._room]
         protocol.connection_made(self)
         if not self._closing:
             loop.add_reader(sock.fileno(), self._read)
@@ -201,13 +214,13 @@ class StampedTransport(asyncio.Transport):
     def _read(self) -> None:
         # Once: what more there is wakes the loop again, and a second look that finds nothing costs half a read.
         try:
-            data, ancillary, _, _ = self._sock.recvmsg(_MOST, _ANCILLARY)
+            size, ancillary, _, _ = self._sock.recvmsg_into(self._rooms, _ANCILLARY)
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(error)
             return
-        if not data:
+        if not size:
             self.close()
             return
         # In this order: a stop between the two makes a stamp later, up to the read's own, and never too early.
@@ -224,7 +237,7 @@ class StampedTransport(asyncio.Transport):
                     stamp = self._last
         self._last = stamp
         try:
-            self._protocol.feed(data, stamp)
+            self._protocol.feed(bytes(self._room[:size]), stamp)
         except Exception as error:
             self._loop.call_exception_handler({"message": "a protocol failed on what it was fed", "exception": error})
             self._lose(error)

@@ -77,7 +77,7 @@ class TritonGrpc:
         final = False
         told = output if is_engine else count
         length, head, fixed_start, fixed_end, fixed, start, end = _UNLIKE
-        for message, stamp in zip(exchange.data, exchange.stamps, strict=True):
+        for message, stamp in exchange.reads():
             if (
                 len(message) == length
                 and message[fixed_start:fixed_end] == fixed
@@ -123,7 +123,7 @@ class TritonGrpc:
     def text(self, exchange: Exchange) -> str:
         reader = Reader()
         try:
-            outputs = [reader.read(message).outputs for message in exchange.data]
+            outputs = [reader.read(message).outputs for message, _ in exchange.reads()]
             pieces = [piece for one in outputs if self._output in one for piece in unpack_strings(one[self._output])]
         except MalformedMessage:
             return ""

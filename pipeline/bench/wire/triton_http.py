@@ -55,10 +55,10 @@ class TritonHttp:
         stamps: list[int] = []
         tokens: list[int] = []
         texts: list[str] = []
+        count = None if self._counted is None or _ERROR in exchange.body else self._counted.search
         for event, stamp in events(exchange):
-            found = None if self._counted is None else self._counted.search(event)
-            counted = found is not None and _ERROR not in event
-            number = int(found[1]) if found and counted else self._read(event, texts)
+            found = None if count is None else count(event)
+            number = self._read(event, texts) if found is None else int(found[1])
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
