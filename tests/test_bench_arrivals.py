@@ -6,6 +6,7 @@ import json
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,6 +240,23 @@ def test_by_default_a_tenth_comes_before_and_after() -> None:
         found = schedule(load, 0)
         assert (len(found.due_ns), found.first, found.end) == (36, 3, 33)
         assert found.window == (300_000_000, 3_300_000_000)
+
+
+@pytest.mark.parametrize("end", [{"duration_s": 30}, {"requests": 600}])
+@pytest.mark.parametrize("process", [{}, {"arrivals": "gamma", "burstiness": 0.5}])
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_arrivals_have_the_rate_that_was_asked_for(
+    end: dict[str, int], process: dict[str, Any], seed: int
+) -> None:
+    found = schedule(Open(rate=20, warmup_s=2, cooldown_s=1, **end, **process), seed)
+    assert (len(found.due_ns), found.first, found.end) == (660, 40, 640)
+    assert found.window == (2 * SECOND, 32 * SECOND)
+    assert found.due_ns[640] == 32 * SECOND
+    assert (np.diff(found.due_ns) >= 0).all()
+    # Stretched, not made even.
+    within = np.diff(found.due_ns[40:641])
+    drawn = np.diff(due_times(Open(rate=20, requests=1, **process), seed, count=641)[40:])
+    assert within / within.mean() == pytest.approx(drawn / drawn.mean(), rel=1e-6, abs=1e-6)
 
 
 def test_of_stages_and_traces_the_edges_are_taken(tmp_path: Path) -> None:

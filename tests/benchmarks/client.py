@@ -10,7 +10,8 @@ what the server did in the same run, and is the median of several runs:
     CPU s             of the command for 1,000 tokens between its first request and its last token
     start             from the command's start to the arrival of its first request; s
     tail              from the last token to the command's end, reports written; s
-    PSS               of the command while it measures; MB
+    PSS               the most that the command has had up to the last token / to its end; MB
+    ceiling           tokens/s at which a core of the client would be full, by what they cost it (`bench selftest`)
 
 An open loop's arrivals are held against the line of even gaps that fits them best. Its answers have 16 tokens, which do
 not fall together with the arrivals: it is the schedule that is looked at, not what the client can read.
@@ -24,6 +25,8 @@ import argparse
 import json
 import os
 import platform
+import socket
+import statistics
 import subprocess
 import tempfile
 import time
@@ -38,7 +41,8 @@ import numpy as np
 
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.known.script import Truth
-from pipeline.bench.selftest import write_tokenizer
+from pipeline.bench.selftest import ceiling, write_tokenizer
+from pipeline.bench.wire.connect import Wiring
 from tests.benchmarks import beside
 
 TTFT_S, TOKENS = 0.05, 64
@@ -47,26 +51,33 @@ OPEN_TOKENS = 16
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the command left: its report, its requests, the truth, how long it took to begin, and its end."""
+    """What one run of the command left: its report, its requests, the truth, how long it took to begin, and its end.
+
+    pss  of the command at moments of the run, in MB
+    """
 
     level: dict[str, Any]
     requests: list[dict[str, Any]]
     truth: dict[str, Truth]
     start_s: float
     ended_ns: int
-    pss: float
+    pss: list[tuple[int, float]]
+
+    def most(self, until_ns: int) -> float:
+        """MB."""
+        return max((size for at_ns, size in self.pss if at_ns <= until_ns), default=0.0)
 
 
 def command(protocol: str, timing: Timing, words: Sequence[str], scratch: Path, tokens: int = TOKENS) -> Run:
     report = scratch / "report.json"
     report.unlink(missing_ok=True)
     tokenizer = write_tokenizer(scratch)
-    largest = [0.0]
+    sizes: list[tuple[int, float]] = []
 
     def watch(process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None:
-            largest[0] = max(largest[0], pss_of(process.pid))
-            time.sleep(0.5)
+            sizes.append((time.monotonic_ns(), pss_of(process.pid)))
+            time.sleep(0.1)
 
     run = beside.run(
         timing,
@@ -89,7 +100,7 @@ def command(protocol: str, timing: Timing, words: Sequence[str], scratch: Path, 
     (level,) = json.loads(report.read_text())["levels"]
     lines = (scratch / "report.requests.jsonl").read_text().splitlines()
     truth = {one.id: one for one in run.truth}
-    return Run(level, [json.loads(line) for line in lines], truth, run.start_s, run.ended_ns, largest[0])
+    return Run(level, [json.loads(line) for line in lines], truth, run.start_s, run.ended_ns, sizes)
 
 
 def pss_of(pid: int) -> float:
@@ -115,7 +126,8 @@ def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Pat
         "cpu": run.level["client"]["cpu_s_per_1000_tokens"],
         "start": run.start_s,
         "tail": (run.ended_ns - last) / 1e9,
-        "pss": run.pss,
+        "pss": run.most(last),
+        "pss_end": run.most(run.ended_ns),
     }
 
 
@@ -135,11 +147,26 @@ def opened(protocol: str, rate: int, arrivals: str, scratch: Path) -> dict[str, 
 
 
 def processor() -> str:
-    """Its name and how it runs Python: most figures here are as good as that."""
+    """Its name, how it runs Python and what it takes to read from a socket: most figures here are as good as those."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
     took = min(timeit.repeat("x = 0\nfor _ in range(1_000_000): x += 1", number=1, repeat=5))
-    return f"{name}, {1e3 * took:.0f} ms for a million additions"
+    return f"{name}; {1e3 * took:.0f} ms for a million additions, {read_us():.1f} us for a read of TCP"
+
+
+def read_us() -> float:
+    """Microseconds of `recv` for 128 bytes over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        here.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        there, _ = server.accept()
+        with there:
+            took = []
+            for _ in range(5000):
+                here.send(bytes(128))
+                began = time.perf_counter_ns()
+                there.recv(65536)
+                took.append(time.perf_counter_ns() - began)
+    return statistics.median(took) / 1e3
 
 
 def main() -> None:
@@ -157,7 +184,7 @@ def main() -> None:
         "`python -m tests.benchmarks.client`, which says what the columns mean.",
         "",
         "| protocol | in flight | ms a token | stamps | TTFT error p50 / p99 ms | ITL mean error ms "
-        "| ITL p99 said / true ms | load | CPU s / 1,000 tokens | start s | tail s | PSS MB |",
+        "| ITL p99 said / true ms | load | CPU s / 1,000 tokens | start s | tail s | PSS MB to last token / end |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +201,8 @@ def main() -> None:
                         f"| {protocol} | {streams} | {itl} | {'kernel' if kernel else 'read'} "
                         f"| {one['ttft_p50']:.2f} / {one['ttft_p99']:.2f} | {one['itl_mean']:.3f} "
                         f"| {one['itl_p99_said']:.2f} / {one['itl_p99_true']:.2f} | {one['load']:.1%} "
-                        f"| {one['cpu']:.4f} | {one['start']:.2f} | {one['tail']:.2f} | {one['pss']:.0f} |"
+                        f"| {one['cpu']:.4f} | {one['start']:.2f} | {one['tail']:.2f} "
+                        f"| {one['pss']:.0f} / {one['pss_end']:.0f} |"
                     )
                     print(lines[-1], flush=True)
         lines += [
@@ -187,6 +215,12 @@ def main() -> None:
                 one = beside.median([opened(protocol, rate, arrivals, scratch) for _ in range(args.runs)])
                 off = f"{one['off']:.2f}" if arrivals == "constant" else "-"
                 lines.append(f"| {protocol} | {rate} | {arrivals} | {one['rate']:.1f} | {one['cv']:.3f} | {off} |")
+                print(lines[-1], flush=True)
+        lines += ["", "| protocol | stamps | ceiling, tokens/s |", "|---|---|---|"]
+        for protocol in args.protocols.split(","):
+            for kernel in (False, True):
+                found = statistics.median(ceiling(protocol, Wiring(kernel_stamps=kernel)) for _ in range(args.runs))
+                lines.append(f"| {protocol} | {'kernel' if kernel else 'read'} | {found:,.0f} |")
                 print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     if args.report:

@@ -5,7 +5,8 @@ Poisson and gamma: sums of gaps with mean 1), and carried to the clock by the in
 So one formula serves rates, stages and ramps: constant arrivals follow the integral exactly and add up no error,
 and Poisson ones are the inhomogeneous process of that rate (time rescaling).
 
-A seed fixes the times. More requests of the same load are the same ones and then some.
+A seed fixes the times. More requests of the same load are the same ones and then some; drawn times of an open loop are
+then stretched or shrunk so that its measured part has just the rate that was asked for (`schedule`).
 """
 
 from __future__ import annotations
@@ -91,27 +92,50 @@ def slot_starts(load: Closed) -> Times:
 
 
 def _open(load: Open, seed: Seed) -> Schedule:
-    if load.duration_s is not None:
+    constant = load.arrivals == "constant"
+    if constant and load.duration_s is not None:
         warmup, cooldown = load.edges_s(load.duration_s, EDGE_FRACTION)
         start, end = exact(warmup), exact(warmup) + exact(load.duration_s)
         due = due_times(load, seed, duration_s=float(end + exact(cooldown)))
         return _within(due, round(start * 10**9), round(end * 10**9))
-    assert load.requests is not None
-    warmup, cooldown = load.edges_s(load.requests / load.rate, EDGE_FRACTION)
-    # In requests: a number was asked for, and that many are measured, whatever time they take.
+    if load.requests is not None:
+        measured, span_s = load.requests, load.requests / load.rate
+    else:
+        assert load.duration_s is not None
+        measured, span_s = round(load.rate * load.duration_s), load.duration_s
+    if measured == 0:
+        raise _nothing()
+    warmup, cooldown = load.edges_s(span_s, EDGE_FRACTION)
+    # In requests: so many are measured, whatever the edges are.
     before, after = math.ceil(round(warmup * load.rate, 6)), math.ceil(round(cooldown * load.rate, 6))
-    due = due_times(load, seed, count=before + load.requests + after)
-    end_index = before + load.requests
-    last = int(due[end_index]) if after else int(due[-1]) + round(1e9 / load.rate)
-    return Schedule(due, before, end_index, (int(due[before]), last))
+    due = due_times(load, seed, count=before + measured + max(after, 1))
+    if not constant:
+        start_s = before / load.rate if load.duration_s is None else warmup
+        due = _fitted(due, before, before + measured, round(start_s * 1e9), round((start_s + span_s) * 1e9))
+    window = int(due[before]), int(due[before + measured])
+    return Schedule(due[: before + measured + after], before, before + measured, window)
+
+
+def _fitted(due: Times, first: int, end: int, start_ns: int, end_ns: int) -> Times:
+    """Drawn times such that request `first` is due at `start_ns` and request `end` at `end_ns`: what is measured then
+    has the rate that was asked for, not one that is off by the square root of its number. Gaps of a Poisson process
+    that are stretched to a sum are those of one with that many arrivals."""
+    start, stop = int(due[first]), int(due[end])
+    before = due[:first] * (start_ns / max(1, start))
+    within = start_ns + (due[first:end] - start) * ((end_ns - start_ns) / max(1, stop - start))
+    return _whole(np.concatenate([before, within, end_ns + due[end:] - stop]))
+
+
+def _nothing() -> UsageError:
+    return UsageError(
+        "no request is due in the measured part", remedy="raise the rate or the duration, or shorten the warm-up"
+    )
 
 
 def _within(due: Times, start_ns: int, end_ns: int) -> Schedule:
     first, end = (int(index) for index in np.searchsorted(due, (start_ns, end_ns)))
     if first >= end:
-        raise UsageError(
-            "no request is due in the measured part", remedy="raise the rate or the duration, or shorten the warm-up"
-        )
+        raise _nothing()
     return Schedule(due, first, end, (start_ns, end_ns))
 
 
