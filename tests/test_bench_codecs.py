@@ -265,6 +265,9 @@ def test_triton_s_answers_over_http() -> None:
     assert read(counted, sse(one, {"num_output_tokens": 0, "text_output": ""}, {**one, "num_output_tokens": 12})) == (
         Answer([10, 30], [1, 12])
     )
+    # Also where the count comes first, and one is the beginning of another.
+    first = [{"num_output_tokens": count, "text_output": "a"} for count in (1, 12, 1, 1, 0)]
+    assert read(counted, sse(*first)) == Answer([10, 20, 30, 40], [1, 12, 1, 1])
     # Triton unwraps what holds one element; other servers do not.
     assert read(counted, sse({"num_output_tokens": [3], "text_output": ["a"]})) == Answer([10], [3])
     # Words of an answer are not its count.

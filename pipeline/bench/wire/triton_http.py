@@ -55,10 +55,16 @@ class TritonHttp:
         stamps: list[int] = []
         tokens: list[int] = []
         texts: list[str] = []
-        count = None if self._counted is None or _ERROR in exchange.body else self._counted.search
+        counted = None if self._counted is None or _ERROR in exchange.body else self._counted
+        usual, number = b"", 0
         for event, stamp in events(exchange):
-            found = None if count is None else count(event)
-            number = self._read(event, texts) if found is None else int(found[1])
+            # Events of an answer often differ in their text alone, and their count comes before it.
+            if not usual or not event.startswith(usual):
+                found = None if counted is None else counted.search(event)
+                if found is None:
+                    usual, number = b"", self._read(event, texts)
+                else:
+                    usual, number = event[: found.end() + 1], int(found[1])
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
