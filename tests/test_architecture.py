@@ -36,6 +36,7 @@ WORKERS = (
     | {
         f"engines.reference.{name}"
         for name in (
+            "branches",
             "codes",
             "fused",
             "graphs",
@@ -45,6 +46,7 @@ WORKERS = (
             "linear",
             "model",
             "parallel",
+            "products",
             "ranks",
             "weights",
             "rope",

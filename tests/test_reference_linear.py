@@ -7,20 +7,10 @@ import torch
 
 from engines.accuracy.watch import Count, _watch_branches
 from engines.quant import KvCacheQuantAlgo, QuantAlgo
+from engines.reference.branches import Each, OneInput, OneProduct, make_branches
 from engines.reference.codes import quantize_rows, to_e4m3, to_int8, unpack_int4
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import (
-    Each,
-    Fp8,
-    Linear,
-    OneInput,
-    OneProduct,
-    Plain,
-    Smoothed,
-    Stacked,
-    make_branches,
-    make_linear,
-)
+from engines.reference.linear import Fp8, Linear, Plain, Smoothed, Stacked, make_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

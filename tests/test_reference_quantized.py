@@ -20,8 +20,8 @@ from engines.reference import runtime as runtime_module
 from engines.reference.fused import rms_norm
 from engines.reference.hf_weights import HfFolder, UnifiedFolder
 from engines.reference.layer import run_layer
-from engines.reference.linear import multiply
 from engines.reference.model import Model, Span
+from engines.reference.products import multiply
 from engines.reference.request import Request
 from engines.reference.rope import rotary_tables
 from engines.reference.runtime import Runtime

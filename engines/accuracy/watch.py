@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.quant import KvCacheQuantAlgo
+from engines.reference.branches import Branches, Each, OneInput, OneProduct
 from engines.reference.codes import E4M3_MAX
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Branches, Each, Fp8, Int8, Linear, OneInput, OneProduct, Smoothed, Stacked
+from engines.reference.linear import Fp8, Int8, Linear, Smoothed, Stacked
 from engines.reference.weights import LayerShard
 
 INT8_MAX = 127

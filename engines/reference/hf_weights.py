@@ -17,8 +17,9 @@ from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_m
 from engines.mapped_tensors import MappedTensors
 from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 from engines.quantize import unified
+from engines.reference.branches import make_branches
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, Stacked, make_branches, make_linear
+from engines.reference.linear import Linear, Stacked, make_linear
 from engines.reference.weights import (
     CPU,
     EMBEDDING,

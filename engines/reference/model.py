@@ -24,7 +24,7 @@ from engines.reference.fused import rms_norm, rotated
 from engines.reference.graphs import Decode, Graphs
 from engines.reference.kv_codec import KvCodec
 from engines.reference.layer import apply_layer
-from engines.reference.linear import multiply
+from engines.reference.products import multiply
 from engines.reference.ranks import Ranks, Together
 from engines.reference.rope import rotary_tables
 from engines.reference.weights import LayerShard, Weights, rank_heads

@@ -16,8 +16,9 @@ import torch
 from engines.base import DataType
 from engines.hf_folder import LocatedTensor
 from engines.mapped_tensors import MappedTensors
+from engines.reference.branches import Branches, make_branches
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Branches, Linear, make_branches, make_linear
+from engines.reference.linear import Linear, make_linear
 from engines.safetensors_file import read_header
 from engines.tensorrt_llm.checkpoint import (
     ROTARY_TABLES,
