@@ -245,10 +245,15 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
 
     if served is not None:
         from pipeline import serve
+        from pipeline.manifest import read_manifest
 
-        measured.engine = vars(serve.check_passport(served.repository))
+        measured.engine = {**vars(serve.check_passport(served.repository))}
+        made = read_manifest(served.repository.resolve().parent / "manifest.json")
+        if made is not None:  # not a folder of somebody else's
+            measured.repository_sha256 = made.content
+            measured.engine["content"] = made.record.inputs["engine"]
+    console.bench_table(measured)  # also where no report can be written
     places = write_report(measured, report)
-    console.bench_table(measured)
     for reason in measured.verdict()["reasons"]:
         console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
     for result in measured.results:
@@ -266,6 +271,8 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     console.result("report: " + "  ".join(str(place) for place in places))
     if measured.interrupted:
         raise KeyboardInterrupt
+    if measured.broken is not None:
+        raise measured.broken
     if options.search is not None:
         if any(search.found.rate is None for search in measured.searches):
             raise StageFailed(

@@ -317,12 +317,15 @@ def _bench_note(at: BenchProgress) -> None:
 
 def _bench_line(at: BenchProgress) -> str:
     live = at.live
-    said = [f"{at.protocol}, {at.label}: {live.done} done"]
-    if at.total:
-        said[0] = f"{at.protocol}, {at.label}: {live.done} of {at.total} done"
-        if live.done:
-            said.append(f"{live.elapsed_s * (at.total - live.done) / live.done:.0f} s left")
-    said += [f"{live.in_flight} in flight", f"{live.responses / max(live.elapsed_s, 1e-9):.0f} responses/s"]
+    said = [f"{at.protocol}, {at.label}: {live.done}{f' of {at.total}' if at.total else ''} done"]
+    left = live.left_s
+    if at.total and live.done:
+        left = live.elapsed_s * (at.total - live.done) / live.done
+    if left is not None:
+        said.append(f"{left:.0f} s left")
+    elapsed = max(live.elapsed_s, 1e-9)
+    ended = (live.warmed + live.done) / elapsed
+    said += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
     if live.first_ns:
         times = sorted(live.first_ns)
         said.append(f"first after {times[len(times) // 2] / 1e6:.0f}/{times[len(times) * 99 // 100] / 1e6:.0f} ms")

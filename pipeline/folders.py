@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.errors import UsageError
@@ -39,12 +39,21 @@ def write_whole(path: Path, text: str) -> None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
         if path.read_text(encoding="utf-8") == text:
             return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    write_together({path: text})
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """Give files their content once all of it is on disk, each at once for every reader. Raises OSError."""
+    partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
+    path = Path()
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        for path, text in texts.items():
+            partial[path].write_text(text, encoding="utf-8")
+        for path in texts:
+            partial[path].replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        for left in partial.values():
+            with contextlib.suppress(OSError):
+                left.unlink()
         # Of the file that was asked for, not of ours.
         raise OSError(error.errno, error.strerror, str(path)) from None

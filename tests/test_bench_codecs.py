@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from engines.errors import UsageError
+from pipeline.bench.asking import Asker
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import ENGINE, LLMAPI, TEXT, Endpoint
 from pipeline.bench.wire.http_setup import Site
@@ -20,6 +21,7 @@ from pipeline.bench.wire.openai_http import OpenAiHttp
 from pipeline.bench.wire.transport import Answer, BadAnswer, Codec
 from pipeline.bench.wire.triton_grpc import TritonGrpc
 from pipeline.bench.wire.triton_http import TritonHttp
+from pipeline.bench.work.workload import Ask
 from pipeline.h2 import triton
 from tests.llm_servers import contents
 
@@ -158,6 +160,20 @@ def test_inputs_without_a_batch_dimension() -> None:
         "text_input": [1], "max_tokens": [1], "stream": [1, 1, 1], "stop_words": [2],
     }  # fmt: skip
     assert contents(sent)["max_tokens"][2] == b"\2\0\0\0\0\0\0\0"
+
+
+def test_a_conversation_goes_to_a_chat_as_it_is() -> None:
+    """The server renders it with the model's template; others get what it was rendered to."""
+    said = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    ask = Ask("<s>su", 3, 5, 0, options={"min_tokens": 5}, messages=said)
+
+    def body(codec: Codec) -> Any:
+        return json.loads(Asker().make(codec, ask).message.partition(b"\r\n\r\n")[2])
+
+    assert body(OpenAiHttp(SITE, "m", chat=True))["messages"] == list(said)
+    assert body(OpenAiHttp(SITE, "m", chat=False))["prompt"] == "<s>su"
+    ask = replace(ask, messages=None)
+    assert body(OpenAiHttp(SITE, "m", chat=True))["messages"] == [{"role": "user", "content": "<s>su"}]
 
 
 def test_openai_s_answers_are_greedy_unless_asked_otherwise() -> None:

@@ -497,7 +497,7 @@ class Letters:
     def described(self) -> dict[str, Any]:
         return {}
 
-    def encode(self, identity: str, prompt: str, max_tokens: int, options: Any) -> bytes:
+    def encode(self, identity: str, prompt: str, max_tokens: int, options: Any, messages: Any = None) -> bytes:
         return prompt.encode()
 
     def decode(self, exchange: Exchange) -> Answer:

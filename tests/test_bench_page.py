@@ -234,7 +234,7 @@ def test_the_figures_of_the_table() -> None:
 
 def test_the_curve_of_a_protocol_has_a_point_for_each_level() -> None:
     figure = next(figures(render(full())))
-    assert figure.get("aria-label") == "latency p99 against throughput"
+    assert figure.get("aria-label") == "latency p99 against throughput; the band is the Pareto front"
     titles = [mark.findtext("title", "") for mark in marks(figure)]
     assert titles[0] == "grpc, closed loop"
     assert [title.partition(":")[0] for title in titles[1:5]] == [
@@ -297,6 +297,29 @@ def test_objectives_and_the_highest_load_that_meets_them() -> None:
     for found in value["levels"]:
         found["slo"]["met"] = False
     assert "grpc, closed loop: all objectives are met at no load." in Page(render(value)).words
+
+
+def test_the_pareto_front_leaves_out_what_another_level_beats() -> None:
+    # Throughput and latency p99: the second level is beaten by the third, the last one is not valid.
+    told = [(100, 20.0, True), (200, 50.0, True), (300, 40.0, True), (400, 90.0, True), (500, 10.0, False)]
+    levels = []
+    for number, (throughput, latency, valid) in enumerate(told):
+        found = level(lines(20, seed=number), concurrency=number + 1)
+        found["metrics"]["output_token_throughput"]["value"] = throughput
+        found["metrics"]["request_latency"]["p99"] = latency
+        found["verdict"] = {"valid": valid, "reasons": []}
+        levels.append(found)
+    figure = next(figures(render(report(levels))))
+    (band,) = [part.get("d", "") for part in figure.iter("path") if part.get("class") == "band"]
+    dots = [mark.get("d", "") for mark in marks(figure) if "dot" in mark.get("class", "")]
+    starts = [tuple(map(float, place.split())) for place in band.removeprefix("M").split("L")]
+    assert len(dots) == 5
+    across, down = zip(*starts, strict=True)
+    assert len(starts) == 3  # of 400, 300 and 100 tokens/s
+    assert list(across) == sorted(across, reverse=True)
+    assert list(down) == sorted(down)
+    # One level beats none.
+    assert "band" not in {part.get("class") for part in next(figures(render(report(levels[:1])))).iter("path")}
 
 
 def test_open_and_closed_loops_are_curves_of_their_own() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,18 +256,33 @@ def test_failures_are_counted_by_class_and_averaged_into_nothing(
     known: KnownProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("hello\n!error 2 out of memory\nworld\n!cut 1\n!empty\n!garbage 1\n", encoding="utf-8")
+    faults = ["!error 2 out of memory", "!cut 1", "!empty", "!garbage 1", "!short 3"]
     # Not the first, or the run would not begin.
-    report = measure(known, tokenizer, "http", loads=(Closed(concurrency=1, requests=12, warmup=0),),
+    prompts.write_text("\n".join(["hello", "world", *faults]), encoding="utf-8")
+    report = measure(known, tokenizer, "http", loads=(Closed(concurrency=1, requests=14, warmup=0),),
                      work=Work(prompts=prompts, output_tokens=6))  # fmt: skip
     (result,) = report.results
-    assert result.requests["failed"] == 8
+    assert result.requests["failed"] == 10
     assert {entry["kind"]: entry["count"] for entry in result.errors} == {
-        "ServerError": 2, "ConnectionLost": 2, "EmptyOutput": 2, "MalformedResponse": 2,
+        "ServerError": 2, "ConnectionLost": 2, "EmptyOutput": 2, "MalformedResponse": 2, "WrongLength": 2,
     }  # fmt: skip
+    assert next(entry for entry in result.errors if entry["kind"] == "WrongLength")["messages"] == [
+        "3 tokens, not 6: where a server ends answers itself, ask for --natural-end"
+    ]
     assert next(entry for entry in result.errors if entry["kind"] == "ServerError")["messages"] == ["out of memory"]
     assert result.metrics["time_to_first_token"]["n"] == 4
-    assert result.metrics["error_rate"]["value"] == pytest.approx(8 / 12)
+    assert result.metrics["error_rate"]["value"] == pytest.approx(10 / 14)
+
+
+def test_answers_that_may_end_where_they_end_have_no_wrong_length(
+    known: KnownProcess, tokenizer: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n!short 3\n", encoding="utf-8")
+    report = measure(known, tokenizer, loads=(Closed(concurrency=1, requests=4, warmup=0),),
+                     work=Work(prompts=prompts, output_tokens=6, ignore_eos=False))  # fmt: skip
+    (result,) = report.results
+    assert (result.requests["succeeded"], result.wrong_length) == (4, 2)
 
 
 def test_a_first_request_that_fails_ends_the_run(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
@@ -291,9 +308,14 @@ def test_a_stream_that_stalls_is_given_up_and_the_place_goes_on(
 def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path: Path) -> None:
     server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth.jsonl")
     threading.Timer(1.0, server.stop).start()
-    report = measure(server, tokenizer, loads=(Closed(concurrency=2, duration_s=120),))
-    (result,) = report.results
+    report = measure(server, tokenizer, loads=(Closed(concurrency=2, duration_s=120), TWO))
+    (result,) = report.results  # of the second level there is none, which costs the first nothing
     assert report.partial
+    assert isinstance(report.broken, HostError)
+    *_, written = write_report(report, tmp_path / "report.json")
+    said = json.loads(written.read_text(encoding="utf-8"))
+    assert (said["partial"], said["broken"]) == (True, str(report.broken))
+    assert "Triton takes no further connection" in said["broken"]
     assert "requests in a row failed" in str(result.stopped)
     assert {entry["kind"] for entry in result.errors} <= {"ConnectionLost", "ConnectFailed"}
     with pytest.raises(HostError, match="no Triton answers over gRPC"):
@@ -337,12 +359,37 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(known: KnownProcess, tokeniz
     assert (seen[0].protocol, seen[0].label, seen[0].total) == ("grpc", "2 in flight", None)
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_ctrl_c_does_not_wait_for_a_first_request_that_stalls(
+    known: KnownProcess, tokenizer: Path, tmp_path: Path, protocol: str
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("!stall 0\n", encoding="utf-8")
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    report = measure(known, tokenizer, protocol, work=Work(prompts=prompts, output_tokens=6), token_timeout_s=60)
+    assert time.monotonic() - began < 30
+    assert (report.interrupted, report.partial, report.results) == (True, True, [])
+    assert len(write_report(report, tmp_path / "report.json")) == 4
+
+
+def test_of_a_report_that_cannot_be_written_all_files_stay_as_they_were(
     known: KnownProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "report.json").mkdir()
-    with pytest.raises(HostError, match=r"report .*report\.json cannot be written: Is a directory; give another place"):
-        write_report(measure(known, tokenizer), tmp_path / "report.json")
+    (tmp_path / "out").mkdir()
+    old = tmp_path / "out" / "report.requests.jsonl"
+    old.write_text("of an earlier run", encoding="utf-8")
+    report = measure(known, tokenizer)
+    # Room for some of its files, but not for all.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, limits[1]))
+    try:
+        with pytest.raises(HostError, match=r"report .*report\.json cannot be written: File too large; give another"):
+            write_report(report, tmp_path / "out" / "report.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [old.name]
+    assert old.read_text(encoding="utf-8") == "of an earlier run"
 
 
 @pytest.mark.parametrize(

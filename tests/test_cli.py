@@ -680,6 +680,35 @@ def test_where_stderr_is_no_terminal_bench_tells_a_line_as_a_level_begins_and_en
     ]
 
 
+def test_the_line_of_a_running_benchmark() -> None:
+    from pipeline import console
+    from pipeline.bench.driver import Live
+    from pipeline.bench.options import Progress
+
+    def line(total: int | None, **changes: Any) -> str:
+        live = {
+            "elapsed_s": 10.0,
+            "warmed": 5,
+            "done": 20,
+            "failed": 0,
+            "in_flight": 4,
+            "responses": 640,
+            "first_ns": [],
+        }
+        return console._bench_line(
+            Progress(protocol="grpc", label="4 in flight", total=total, live=Live(**live | changes))
+        )
+
+    said = "4 in flight, 2.5 requests/s, 64 responses/s"
+    assert line(80) == f"grpc, 4 in flight: 20 of 80 done, 30 s left, {said}"
+    assert line(None, left_s=12.3) == f"grpc, 4 in flight: 20 done, 12 s left, {said}"
+    assert line(None) == f"grpc, 4 in flight: 20 done, {said}"
+    first = [number * 1_000_000 for number in range(1, 101)]
+    assert line(None, first_ns=first, failed=2) == (
+        f"grpc, 4 in flight: 20 done, {said}, first after 51/100 ms, 2 failed"
+    )
+
+
 # What is served
 
 
@@ -910,7 +939,7 @@ def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str)
 
 def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
     done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
-    assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
+    assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token_from_due p99" in done.out
     assert done.err == "error: nothing here serves this load within its objectives; see above what each one lacks\n"
     assert done.status == 2
 

@@ -214,7 +214,7 @@ class Prediction:
             "time_to_first_token": self.ttft,
             "time_per_output_token": self.tpot,
             "request_latency": self.latency,
-        }.get(objective.metric)
+        }.get(objective.metric.removesuffix("_from_due"))  # its clients never wait for a place
         if values is None:
             raise UsageError(
                 f"the planner does not predict {objective.metric}", remedy="use ttft, tpot, itl or latency"

@@ -21,10 +21,12 @@ class Asker:
     def make(self, codec: Codec, ask: Ask, max_tokens: int | None = None) -> Exchange:
         """A request, with another output length if one is given."""
         length = ask.output_tokens if max_tokens is None else max_tokens
-        options = {**ask.options, **({"min_tokens": length} if "min_tokens" in ask.options else {})}
+        exact = "min_tokens" in ask.options
+        options = {**ask.options, **({"min_tokens": length} if exact else {})}
         identity = f"{self._run}-{next(self._numbers)}"
-        message = codec.encode(identity, ask.prompt, length, options)
+        message = codec.encode(identity, ask.prompt, length, options, ask.messages)
         exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
+        exchange.exact = exact
         exchange.ask = ask
         return exchange
 

@@ -65,7 +65,8 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Where a level stands. `first_ns` are the last times to the first bytes of an answer."""
+    """Where a level stands. `first_ns` are the last times to the first bytes of an answer; `left_s` seconds until the
+    last request is due, None where a number of requests decides, not time."""
 
     elapsed_s: float
     warmed: int
@@ -74,6 +75,7 @@ class Live:
     in_flight: int
     responses: int
     first_ns: Sequence[int]
+    left_s: float | None = None
 
     @classmethod
     def sum(cls, parts: Iterable[Live]) -> Live:
@@ -83,6 +85,7 @@ class Live:
         return cls(
             elapsed_s=max(one.elapsed_s for one in known),
             first_ns=[first for one in known for first in one.first_ns],
+            left_s=max((one.left_s for one in known if one.left_s is not None), default=None),
             **{name: sum(getattr(one, name) for one in known) for name in counts},
         )
 
@@ -153,6 +156,11 @@ class Driver:
         self._finish()
 
     # What a loop has to say
+
+    @property
+    def _until_ns(self) -> int | None:
+        """When the last request is due, where that is known."""
+        raise NotImplementedError
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -265,6 +273,7 @@ class Driver:
                     in_flight=len(self._flying),
                     responses=self._responses + sum(len(exchange.stamps) for exchange in self._flying.values()),
                     first_ns=self._firsts,
+                    left_s=None if self._until_ns is None else max(0.0, (self._until_ns - now) / 1e9),
                 )
             )
         self._sweeper = self._loop.call_later(SWEEP_S, self._step, self._sweep)
@@ -294,6 +303,10 @@ class ClosedLoop(Driver):
         self._idle = 0
         self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
         self._beginning: deque[tuple[int, int]] = deque()
+
+    @property
+    def _until_ns(self) -> int | None:
+        return self._deadline
 
     def _begin(self) -> None:
         start = self._start_ns or monotonic_ns()
@@ -381,6 +394,10 @@ class OpenLoop(Driver):
         self._most = max_in_flight
         self._next = 0
         self._waiting: deque[Exchange] = deque()
+
+    @property
+    def _until_ns(self) -> int | None:
+        return self._due[-1] if self._due else None
 
     def _begin(self) -> None:
         # A little later, so that the first is no later than the others.

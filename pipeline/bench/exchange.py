@@ -20,7 +20,8 @@ class Failure:
     """Why a request does not count. `kind` is the class that the report counts by.
 
     Kinds: ConnectFailed, ConnectionLost, TruncatedStream, ServerError (an error told inside the stream),
-    MalformedResponse, EmptyOutput, Timeout, Stalled, `http NNN`, `grpc STATUS`.
+    MalformedResponse, EmptyOutput, WrongLength (by the server's own count, where a length was asked for), Timeout,
+    Stalled, `http NNN`, `grpc STATUS`.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Exchange:
     message       its bytes, made before the clock started
     input_tokens  length of the prompt
     max_tokens    output length asked for
+    exact         neither less nor more of it
     slot          which place of a closed loop it took; -1 in an open loop
     warmup        sent to bring the server into its stride; in no distribution
     due_ns        it could have left
@@ -52,8 +54,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "ask", "body", "call", "chunked", "data", "due_ns", "end_ns", "failure", "id", "input_tokens", "max_tokens",
-        "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
+        "ask", "body", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
+        "max_tokens", "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
     )  # fmt: skip
 
     def __init__(self, identity: str, message: bytes, *, input_tokens: int, max_tokens: int) -> None:
@@ -61,6 +63,7 @@ class Exchange:
         self.message = message
         self.input_tokens = input_tokens
         self.max_tokens = max_tokens
+        self.exact = False
         self.slot = -1
         self.warmup = False
         self.due_ns = 0

@@ -18,11 +18,11 @@ from pipeline.bench.page.page import render
 from pipeline.bench.report import SCHEMA, BenchReport
 from pipeline.bench.run import digest
 from pipeline.bench.slo import GOODPUT
-from pipeline.folders import write_whole
+from pipeline.folders import write_together
 
 
 def write_report(report: BenchReport, path: Path) -> list[Path]:
-    """Write report.json and companions (.requests.jsonl, .csv, .html); each whole or as it was. Raises HostError."""
+    """Write report.json and companions (.requests.jsonl, .csv, .html), or leave all as they were. Raises HostError."""
     requests = path.with_suffix(".requests.jsonl")
     value = report.to_json(requests.name)
     texts = {
@@ -33,8 +33,7 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for place, text in texts.items():
-            write_whole(place, text)
+        write_together(texts)
     except OSError as error:
         raise HostError(
             f"report {path} cannot be written", why=error.strerror or str(error), remedy="give another place for it"

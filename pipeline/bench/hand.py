@@ -60,6 +60,7 @@ class OwnHand:
         self._asker = Asker()
         self._clients: list[Client] = []
         self._running: LevelRun | None = None
+        self._trying: ClosedLoop | None = None
         self._interrupted = False
 
     async def connect(self) -> list[dict[str, Any]]:
@@ -75,9 +76,12 @@ class OwnHand:
         """A model that is ready may still fail on its first request; then nothing is worth measuring."""
         one = self._asker.make(client.codec, next(self._workload.asks(WHOLE)))
         await client.sender.warm(1)
-        loop = ClosedLoop(client.sender, self._limits(1), warmups=[[]], measured=iter([one]), starts_ns=[0])
-        await loop.run()
-        (failure,) = settle(loop.ended, client.codec.decode, self._count).failures
+        self._trying = ClosedLoop(client.sender, self._limits(1), warmups=[[]], measured=iter([one]), starts_ns=[0])
+        if self._interrupted:
+            self._trying.interrupt()
+        await self._trying.run()
+        ended, self._trying = self._trying.ended, None
+        failure = next(iter(settle(ended, client.codec.decode, self._count).failures), None)
         if failure is not None:
             raise StageFailed(
                 f"the first request over {client.codec.protocol} failed",
@@ -100,8 +104,9 @@ class OwnHand:
 
     def interrupt(self) -> None:
         self._interrupted = True
-        if self._running is not None:
-            self._running.interrupt()
+        for driven in (self._trying, self._running):
+            if driven is not None:
+                driven.interrupt()
 
     async def close(self) -> None:
         for client in self._clients:

@@ -156,7 +156,8 @@ def settle(
 
     The tokens of an answer are the server's counts summed, else its usage, else `count_tokens` of the whole text; never
     the number of responses, of which one may carry several. An answer that ended well but brought no token becomes a
-    failure, since none of its latencies exists.
+    failure, since none of its latencies exists; so does one of another length than asked for, which is other work. Our
+    own tokenizer may cut a text otherwise than the server made it: by its count alone nothing fails.
     """
     import numpy as np
 
@@ -175,10 +176,8 @@ def settle(
                 failure = Failure.of(error.kind, str(error))
             else:
                 answer, source, total = _count(answer, count_tokens)
-                if not total or not answer.stamps_ns:
-                    failure = Failure.of(
-                        "EmptyOutput", f"the stream ended without a token of the {exchange.max_tokens} asked for"
-                    )
+                failure = _unlike(exchange, source, total if answer.stamps_ns else 0)
+                if failure is not None:
                     answer, source, total = Answer([], []), None, NONE
         exchange.forget()
         failures.append(failure)
@@ -207,6 +206,17 @@ def settle(
         stamps=np.array(stamps, dtype=np.int64),
         tokens=np.array(tokens, dtype=np.int64),
     )
+
+
+def _unlike(exchange: Exchange, source: str, total: int) -> Failure | None:
+    asked = exchange.max_tokens
+    if not total:
+        return Failure.of("EmptyOutput", f"the stream ended without a token of the {asked} asked for")
+    if exchange.exact and total != asked and source != TOKENIZER:
+        return Failure.of(
+            "WrongLength", f"{total} tokens, not {asked}: where a server ends answers itself, ask for --natural-end"
+        )
+    return None
 
 
 def _count(answer: Answer, count_tokens: Callable[[str], int]) -> tuple[Answer, str, int]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from engines.errors import TrtpipeError
 from pipeline.bench.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
 from pipeline.bench.records import Records
 from pipeline.bench.repeats import INTERVALS as REPEATS
@@ -88,13 +89,15 @@ class SearchResult:
 
 @dataclass(kw_only=True)
 class BenchReport:
-    """A whole run. `partial` when it was interrupted or a level ended early.
+    """A whole run. `partial` when it was interrupted or broken, or a level ended early.
 
     hosts    machines that the load came from, where it was not this one alone
     distinct prompts of the file that they come from, which begins again after them; None where they are made
-    engine   the passport of what is served
+    engine   the passport of what is served, and the digest of its files as `content`
+    repository_sha256  content digest of the model repository that is served
     work_sha256  of files that the work is made from
     records  of each result, in their order
+    broken   why the levels after those of `results` were not measured: the server died, for example
     """
 
     command: list[str]
@@ -111,11 +114,12 @@ class BenchReport:
     endpoints: list[dict[str, Any]] = field(default_factory=list)
     results: list[LevelResult] = field(default_factory=list)
     records: list[Records] = field(default_factory=list)
+    broken: TrtpipeError | None = None
     searches: list[SearchResult] = field(default_factory=list)
 
     @property
     def partial(self) -> bool:
-        return self.interrupted or any(result.stopped for result in self.results)
+        return self.interrupted or self.broken is not None or any(result.stopped for result in self.results)
 
     @property
     def valid(self) -> bool:
@@ -147,6 +151,7 @@ class BenchReport:
             "schema": SCHEMA,
             "verdict": self.verdict(),
             "partial": self.partial,
+            "broken": None if self.broken is None else str(self.broken),
             "command": self.command,
             "started": self.started,
             "finished": self.finished,

@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from engines.errors import InputDataError, UsageError
+from engines.errors import InputDataError, TrtpipeError, UsageError
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import Hand, OwnHand, Watch
 from pipeline.bench.level import Driven, evaluate
@@ -37,7 +37,10 @@ TOGETHER_NS = 200_000_000
 
 
 def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
-    """`render` is the model's chat template; with several workers it is pickled."""
+    """`render` is the model's chat template; with several workers it is pickled.
+
+    Raises what a hand does before the first level has a result; after it the report has what there is, and `broken`.
+    """
     import uvloop
 
     report = BenchReport(
@@ -52,6 +55,10 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     try:
         loop.add_signal_handler(signal.SIGINT, session.interrupt)
         loop.run_until_complete(session.run())
+    except TrtpipeError as error:
+        if not report.results:
+            raise
+        report.broken = error
     finally:
         loop.close()
     report.finished = _now()

@@ -224,13 +224,18 @@ class _View:
 
     @property
     def trade_offs(self) -> list[Figure]:
-        """Latency over throughput, a curve for each protocol and kind of load."""
+        """Latency over throughput, a curve for each protocol and kind of load, and the Pareto front of them all."""
         out = []
         for metric in ("request_latency", "time_to_first_token", "inter_token_latency"):
             found = [curve for curve in self._curves("output_token_throughput", metric, "p99") if curve.points]
             if found:
                 title = f"{SHORT[metric]} p99 against throughput"
-                drawing = plots.curves(found, x="output tokens/s", y=f"{SHORT[metric]} p99, ms", described=title)
+                front = _front([point for curve in found for point in curve.points if not point.hollow])
+                if len(front) > 1:
+                    title += "; the band is the Pareto front"
+                drawing = plots.curves(
+                    found, x="output tokens/s", y=f"{SHORT[metric]} p99, ms", described=title, band=front
+                )
                 out.append(Figure(title=title, drawing=drawing, legend=_legend(found)))
         return out
 
@@ -466,6 +471,15 @@ def _faults(level: dict[str, Any]) -> str:
     told = [f"INVALID: {reason['what']}: {reason['why']}" for reason in level["verdict"]["reasons"]]
     told += [f"ended early: {level['stopped'] or 'interrupted'}"] if level["stopped"] or level["interrupted"] else []
     return "; ".join(told)
+
+
+def _front(points: Sequence[plots.Point]) -> list[plots.Point]:
+    """Those to which no other is better in one way and not worse in the other; x is better high, y low."""
+    out: list[plots.Point] = []
+    for point in sorted(points, key=lambda point: (-point.x, point.y)):
+        if not out or point.y < out[-1].y:
+            out.append(point)
+    return out
 
 
 def _legend(found: Sequence[plots.Curve]) -> list[tuple[str, int]]:

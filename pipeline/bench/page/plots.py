@@ -147,8 +147,8 @@ def _n(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-def curves(found: Sequence[Curve], *, x: str, y: str, described: str) -> Markup:
-    """Points joined by lines in the order given, each labelled where there is room."""
+def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequence[Point] = ()) -> Markup:
+    """Points joined by lines in the order given, each labelled where there is room; `band` lies behind some of them."""
     points = [point for curve in found for point in curve.points]
     across, up = fitting(x, (point.x for point in points)), fitting(y, (point.y for point in points))
     drawing, base = _Drawing(), TOP + 14 + HEIGHT
@@ -159,6 +159,9 @@ def curves(found: Sequence[Curve], *, x: str, y: str, described: str) -> Markup:
         (curve, [(drawing.across(across, p.x), base - up.share(p.y) * HEIGHT, p) for p in curve.points])
         for curve in found
     ]
+    if len(band) > 1:
+        line = [f"{_n(drawing.across(across, p.x))} {_n(base - up.share(p.y) * HEIGHT)}" for p in band]
+        drawing.parts.append(f'<path class="band" d="M{"L".join(line)}"/>')
     # No label hides a point.
     taken = [(a - _DOT, 2 * _DOT, b + _DOT) for _, places in drawn for a, b, _ in places]
     for curve, places in drawn:

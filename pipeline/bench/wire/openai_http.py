@@ -14,7 +14,7 @@ from engines.errors import HostError, UsageError, suggestion
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.sse import events
-from pipeline.bench.wire.transport import Answer, BadAnswer
+from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
 
 
 class OpenAiHttp:
@@ -48,8 +48,11 @@ class OpenAiHttp:
     def described(self) -> dict[str, Any]:
         return {"protocol": self.protocol, "url": self._site.url, "server": "OpenAI-compatible", "model": self._model}
 
-    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
-        ask = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+    def encode(
+        self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
+    ) -> bytes:
+        said = messages or [{"role": "user", "content": prompt}]
+        ask = {"messages": list(said)} if self._chat else {"prompt": prompt}
         body: dict[str, Any] = {"model": self._model, **ask, "max_tokens": max_tokens, "stream": True}
         sampled = {"temperature", "top_k", "top_p"} & set(options)
         body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pipeline.bench.exchange import Exchange
 
+Messages = Sequence[Mapping[str, str]]
+
 
 class Answer(NamedTuple):
     """What an exchange brought, read after the run.
@@ -40,8 +42,13 @@ class Codec(Protocol):
     def described(self) -> dict[str, Any]:
         """What answers, for the report."""
 
-    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
-        """A request's bytes. Raises UsageError for a sampling option that the server does not know."""
+    def encode(
+        self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
+    ) -> bytes:
+        """A request's bytes. `messages` are what the prompt was rendered from, for a server that renders them itself.
+
+        Raises UsageError for a sampling option that the server does not know.
+        """
 
     def decode(self, exchange: Exchange) -> Answer:
         """Read what an exchange without a failure brought. Raises BadAnswer."""

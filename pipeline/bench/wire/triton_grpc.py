@@ -9,7 +9,7 @@ from typing import Any
 from engines.errors import HostError, UsageError
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import ENGINE, Endpoint, Value, model_error
-from pipeline.bench.wire.transport import Answer, BadAnswer
+from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
 from pipeline.h2.triton import (
     MODEL_METADATA,
     REPOSITORY_INDEX,
@@ -61,7 +61,9 @@ class TritonGrpc:
     def described(self) -> dict[str, Any]:
         return self._endpoint.described()
 
-    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
+    def encode(
+        self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
+    ) -> bytes:
         inputs = self._endpoint.inputs
         values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
         tensors = [_tensor(name, value, *inputs[name]) for name, value in values.items()]

@@ -18,7 +18,7 @@ from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import Endpoint, model_error
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.sse import events
-from pipeline.bench.wire.transport import Answer, BadAnswer
+from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
 
 # A quote inside a JSON string has a backslash before it, so these bytes stand for the key wherever they are.
 _ERROR = b'"error":'
@@ -47,7 +47,9 @@ class TritonHttp:
     def described(self) -> dict[str, Any]:
         return self._endpoint.described()
 
-    def encode(self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any]) -> bytes:
+    def encode(
+        self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
+    ) -> bytes:
         values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
         return self._site.post(self._path, identity, {"id": identity, **values})
 
