@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 LINUX = sys.platform == "linux"
 # Of each level of a search, where nothing else is said.
 SEARCH_SECONDS = 30.0
+# More than a clock is slewed by in a level: it has been set.
+CLOCK_STEP_MS = 100.0
 # What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
 FLAGS = {
     r"requests (and|or) duration_s": r"--requests \1 --duration",
@@ -215,7 +218,8 @@ def compare(
         typer.Option(help="Fail if this is so at any level: 'p99_ttft > 1.1x', 'p50_itl > 20ms', 'error_rate > 1%'."),
     ] = None,
     price_per_hour: Annotated[
-        str | None, typer.Option(help="What an hour costs, for all reports or one each: 2.5,3.9.")
+        str | None,
+        typer.Option(help="What an hour costs, all reports or one each: 2.5,3.9; else by the GPU's file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -223,11 +227,24 @@ def compare(
     from pipeline import console
     from pipeline.bench.against.compare import compare as compare_reports
 
-    compared = compare_reports(reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or ())
+    compared = compare_reports(
+        reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or (), own_price=_price_of
+    )
     console.comparison(compared, as_json=as_json)
     refusal = compared.refusal()
     if refusal is not None:
         raise refusal
+
+
+def _price_of(report: Mapping[str, Any]) -> float | None:
+    """What an hour of a report's engine costs, where the file of its GPU has a price."""
+    from pipeline import config
+
+    engine = report.get("engine") or {}
+    gpu = config.load_gpus().get(str(engine.get("gpu")))
+    if gpu is None or gpu.price_per_hour is None:
+        return None
+    return gpu.price_per_hour * float(engine["tp_size"]) * float(engine["pp_size"])
 
 
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
@@ -263,6 +280,9 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
                 f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
                 f"the client {said['client']}"
             )
+        step = result.client["clock_step_ms"]
+        if abs(step) > CLOCK_STEP_MS:
+            console.note(f"{result.protocol}, {result.label}: the time of day was set by {step:.0f} ms meanwhile")
     again = measured.said_again()
     if again is not None:
         console.note(again)

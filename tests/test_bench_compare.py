@@ -521,6 +521,28 @@ def test_the_command_writes_json(tmp_path: Path, run: Callable[..., Any]) -> Non
     assert {"cost_per_million_output_tokens"} < {row["metric"] for row in value["rows"]}
 
 
+def test_without_a_price_the_file_of_each_gpu_has_one(
+    tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "gpus").mkdir(parents=True)
+    (tmp_path / "home" / "gpus" / "h100.yaml").write_text("price_per_hour: 1.8\n", encoding="utf-8")
+    engine = {"gpu": "h100", "tp_size": 2, "pp_size": 1}
+    paths = [saved(tmp_path / name, lines(60, seed=1)) for name in "ab"]
+    for path in paths:
+        path.write_text(
+            json.dumps({**json.loads(path.read_text(encoding="utf-8")), "engine": engine}), encoding="utf-8"
+        )
+    _, out, _ = run("compare", *paths, "--json")
+    (row,) = [row for row in json.loads(out)["rows"] if row["metric"] == "cost_per_million_output_tokens"]
+    throughput = json.loads(paths[0].read_text(encoding="utf-8"))["levels"][0]["metrics"]["output_token_throughput"]
+    assert row["cells"]["A"]["value"] == pytest.approx(2 * 1.8 / 3600 / throughput["value"] * 1e6)
+    # Another GPU's has none, and then nothing is said of any.
+    other = json.dumps({**json.loads(paths[1].read_text(encoding="utf-8")), "engine": {**engine, "gpu": "a100"}})
+    paths[1].write_text(other, encoding="utf-8")
+    assert "cost_per_million_output_tokens" not in run("compare", *paths, "--json")[1]
+
+
 def test_a_price_that_is_no_number(tmp_path: Path, run: Callable[..., Any]) -> None:
     code, _, err = run("compare", tmp_path, tmp_path, "--price-per-hour", "2,x")
     assert code == 2

@@ -486,6 +486,17 @@ def test_the_window_of_an_open_loop_that_ends_by_itself_is_the_schedules(loop: a
     assert driver.window == (first.due_ns + 1 * MS, first.due_ns + FAR)
 
 
+def test_a_time_of_day_that_is_set_meanwhile_is_told(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter((0, -2_500 * MS))  # as the level begins and as it ends
+    monkeypatch.setattr("pipeline.bench.driver.time_ns", lambda: monotonic_ns() + next(looks))
+    driver = opened(Quick(), [0, 1])
+    drive(loop, driver)
+    assert driver.client is not None
+    assert driver.client.clock_step_ns == pytest.approx(-2_500 * MS, abs=100 * MS)
+
+
 # Conversations
 
 

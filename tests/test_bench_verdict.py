@@ -155,7 +155,9 @@ def test_every_reason_is_told() -> None:
 
 
 def test_figures_of_a_closed_loop() -> None:
-    client = Client(lateness_ns=[1 * MS, 2 * MS, 3 * MS], cpu_ns=250 * MS, wall_ns=1000 * MS, peak=19)
+    client = Client(
+        lateness_ns=[1 * MS, 2 * MS, 3 * MS], cpu_ns=250 * MS, wall_ns=1000 * MS, peak=19, clock_step_ns=-3 * MS
+    )
     warmup = Row(due=0, sent=70, stamps=(90,), tokens=(20,), warmup=True)
     found = check(client, [*rows(delay=2), warmup, Row(due=0, sent=2, end=5, failed="Timeout")]).figures
     assert found == {
@@ -166,6 +168,7 @@ def test_figures_of_a_closed_loop() -> None:
         # 0.25 s for 21 x 5 and the 20 of the warm-up.
         "cpu_s_per_1000_tokens": pytest.approx(0.25 / 0.125),
         "processes": 1,
+        "clock_step_ms": -3.0,
     }
 
 

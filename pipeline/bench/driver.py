@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic_ns, process_time_ns
+from time import monotonic_ns, process_time_ns, time_ns
 from typing import Any
 
 from pipeline.bench.alarm import Alarm, Metronome
@@ -55,12 +55,14 @@ class Client:
     lateness_ns    of the event loop, measured every 10 ms
     cpu_ns, wall_ns  of this process, from the first request to the last end
     peak           most requests in flight
+    clock_step_ns  by which somebody set the time of day meanwhile
     """
 
     lateness_ns: list[int]
     cpu_ns: int
     wall_ns: int
     peak: int
+    clock_step_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class Driver:
         self._later_alarm = Alarm(self._loop, partial(self._step, self._ring_later))
         cpu, wall = process_time_ns(), monotonic_ns()
         self._began = wall
+        apart = time_ns() - wall
         self._sweeper = self._loop.call_later(SWEEP_S, self._step, self._sweep)
         try:
             self._begin()
@@ -136,6 +139,7 @@ class Driver:
                 self._finish()
             await over
         finally:
+            apart = time_ns() - monotonic_ns() - apart
             wall, cpu = monotonic_ns() - wall, process_time_ns() - cpu
             self._sweeper.cancel()
             metronome.close()
@@ -148,7 +152,9 @@ class Driver:
                 self._sender.cancel(exchange)
             self.cut = len(abandoned)
             self._flying.clear()
-            self.client = Client(lateness_ns=metronome.lateness_ns, cpu_ns=cpu, wall_ns=wall, peak=self._peak)
+            self.client = Client(
+                lateness_ns=metronome.lateness_ns, cpu_ns=cpu, wall_ns=wall, peak=self._peak, clock_step_ns=apart
+            )
 
     def interrupt(self) -> None:
         """End now, or as soon as it begins; what is in flight is abandoned and counted in `cut`."""

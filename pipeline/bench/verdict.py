@@ -70,6 +70,8 @@ def examine(
         "cpu_share": cpu_share,
         "cpu_s_per_1000_tokens": sum(client.cpu_ns for client in clients) / 1e6 / tokens if tokens else None,
         "processes": len(clients),
+        # All stamps are of a clock that nobody sets; one of the kernel's may be off by it that was read as it happened.
+        "clock_step_ms": max((client.clock_step_ns / 1e6 for client in clients), key=abs),
     }
     reasons = []
     typical = ttft_p50_ms or 0.0

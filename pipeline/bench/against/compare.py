@@ -6,7 +6,7 @@ is said about significance. A condition that cannot be judged counts as one that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,12 +172,14 @@ def compare(
     *,
     fail_if: Sequence[str] = (),
     price_per_hour: Sequence[float] = (),
+    own_price: Callable[[Mapping[str, Any]], float | None] = lambda report: None,
     seed: int = 0,
 ) -> Comparison:
     """Compare reports, the first being the base. Raises UsageError and InputDataError.
 
     fail_if         expressions of `conditions`
     price_per_hour  of what was measured: one price for all, or one for each report
+    own_price       of what a report tells of, where none is given
     """
     if not 2 <= len(paths) <= len(LETTERS):
         raise UsageError(f"{len(paths)} reports are given", remedy=f"give from 2 to {len(LETTERS)}, the base first")
@@ -193,6 +195,8 @@ def compare(
         letter: Side(path, price, (seed, number))
         for number, (letter, path, price) in enumerate(zip(LETTERS, paths, prices, strict=False))
     }
+    for side in sides.values():
+        side.price = side.price or own_price(side.report)
     add_whole_run_rates(list(sides.values()))
     known, unlike = _known(sides)
     parsed = [conditions.parse(text, known) for text in fail_if]
