@@ -277,7 +277,8 @@ def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:
     for one in objectives:
         value = single.value(one)
         if value is not None and value >= one.limit_ms:
-            return f"too slow for one client alone: {one.metric} {one.statistic} {value:.0f} ms of {one.limit_ms:g}"
+            metric = one.metric.removesuffix("_from_due")
+            return f"too slow for one client alone: {metric} {one.statistic} {value:.0f} ms of {one.limit_ms:g}"
     raise AssertionError("one of them is missed")
 
 
