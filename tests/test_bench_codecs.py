@@ -176,6 +176,18 @@ def test_a_conversation_goes_to_a_chat_as_it_is() -> None:
     assert body(OpenAiHttp(SITE, "m", chat=True))["messages"] == [{"role": "user", "content": "<s>su"}]
 
 
+def test_a_length_that_is_asked_for_is_exact_and_a_least_one_is_not() -> None:
+    def made(length: int | None, **options: Any) -> tuple[bool, int, int]:
+        exchange = Asker().make(OpenAiHttp(SITE, "m", chat=False), Ask("p", 1, 8, 0, options=options), length)
+        body = json.loads(exchange.message.partition(b"\r\n\r\n")[2])
+        return exchange.exact, body["min_tokens"], body["max_tokens"]
+
+    assert made(None, ignore_eos=True, min_tokens=8) == (True, 8, 8)
+    assert made(3, ignore_eos=True, min_tokens=8) == (True, 3, 3)  # a shortened one, of a warm-up
+    assert made(None, min_tokens=5) == made(None, ignore_eos=True, min_tokens=5) == (False, 5, 8)
+    assert made(3, min_tokens=5) == (False, 3, 3)
+
+
 def test_openai_s_answers_are_greedy_unless_asked_otherwise() -> None:
     codec = OpenAiHttp(SITE, "m", chat=False)
 

@@ -21,8 +21,12 @@ class Asker:
     def make(self, codec: Codec, ask: Ask, max_tokens: int | None = None) -> Exchange:
         """A request, with another output length if one is given."""
         length = ask.output_tokens if max_tokens is None else max_tokens
-        exact = "min_tokens" in ask.options
-        options = {**ask.options, **({"min_tokens": length} if exact else {})}
+        options = dict(ask.options)
+        least = options.get("min_tokens")
+        # A number of the user's own is a bound, and the answer may be longer.
+        exact = least == ask.output_tokens and bool(options.get("ignore_eos"))
+        if least is not None:
+            options["min_tokens"] = length if exact else min(least, length)
         identity = f"{self._run}-{next(self._numbers)}"
         message = codec.encode(identity, ask.prompt, length, options, ask.messages)
         exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
