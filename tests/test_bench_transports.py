@@ -29,6 +29,7 @@ from pipeline.bench.known.clock import Timing
 from pipeline.bench.known.script import TOKEN_TEXT, Truth
 from pipeline.bench.options import PROTOCOLS
 from pipeline.bench.wire.connect import TRANSPORTS, Wiring, connect
+from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.transport import Answer, BadAnswer, Client
 from tests.llm_servers import (
     HttpServer,
@@ -740,6 +741,7 @@ def test_tls_is_for_the_library(protocol: str, url: str) -> None:
 ASKING = """
 import asyncio, sys
 from pipeline.bench.wire.connect import Wiring, connect
+from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.exchange import Exchange
 
 async def ask(protocol, url):
@@ -786,3 +788,16 @@ def test_tls_through_the_library(tmp_path: Path) -> None:
 
     with serving_http(context) as server:
         assert run(scenario(server.port)).split() == ["word", "word", "word"]
+        # Trusted by nobody here.
+        with pytest.raises(
+            HostError, match=r"no TLS connection to https://.*: self.signed certificate; is it https there"
+        ):
+            Site.of(f"https://localhost:{server.port}").ask("GET", "/v2", "Triton")
+
+
+def test_tls_with_a_server_that_speaks_none() -> None:
+    with (
+        serving_http() as server,
+        pytest.raises(HostError, match=r"no TLS connection to .*: \w+; is it"),
+    ):
+        Site.of(f"https://localhost:{server.port}").ask("GET", "/v2", "Triton")

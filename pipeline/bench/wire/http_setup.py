@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,6 +51,12 @@ class Site:
             connection.request(method, self.path + path, headers=dict(self.headers))
             response = connection.getresponse()
             body = response.read()
+        except ssl.SSLError as error:
+            raise HostError(
+                f"no TLS connection to {self.url}",
+                why=getattr(error, "verify_message", "") or error.reason or str(error),
+                remedy="is it https there? SSL_CERT_FILE names the certificates that are trusted",
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise HostError(
