@@ -16,14 +16,14 @@ ROW = re.compile(
 
 
 def test_it_says_how_wrong_this_client_is() -> None:
-    command = [sys.executable, "-m", "pipeline", "bench", "selftest", "--protocol", "grpc,http,chat", "--streams", "4"]
+    command = [sys.executable, "-m", "pipeline", "bench", "selftest", "--protocol", "grpc,http", "--streams", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row["protocol"]: row for row in ROW.finditer(done.stdout)}
-    assert list(rows) == ["grpc", "http", "chat"]
+    assert list(rows) == ["grpc", "http"]
     for row in rows.values():
         # A stamp is never before what it is of; how long after depends on what else this machine does.
         assert 0 <= float(row["p50"]) <= float(row["p99"])
         assert abs(float(row["mean"])) < 1
         assert 0 < float(row["load"]) <= 101
-    assert re.search(r"a core of this client can take: grpc [\d,]+, http [\d,]+, chat [\d,]+", done.stdout)
+    assert re.search(r"a core of this client can take: grpc [\d,]+, http [\d,]+", done.stdout)
