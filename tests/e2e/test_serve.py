@@ -411,6 +411,10 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
         assert level["token_count_source"] == ("server" if level["protocol"] in ("grpc", "http") else "usage")
         assert level["metrics"]["time_to_first_token"]["p50"] > 0
     assert all(word in done.out for word in ("TTFT", "ITL", "TPOT", "tokens/s", "requests/s"))
+    # What was measured, down to its bytes.
+    digests = [value["repository_sha256"], value["engine"]["content"], value["engine"]["checkpoint"]]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize("connections", [1, 3])
