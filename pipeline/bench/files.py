@@ -22,8 +22,9 @@ from pipeline.folders import write_together
 
 
 def write_report(report: BenchReport, path: Path) -> list[Path]:
-    """Write report.json and companions (.requests.jsonl, .csv, .html). Where the disk has no room for all of them, all stay
-    as they were. Raises HostError."""
+    """Write report.json and companions (.requests.jsonl, .csv, .html). Where the disk has no room for all
+    of them, all stay as they were. Raises HostError.
+    """
     requests = path.with_suffix(".requests.jsonl")
     value = report.to_json(requests.name)
     texts = {
