@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 TTFT_S = 0.05
 OUTPUT_TOKENS = 64
-CEILING_STREAMS, CEILING_ITL_S = 256, 0.002
+# 238,000 tokens a second: about as much as a server of one core can send.
+FLOOD, FLOOD_STREAMS, FLOOD_TOKENS = Timing(ttft_s=0.02, itl_s=0.001), 256, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,22 @@ class Finding:
     cpu_s_per_1000_tokens: float
 
 
-def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring, *, requests: int | None = None) -> Finding:
+def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring) -> Finding:
     """Measure one protocol with `streams` in flight. Raises HostError when the server does not start."""
+    return _measure(protocol, streams, Timing(ttft_s=TTFT_S, itl_s=itl_s), OUTPUT_TOKENS, wiring)
+
+
+def ceiling(protocol: str, wiring: Wiring) -> float:
+    """Tokens a second at which a core of the client would be full, by what they cost it when many come at once."""
+    found = _measure(protocol, FLOOD_STREAMS, FLOOD, FLOOD_TOKENS, wiring, requests=8 * FLOOD_STREAMS)
+    return 1000 / found.cpu_s_per_1000_tokens
+
+
+def _measure(
+    protocol: str, streams: int, timing: Timing, tokens: int, wiring: Wiring, *, requests: int | None = None
+) -> Finding:
     with tempfile.TemporaryDirectory() as scratch, _apart() as core:
         folder = Path(scratch)
-        timing = Timing(ttft_s=TTFT_S, itl_s=itl_s)
         server = KnownProcess.start(timing, folder / "truth.jsonl", cpu=core)
         try:
             url = f"127.0.0.1:{server.grpc_port}" if protocol == "grpc" else f"http://127.0.0.1:{server.http_port}"
@@ -67,7 +79,7 @@ def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring, *, reques
                 targets=(Target(protocol=protocol, url=url + api, model="ensemble"),),
                 tokenizer=write_tokenizer(folder),
                 loads=(Closed(concurrency=streams, requests=requests),),
-                work=Work(input_tokens=32, output_tokens=OUTPUT_TOKENS),
+                work=Work(input_tokens=32, output_tokens=tokens),
                 wiring=wiring,
             )
             report = run(options, None, None)
@@ -76,7 +88,7 @@ def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring, *, reques
     (result,), (records,) = report.results, report.records
     first, said, true = errors(records, truth)
     throughput = result.metrics["output_token_throughput"]["value"] or 0.0
-    full = streams * OUTPUT_TOKENS / (TTFT_S + (OUTPUT_TOKENS - 1) * itl_s)
+    full = streams * tokens / (timing.ttft_s + (tokens - 1) * timing.itl_s)
     ttft_p50, ttft_p99 = _percentiles(first, 50, 99)
     return Finding(
         protocol=protocol,
@@ -89,12 +101,6 @@ def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring, *, reques
         reached=throughput / full,
         cpu_s_per_1000_tokens=result.client["cpu_s_per_1000_tokens"],
     )
-
-
-def ceiling(protocol: str, wiring: Wiring) -> float:
-    """Tokens a second at which a core of the client would be full, by what they cost it when many come at once."""
-    found = measure(protocol, CEILING_STREAMS, CEILING_ITL_S, wiring, requests=8 * CEILING_STREAMS)
-    return 1000 / found.cpu_s_per_1000_tokens
 
 
 def errors(

@@ -10,7 +10,8 @@ what the server did in the same run, and is the median of several runs:
     CPU s             of the command for 1,000 tokens between its first request and its last token
     start             from the command's start to the arrival of its first request; s
     tail              from the last token to the command's end, reports written; s
-    PSS               the most that the command has had up to the last token / to its end; MB
+    PSS               the most that the command has had up to the last token / to its end, of one more run that is only
+                      weighed: for each look at its memory the kernel holds a process up for 2 ms; MB
     ceiling           tokens/s at which a core of the client would be full, by what they cost it (`bench selftest`)
 
 An open loop's arrivals are held against the line of even gaps that fits them best. Its answers have 16 tokens, which do
@@ -53,7 +54,7 @@ OPEN_TOKENS = 16
 class Run:
     """What one run of the command left: its report, its requests, the truth, how long it took to begin, and its end.
 
-    pss  of the command at moments of the run, in MB
+    pss  of the command at moments of the run, in MB; empty of one that was not weighed
     """
 
     level: dict[str, Any]
@@ -68,14 +69,16 @@ class Run:
         return max((size for at_ns, size in self.pss if at_ns <= until_ns), default=0.0)
 
 
-def command(protocol: str, timing: Timing, words: Sequence[str], scratch: Path, tokens: int = TOKENS) -> Run:
+def command(
+    protocol: str, timing: Timing, words: Sequence[str], scratch: Path, tokens: int = TOKENS, *, weigh: bool = False
+) -> Run:
     report = scratch / "report.json"
     report.unlink(missing_ok=True)
     tokenizer = write_tokenizer(scratch)
     sizes: list[tuple[int, float]] = []
 
     def watch(process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None:
+        while weigh and process.poll() is None:
             sizes.append((time.monotonic_ns(), pss_of(process.pid)))
             time.sleep(0.1)
 
@@ -112,13 +115,17 @@ def pss_of(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
 
 
-def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Path) -> dict[str, float]:
-    """The figures of one closed loop."""
+def closed(
+    protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Path, *, weigh: bool = False
+) -> dict[str, float]:
+    """The figures of one closed loop; its memory if it is to be weighed, else all others."""
     words = ["--concurrency", str(streams), "--requests", str(max(128, 128_000 // TOKENS))]
     words.append("--kernel-timestamps" if kernel else "--no-kernel-timestamps")
-    run = command(protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), words, scratch)
+    run = command(protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), words, scratch, weigh=weigh)
     good = beside.good(run.requests)
     last = max(one["stamps_ns"][-1] for one in good)
+    if weigh:
+        return {"pss": run.most(last), "pss_end": run.most(run.ended_ns)}
     throughput = run.level["metrics"]["output_token_throughput"]["value"] or 0.0
     return {
         **beside.errors(good, run.truth),
@@ -126,8 +133,6 @@ def closed(protocol: str, streams: int, itl_s: float, kernel: bool, scratch: Pat
         "cpu": run.level["client"]["cpu_s_per_1000_tokens"],
         "start": run.start_s,
         "tail": (run.ended_ns - last) / 1e9,
-        "pss": run.most(last),
-        "pss_end": run.most(run.ended_ns),
     }
 
 
@@ -195,8 +200,8 @@ def main() -> None:
             for level in args.levels.split(","):
                 streams, itl = level.split(":")
                 for kernel in (False, True):
-                    runs = [closed(protocol, int(streams), float(itl) / 1e3, kernel, scratch) for _ in range(args.runs)]
-                    one = beside.median(runs)
+                    of = (protocol, int(streams), float(itl) / 1e3, kernel, scratch)
+                    one = beside.median([closed(*of) for _ in range(args.runs)]) | closed(*of, weigh=True)
                     lines.append(
                         f"| {protocol} | {streams} | {itl} | {'kernel' if kernel else 'read'} "
                         f"| {one['ttft_p50']:.2f} / {one['ttft_p99']:.2f} | {one['itl_mean']:.3f} "

@@ -151,9 +151,18 @@ class HttpConnection(asyncio.Protocol):
     def _follow_chunks(self, data: bytes) -> bool | None:
         """Whether the body ends with these bytes; None if they are no chunks."""
         position, size = 0, len(data)
-        between = not (self._left or self._line or self._last_chunk)
-        if between and self._sender.whole_chunks.get(data[: data.find(b"\n") + 1]) == size:
-            return False  # as most reads do: one whole chunk, as long as many before
+        if not (self._line or self._last_chunk):  # as nearly always: chunks as long as many before
+            known = self._sender.whole_chunks
+            position = self._left
+            while position < size:
+                whole = known.get(data[position : data.find(b"\n", position) + 1])
+                if whole is None:
+                    self._left = 0
+                    break
+                position += whole
+            else:
+                self._left = position - size
+                return False
         while position < size:
             if self._left:
                 taken = min(self._left, size - position)
