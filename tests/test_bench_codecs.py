@@ -176,6 +176,13 @@ def test_a_conversation_goes_to_a_chat_as_it_is() -> None:
     assert body(OpenAiHttp(SITE, "m", chat=True))["messages"] == [{"role": "user", "content": "<s>su"}]
 
 
+def test_a_prompt_is_kept_only_for_a_turn_that_may_follow() -> None:
+    """Of a long one more than its answer would be kept."""
+    once, turn = Ask("p", 1, 8, 0), Ask("p", 1, 8, 0, last=False)
+    assert Asker().make(OpenAiHttp(SITE, "m", chat=False), once).ask is None
+    assert Asker().make(OpenAiHttp(SITE, "m", chat=False), turn).ask is turn
+
+
 def test_a_length_that_is_asked_for_is_exact_and_a_least_one_is_not() -> None:
     def made(length: int | None, **options: Any) -> tuple[bool, int, int]:
         exchange = Asker().make(OpenAiHttp(SITE, "m", chat=False), Ask("p", 1, 8, 0, options=options), length)

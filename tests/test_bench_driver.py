@@ -525,13 +525,15 @@ class Sessions:
 
     def __init__(self, turns: int) -> None:
         self._asker, self._codec = Asker(), Letters()
-        self._asks = Asks((Ask("once", 2, 1, number) for number in count()), self._next)
+        self._asks = Asks((Ask("once", 2, 1, number, last=False) for number in count()), self._next)
         self._turns = turns
 
     def _next(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
         turn = ask.turn + 1
         prompt = ask.prompt + answer()
-        return Ask(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000) if turn < self._turns else None
+        if turn == self._turns:
+            return None
+        return Ask(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000, last=False)
 
     def asks(self, share: Share) -> Asks:
         return self._asks

@@ -31,13 +31,13 @@ class Asker:
         message = codec.encode(identity, ask.prompt, length, options, ask.messages)
         exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
         exchange.exact = exact
-        exchange.ask = ask
+        exchange.ask = None if ask.last else ask  # a prompt takes memory
         return exchange
 
     def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:
         """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
         last, or where the answer failed."""
-        answered, exchange.ask = exchange.ask, None  # a prompt takes memory, and nobody else asks for it
+        answered, exchange.ask = exchange.ask, None
         if exchange.failure is not None or answered is None:
             return None
         ask = asks.next_turn(answered, partial(codec.text, exchange))

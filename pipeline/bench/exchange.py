@@ -50,7 +50,7 @@ class Exchange:
     chunked       the bytes have HTTP/1.1's chunks in them
     end_ns        its stream ended or failed
     call          the sender's own
-    ask           what it was made from; None once its next turn has been
+    ask           what it was made from, while a turn may come after it
     """
 
     __slots__ = (

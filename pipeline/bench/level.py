@@ -3,6 +3,7 @@ of all shares read and judged (evaluate)."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -122,8 +123,10 @@ class LevelRun:
         for exchange in driver.ended:
             if exchange.slot >= 0:  # among all places of the load, not of this share
                 exchange.slot = self._share.index + self._share.of * exchange.slot
+        records = settle(driver.ended, self.client.codec.decode, count_tokens)
+        _give_back()
         return Driven(
-            records=settle(driver.ended, self.client.codec.decode, count_tokens),
+            records=records,
             clients=(driver.client,),
             window_ns=window if window[1] > window[0] else None,
             cut=driver.cut,
@@ -223,3 +226,11 @@ def _undisturbed() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+def _give_back() -> None:
+    """Room of bytes that were read is the system's again. An allocator keeps it, and what comes next, records and
+    pages, asks for room of other sizes: together they would be the most that a run takes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)

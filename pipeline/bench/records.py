@@ -203,8 +203,8 @@ def settle(
         max_tokens=column([exchange.max_tokens for exchange in exchanges]),
         output_tokens=np.array(totals, dtype=np.int64),
         offsets=np.array(offsets, dtype=np.int64),
-        stamps=np.array(stamps, dtype=np.int64),
-        tokens=np.array(tokens, dtype=np.int64),
+        stamps=np.asarray(stamps),
+        tokens=np.asarray(tokens),
     )
 
 

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +254,8 @@ def _errors(records: Records) -> list[dict[str, Any]]:
 
 def client_versions() -> dict[str, str | None]:
     """Versions of what sends and stamps; None for what is not installed."""
+    from importlib import metadata
+
     versions: dict[str, str | None] = {}
     for name in ("trtpipe", "uvloop", "hpack", "tritonclient", "numpy", "tokenizers"):
         try:

@@ -5,7 +5,6 @@ A thread fetches bytes and stamps them; they are read after the run, like everyt
 
 from __future__ import annotations
 
-import http.client
 import threading
 import urllib.parse
 from dataclasses import asdict
@@ -47,6 +46,8 @@ class Scraper:
             self._fetch()
 
     def _fetch(self) -> None:
+        import http.client
+
         parts = urllib.parse.urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
         try:

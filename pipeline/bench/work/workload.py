@@ -55,6 +55,7 @@ class Ask:
     think_s   seconds from the end of the answer before until this turn is due
     options   sampling options; among them `ignore_eos` and `min_tokens` where the length of the answer is fixed
     messages  what the prompt was rendered from, for servers that render it themselves
+    last      no turn of its session comes after it; False where that shows once it has been answered
     """
 
     prompt: str
@@ -65,6 +66,7 @@ class Ask:
     think_s: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] | None = None
+    last: bool = True
 
 
 class Asks(Iterator[Ask]):
@@ -149,7 +151,8 @@ class Workload:
         return generator((self._seed, *stream))
 
     def _ask(self, prompt: str, tokens: int, output: int, session: int, turn: int = 0, think_s: float = 0.0) -> Ask:
-        return Ask(prompt, tokens, output, session, turn, think_s, self._options(output, {}))
+        options = self._options(output, {})
+        return Ask(prompt, tokens, output, session, turn, think_s, options, last=self._turns is None)
 
     def _options(self, output: int, own: Mapping[str, Any]) -> dict[str, Any]:
         fixed = {"ignore_eos": True, "min_tokens": output} if self._work.ignore_eos else {}
