@@ -118,7 +118,8 @@ class Quick(Sender):
 class Simulated(Sender):
     """First token after 40 ms, then one every 10 ms, whatever the load, in a time of its own.
 
-    A request leaves when it is due, and each turn of the loop ends those that end next.
+    A request leaves when it is due, and each turn of the loop ends those that end next; what follows them is sent
+    before the turn after it.
     """
 
     def __init__(self, *, unit_ns: int = MS, failing: Callable[[Exchange], bool] = lambda _: False) -> None:
@@ -128,6 +129,7 @@ class Simulated(Sender):
         self._failing = failing
         self._ends: list[tuple[int, int, Exchange]] = []
         self._numbers = count()
+        self._wound = False
 
     def start(self, batch: Sequence[Exchange]) -> None:
         super().start(batch)
@@ -137,9 +139,15 @@ class Simulated(Sender):
             exchange.sent_ns = exchange.due_ns
             end = exchange.due_ns + (30 + 10 * exchange.max_tokens) * self._unit_ns
             heapq.heappush(self._ends, (end, next(self._numbers), exchange))
+        self._wind()
+
+    def _wind(self) -> None:
+        if self._ends and not self._wound:
+            self._wound = True
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
+        self._wound = False
         while self._ends:
             end, _, exchange = heapq.heappop(self._ends)
             if exchange in self.flying:
@@ -149,7 +157,8 @@ class Simulated(Sender):
                 )
                 exchange.end(end, NOBODY if self._failing(exchange) else None)
             if self._ends and self._ends[0][0] > end:
-                return
+                break
+        self._wind()
 
 
 def asks(max_tokens: int = 8) -> Iterator[Exchange]:
@@ -210,6 +219,30 @@ def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.A
     assert metrics["effective_concurrency"]["value"] == pytest.approx(4, abs=1e-9)
     assert metrics["time_to_first_token"]["p99"] == pytest.approx(40)
     assert metrics["inter_token_latency"]["p99"] == pytest.approx(10)
+
+
+def fillers() -> Iterator[Exchange]:
+    return (Exchange(f"f{number}", b"", input_tokens=2, max_tokens=8) for number in count())
+
+
+@pytest.mark.parametrize("end", [{"requests": 21}, {"duration_s": 0.6}], ids=["requests", "duration"])
+def test_the_load_is_whole_until_the_last_measured_request_has_ended(
+    loop: asyncio.AbstractEventLoop, end: dict[str, Any]
+) -> None:
+    ended = drive(loop, closed(Simulated(), Closed(concurrency=4, **end), fillers=fillers()))
+    last = max(end_of(exchange) for exchange in measured(ended))
+    for moment in range(min(exchange.due_ns for exchange in ended), last, 5 * MS):
+        assert sum(exchange.due_ns <= moment < end_of(exchange) for exchange in ended) == 4
+    cooling = [exchange for exchange in ended if exchange.id.startswith("f")]
+    # The other places end 20, 40 and 60 ms or more before the last one, and a request takes 110 ms: one each.
+    assert len(cooling) == 3
+    assert all(exchange.warmup and exchange.due_ns < last < end_of(exchange) for exchange in cooling)
+
+
+def test_places_that_end_together_rest_together(loop: asyncio.AbstractEventLoop) -> None:
+    sender = Simulated()
+    drive(loop, closed(sender, Closed(concurrency=3, requests=6, warmup=0), fillers=fillers()))
+    assert [len(batch) for batch in sender.batches] == [3, 3]
 
 
 def test_throughput_of_a_steady_server_is_its_true_rate(loop: asyncio.AbstractEventLoop) -> None:
@@ -614,6 +647,31 @@ def test_a_turn_that_is_due_after_the_duration_is_not_sent(loop: asyncio.Abstrac
     ended = drive(loop, closed(sender, load, measured=iter(work.first(9)), follow=work.follow))
     # At 0, 5 and 11 ms: the third is too late, and no other conversation begins while the user thinks.
     assert [turn_of(exchange) for exchange in ended] == [(0, 0), (0, 1)]
+
+
+def test_while_a_measured_conversation_goes_on_other_places_do_too(loop: asyncio.AbstractEventLoop) -> None:
+    class Slow(Sender):
+        def start(self, batch: Sequence[Exchange]) -> None:
+            super().start(batch)
+            for exchange in batch:
+                asyncio.get_running_loop().call_later(0.001, self.answer, exchange)
+
+    # A conversation of four turns at one place; at the other a single request, and then only what is not measured.
+    work = Sessions(4)
+
+    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+        return work.follow(exchange) if turn_of(exchange)[0] == 0 else None
+
+    load = Closed(concurrency=2, requests=4, warmup=0)
+    ended = drive(loop, closed(Slow(), load, measured=iter(work.first(2)), follow=follow, fillers=fillers()))
+    talked = [exchange for exchange in measured(ended) if turn_of(exchange)[0] == 0]
+    other = of_place(ended, 1 - talked[0].slot)
+    assert [turn_of(exchange)[1] for exchange in talked] == [0, 1, 2, 3]
+    assert [exchange.warmup for exchange in other] == [False] + [True] * (len(other) - 1)
+    # Without a pause from the first turn to the last one's end, the time in which the user thinks included.
+    assert other[-1].due_ns < end_of(talked[-1])
+    assert end_of(talked[-1]) - end_of(other[-1]) < MS  # of those that end in one turn of the loop neither goes on
+    assert all(after.due_ns == before.end_ns for before, after in pairwise(other))
 
 
 def test_conversations_of_an_open_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -55,7 +55,11 @@ def test_what_cannot_be_measured_is_refused(make: Callable[[], object], message:
 @pytest.mark.parametrize(
     ("load", "label", "entry"),
     [
-        (Closed(concurrency=16), "16 in flight", {"kind": "closed", "concurrency": 16, "warmup": 1, "ramp_s": 0.0}),
+        (
+            Closed(concurrency=16),
+            "16 in flight",
+            {"kind": "closed", "concurrency": 16, "warmup": 1, "cooldown": True, "ramp_s": 0.0},
+        ),
         (
             Open(rate=2.5, duration_s=1, arrivals="constant", max_in_flight=9),
             "2.5 requests/s",

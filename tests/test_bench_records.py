@@ -76,6 +76,11 @@ def test_who_counts_the_tokens(answer: Answer, source: str, total: int, tokens: 
     assert records.stamps.tolist() == answer.stamps_ns
 
 
+def test_a_prompt_is_as_long_as_the_server_says() -> None:
+    """Of a chat only it knows what the template adds."""
+    assert settled(SAID._replace(prompt=40), SAID).input_tokens.tolist() == [40, exchange("r").input_tokens]
+
+
 def test_a_usage_of_one_token_a_response_makes_token_exact_gaps() -> None:
     def gaps(usage: int) -> int:
         records = settled(Answer(stamps(20, 30, 50), None, usage=usage))

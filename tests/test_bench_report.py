@@ -84,7 +84,7 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     assert (value["schema"], value["partial"], value["seed"]) == (SCHEMA, False, 7)
     assert value["options"]["work"]["input_tokens"] == 8
     (load,) = value["options"]["loads"]
-    assert load == {"concurrency": 2, "requests": 8, "duration_s": None, "warmup": 1, "ramp_s": 0.0}
+    assert load == {"concurrency": 2, "requests": 8, "duration_s": None, "warmup": 1, "cooldown": True, "ramp_s": 0.0}
     assert value["endpoints"][0]["model"] == "ensemble"
     assert set(value["client"]) >= {"trtpipe", "uvloop", "tokenizers"}
     assert value["host"]["usable_cores"] >= 1

@@ -4,7 +4,8 @@ Closed loop: each place sends its next request as soon as the last one has ended
 its measured ones without a pause and without waiting for the other places, so neither the burst in which all start nor
 a second one after a drain is measured. The first warm-up request of place k is shortened to k/concurrency of the output
 length: equal requests that start together would end together for ever, and this spreads the places over one request's
-time before anything is measured.
+time before anything is measured. A place that finds no measured request left goes on with others until the last
+measured one has ended: those of the end are answered under the load of all others.
 
 Open loop: the times are set before the first request leaves, and nothing that server or client does moves them.
 
@@ -290,23 +291,26 @@ class ClosedLoop(Driver):
 
     warmups     requests of each place before its measured ones, in order
     measured    the others, for whichever place is free
+    fillers     without end, for places that find none left while some are still answered; None lets them rest
     starts_ns   when each place begins, from the start
     duration_s  measure so long from the moment the last place has warmed up, instead of until `measured` ends
     """
 
     def __init__(
         self, sender: Sender, limits: Limits, *, warmups: Sequence[Sequence[Exchange]], measured: Iterator[Exchange],
-        starts_ns: Sequence[int], duration_s: float | None = None, follow: Follow | None = None,
-        watch: Callable[[Live], None] | None = None,
+        starts_ns: Sequence[int], fillers: Iterator[Exchange] | None = None, duration_s: float | None = None,
+        follow: Follow | None = None, watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sender, limits, follow, watch)
         self._warmups = [deque(mine) for mine in warmups]
         self._measured = measured
+        self._fillers = fillers
         self._starts = starts_ns
         self._duration_s = duration_s
         self._deadline: int | None = None
-        self._measuring: set[int] = set()  # places that have warmed up
-        self._idle = 0
+        self._warm: set[int] = set()
+        self._measuring: set[int] = set()  # places whose request, or conversation, is measured
+        self._resting = 0
         self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
         self._beginning: deque[tuple[int, int]] = deque()
 
@@ -340,43 +344,51 @@ class ClosedLoop(Driver):
     def _serve(self) -> None:
         if self._is_over:
             return
-        free, self._free = self._free, []
+        free = [one for one in self._free if not self._goes_on(*one)]
+        self._free.clear()
+        self._measuring.difference_update(place for place, _, _ in free)
         batch: list[Exchange] = []
-        resting = 0
-        for place, since, last in free:
-            is_over = self._deadline is not None and since >= self._deadline
-            if last is not None and not (last.warmup or is_over) and self._continue(last):
-                continue
-            exchange = None if is_over else self._next(place, since)
+        for place, since, _ in free:
+            exchange = self._next(place, since)
             if exchange is None:
-                resting += 1
+                self._resting += 1
             else:
                 exchange.slot = place
                 exchange.due_ns = since
                 batch.append(exchange)
         self._send(batch)
-        self._rest(resting)
+        if self._resting == len(self._warmups):
+            self._finish()
+
+    def _goes_on(self, place: int, since: int, last: Exchange | None) -> bool:
+        return last is not None and not (last.warmup or self._is_past(since)) and self._continue(last)
+
+    def _is_past(self, moment: int) -> bool:
+        return self._deadline is not None and moment >= self._deadline
 
     def _send_due(self, batch: Sequence[Exchange]) -> None:
-        mine = [turn for turn in batch if self._deadline is None or turn.due_ns < self._deadline]
-        self._send(mine)
-        self._rest(len(batch) - len(mine))
-
-    def _rest(self, places: int) -> None:
-        self._idle += places
-        if self._idle == len(self._warmups):
-            self._finish()
+        self._send([turn for turn in batch if not self._is_past(turn.due_ns)])
+        self._free.extend((turn.slot, turn.due_ns, None) for turn in batch if self._is_past(turn.due_ns))
+        self._serve()
 
     def _next(self, place: int, since: int) -> Exchange | None:
         if self._warmups[place]:
-            exchange = self._warmups[place].popleft()
-            exchange.warmup = True
-            return exchange
-        if place not in self._measuring:
-            self._measuring.add(place)
-            if len(self._measuring) == len(self._warmups) and self._duration_s is not None:
+            return self._unmeasured(self._warmups[place].popleft())
+        if place not in self._warm:
+            self._warm.add(place)
+            if len(self._warm) == len(self._warmups) and self._duration_s is not None:
                 self._deadline = since + int(self._duration_s * 1e9)
-        return next(self._measured, None)
+        exchange = None if self._is_past(since) else next(self._measured, None)
+        if exchange is not None:
+            self._measuring.add(place)
+            return exchange
+        # A warm-up still under way is not waited for: what comes after it is not measured either.
+        return self._unmeasured(next(self._fillers)) if self._fillers is not None and self._measuring else None
+
+    @staticmethod
+    def _unmeasured(exchange: Exchange) -> Exchange:
+        exchange.warmup = True
+        return exchange
 
 
 class OpenLoop(Driver):

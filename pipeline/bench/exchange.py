@@ -5,6 +5,7 @@ All stamps are integers in nanoseconds of `time.monotonic_ns`.
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ class Exchange:
     max_tokens    output length asked for
     exact         neither less nor more of it
     slot          which place of a closed loop it took; -1 in an open loop
-    warmup        sent to bring the server into its stride; in no distribution
+    warmup        sent to bring the server into its stride, or to keep it there; in no distribution
     due_ns        it could have left
     sent_ns       just before its first byte; None if it never came to that
     data          what came, a read or a message at a time; empty once the stream has ended
-    body, sizes   then all of it, and how many bytes each read had: a third less memory than so many small objects
+    body, sizes   then all of it, and how many bytes each read had: a third less memory than so many small objects.
+                  What is not measured is compressed until it is read; with the rest there is no time for that
     stamps        of each read
     chunked       the bytes have HTTP/1.1's chunks in them
     end_ns        its stream ended or failed
@@ -54,7 +56,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "ask", "body", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
+        "_kept", "ask", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
         "max_tokens", "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
     )  # fmt: skip
 
@@ -71,7 +73,7 @@ class Exchange:
         self.end_ns: int | None = None
         self.failure: Failure | None = None
         self.data: list[bytes] = []
-        self.body = b""
+        self._kept = b""
         self.sizes = array("I")
         self.stamps = array("q")
         self.chunked = False
@@ -99,17 +101,27 @@ class Exchange:
 
     def reads(self) -> Iterator[tuple[bytes, int]]:
         """All that came, each read with its stamp."""
-        self._pack()
-        start = 0
+        body, start = self.body, 0
         for size, stamp in zip(self.sizes, self.stamps, strict=True):
-            yield self.body[start : start + size], stamp
+            yield body[start : start + size], stamp
             start += size
+
+    @property
+    def body(self) -> bytes:
+        self._pack()
+        return self._unpacked()
 
     def forget(self) -> None:
         """Its bytes: they have been read."""
-        self.body, self.sizes = b"", array("I")
+        self._kept, self.sizes = b"", array("I")
 
     def _pack(self) -> None:
-        self.body += b"".join(self.data)
+        if not self.data:
+            return
+        body = self._unpacked() + b"".join(self.data)
+        self._kept = zlib.compress(body, 1) if self.warmup else body
         self.sizes.extend(map(len, self.data))
         self.data.clear()
+
+    def _unpacked(self) -> bytes:
+        return zlib.decompress(self._kept) if self.warmup and self._kept else self._kept

@@ -146,8 +146,11 @@ class LevelRun:
         if total is None:
             # One by one from then on: what that takes shows as dispatch_delay.
             measured = chain(measured, map(self._make, self._asks))
+        fillers: Iterator[Exchange] | None = None
+        if load.cooldown:
+            fillers = chain([self._make(next(self._asks)) for _ in lengths], map(self._make, self._asks))
         return ClosedLoop(
-            self.client.sender, self._limits, warmups=warmups, measured=measured,
+            self.client.sender, self._limits, warmups=warmups, measured=measured, fillers=fillers,
             starts_ns=list(share.take(slot_starts(load).tolist())), duration_s=load.duration_s, follow=self._follow,
             watch=self._watch,
         )  # fmt: skip

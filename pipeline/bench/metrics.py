@@ -230,7 +230,7 @@ DISTRIBUTIONS = (
     Distribution(
         name="input_sequence_length",
         unit="tokens",
-        formula="tokens of a prompt, special ones included",
+        formula="tokens of a prompt, special ones included: the server's count where it says, else the tokenizer's",
         undefined=_NOBODY,
         values=_per_request(lambda records, owners: records.input_tokens[owners], "input_tokens"),
     ),

@@ -157,13 +157,15 @@ def settle(
     The tokens of an answer are the server's counts summed, else its usage, else `count_tokens` of the whole text; never
     the number of responses, of which one may carry several. An answer that ended well but brought no token becomes a
     failure, since none of its latencies exists; so does one of another length than asked for, which is other work. Our
-    own tokenizer may cut a text otherwise than the server made it: by its count alone nothing fails.
+    own tokenizer may cut a text otherwise than the server made it: by its count alone nothing fails. The tokens of a
+    prompt are the server's count too where it gives one.
     """
     import numpy as np
 
     failures: list[Failure | None] = []
     sources: list[str | None] = []
     totals: list[int] = []
+    prompts: list[int] = []
     offsets = [0]
     stamps, tokens = array("q"), array("q")  # lists would have an object for each
     for exchange in exchanges:
@@ -180,6 +182,7 @@ def settle(
                 if failure is not None:
                     answer, source, total = Answer([], []), None, NONE
         exchange.forget()
+        prompts.append(exchange.input_tokens if answer.prompt is None else answer.prompt)
         failures.append(failure)
         sources.append(source)
         totals.append(total)
@@ -199,7 +202,7 @@ def settle(
         due=column([exchange.due_ns for exchange in exchanges]),
         sent=column([exchange.sent_ns for exchange in exchanges]),
         end=column([exchange.end_ns for exchange in exchanges]),
-        input_tokens=column([exchange.input_tokens for exchange in exchanges]),
+        input_tokens=np.array(prompts, dtype=np.int64),
         max_tokens=column([exchange.max_tokens for exchange in exchanges]),
         output_tokens=np.array(totals, dtype=np.int64),
         offsets=np.array(offsets, dtype=np.int64),

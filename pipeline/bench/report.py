@@ -29,8 +29,9 @@ MESSAGES = 3
 class LevelResult:
     """One protocol under one load.
 
-    requests            measured, succeeded, failed, warmup, warmup_failed, and cut: abandoned when the level ended
-    errors              of measured and warm-up requests, by class: kind, count, messages (a few)
+    requests            measured, succeeded, failed; warmup, those before and after that are not measured, and
+                        warmup_failed; cut: abandoned when the level ended
+    errors              of measured and other requests, by class: kind, count, messages (a few)
     window_s            seconds over which the rates are taken; None if there was no such time
     token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
     wrong_length        successful requests with another number of tokens than asked for

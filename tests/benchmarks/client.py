@@ -123,7 +123,7 @@ def closed(
     words.append("--kernel-timestamps" if kernel else "--no-kernel-timestamps")
     run = command(protocol, Timing(ttft_s=TTFT_S, itl_s=itl_s), words, scratch, weigh=weigh)
     good = beside.good(run.requests)
-    last = max(one["stamps_ns"][-1] for one in good)
+    last = max(one["stamps_ns"][-1] for one in run.requests if one["stamps_ns"])
     if weigh:
         return {"pss": run.most(last), "pss_end": run.most(run.ended_ns)}
     throughput = run.level["metrics"]["output_token_throughput"]["value"] or 0.0

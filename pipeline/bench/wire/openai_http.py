@@ -62,6 +62,7 @@ class OpenAiHttp:
         stamps: list[int] = []
         texts: list[str] = []
         usage: int | None = None
+        prompt: int | None = None
         done = False
         found = events(exchange)
         values = _values([event for event, _ in found])
@@ -76,6 +77,8 @@ class OpenAiHttp:
                     raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
                 if chunk.get("usage"):
                     usage = int(chunk["usage"]["completion_tokens"])
+                    if "prompt_tokens" in chunk["usage"]:
+                        prompt = int(chunk["usage"]["prompt_tokens"])
                 choices = chunk["choices"]
                 text = self._text(choices[0]) if choices else ""
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -85,7 +88,7 @@ class OpenAiHttp:
                 texts.append(text)
         if not done:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
-        return Answer(stamps, None, "".join(texts), usage)
+        return Answer(stamps, None, "".join(texts), usage, prompt)
 
     def text(self, exchange: Exchange) -> str:
         try:

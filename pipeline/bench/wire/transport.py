@@ -18,12 +18,14 @@ class Answer(NamedTuple):
     tokens     how many each carried, by the server's count or its ids; None when it did not say
     text       all of it, where the tokens have to be counted here; else empty
     usage      the server's count of the whole answer, if it gave one
+    prompt     and of the prompt: what a chat's template adds is in it
     """
 
     stamps_ns: list[int]
     tokens: list[int] | None
     text: str = ""
     usage: int | None = None
+    prompt: int | None = None
 
 
 class BadAnswer(Exception):

@@ -31,6 +31,8 @@ class Closed:
     requests     measured requests, over all slots; without a duration the larger of 20 and 4 x concurrency
     duration_s   seconds for which measured requests are sent, from the moment the last slot has warmed up
     warmup       full-length requests of every slot before its measured ones; 0 measures the start-up burst too
+    cooldown     slots that find no measured request left go on with others until the last measured one has ended, so
+                 that none is answered by a server with less to do; without it the last ones are
     ramp_s       seconds over which the slots start, one after the other
     """
 
@@ -38,6 +40,7 @@ class Closed:
     requests: int | None = None
     duration_s: float | None = None
     warmup: int = 1
+    cooldown: bool = True
     ramp_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +80,10 @@ class Closed:
 
     def entry(self) -> dict[str, Any]:
         """For the report."""
-        return {"kind": "closed", "concurrency": self.concurrency, "warmup": self.warmup, "ramp_s": self.ramp_s}
+        return {
+            "kind": "closed", "concurrency": self.concurrency, "warmup": self.warmup, "cooldown": self.cooldown,
+            "ramp_s": self.ramp_s,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,35 @@
+"""What `pip install trtpipe` brings, without extras: all that `trtpipe bench` needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HEAVY = {"torch", "transformers", "nvidia-pytriton", "nvidia-modelopt", "accelerate", "ray", "pyarrow"}
+MOST_MB = 200
+
+
+def brought(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> set[str]:
+    """The distributions that this one asks for with these extras, and those that they ask for; itself too."""
+    if (name, extras) in seen:
+        return set()
+    seen.add((name, extras))
+    found = {name}
+    for text in importlib.metadata.requires(name) or ():
+        wanted = Requirement(text)
+        if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            found |= brought(canonicalize_name(wanted.name), frozenset(wanted.extras), seen)
+    return found
+
+
+def test_the_install_for_bench_alone_is_small() -> None:
+    names = brought("trtpipe", frozenset(), set())
+    assert {"numpy", "tokenizers", "tritonclient", "uvloop", "grpcio"} <= names
+    assert not names & HEAVY
+    paths = {Path(str(file.locate())) for name in names for file in importlib.metadata.files(name) or ()}
+    # As the packages are; what Python compiles of them comes on top, and is a cache.
+    total = sum(path.stat().st_size for path in paths if path.is_file() and path.suffix != ".pyc") / 1e6
+    assert 50 < total < MOST_MB
