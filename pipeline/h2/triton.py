@@ -1,7 +1,7 @@
 """Triton's stream messages (KServe v2 over gRPC): requests as bytes, responses as outputs by name.
 
 tritonclient's protobuf classes are the wire definition. `parse` reads any response with them. `Reader` reads those
-of one call: they are alike but for the numbers in them, so what one message was found to hold at which place is
+of one call: those of one length are alike but for their contents, so what one was found to hold at which place is
 believed of the next one of the same bytes in all other places (a quarter of the time; a test holds the two together).
 """
 
@@ -29,6 +29,9 @@ REPOSITORY_INDEX = "/inference.GRPCInferenceService/RepositoryIndex"
 
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
+
+# Lengths of messages that a Reader remembers. Pieces of text have a dozen.
+MOST_SHAPES = 64
 
 _LENGTH = struct.Struct("<I")
 
@@ -155,43 +158,56 @@ class Alike(NamedTuple):
     end: int
 
 
+class _Shape(NamedTuple):
+    """Where messages of one length have their contents.
+
+    head     all up to the first content
+    between  (start, end, bytes) of what stands between two contents
+    places   (output, start, end) of each content
+    """
+
+    head: bytes
+    between: tuple[tuple[int, int, bytes], ...]
+    places: tuple[tuple[str, int, int], ...]
+    final: bool
+
+
 class Reader:
     """Reads the responses of one call (or of many alike)."""
 
-    __slots__ = ("_between", "_final", "_head", "_length", "_places")
+    __slots__ = ("_shapes",)
 
     def __init__(self) -> None:
-        self._length = -1
-        self._head = b""  # all up to the first content
-        self._between: tuple[tuple[int, int, bytes], ...] = ()  # what stands between two contents
-        self._places: tuple[tuple[str, int, int], ...] = ()  # contents by output
-        self._final = False
+        self._shapes: dict[int, _Shape] = {}  # by the length of a message: texts of tokens have a few
 
     def read(self, message: bytes) -> Reply:
-        """The same as `parse`, faster from the second alike message on. Raises MalformedMessage."""
-        if len(message) == self._length and message.startswith(self._head):
-            for start, end, fixed in self._between:
+        """The same as `parse`, faster for a message like an earlier one. Raises MalformedMessage."""
+        shape = self._shapes.get(len(message))
+        if shape is not None and message.startswith(shape.head):
+            for start, end, fixed in shape.between:
                 if message[start:end] != fixed:
                     break
             else:
-                return Reply({name: message[start:end] for name, start, end in self._places}, self._final)
+                return Reply({name: message[start:end] for name, start, end in shape.places}, shape.final)
         decoded = _decode(message)
         reply = _reply(decoded)
         self._learn(message, decoded, reply)
         return reply
 
-    def alike(self, name: str) -> Alike | None:
-        """What makes a message like the last one read, and where its content of `name` lies; None where that is not
-        known. For loops over many messages: a call for each costs more than the comparison."""
-        for output, start, end in self._places:
-            if output == name and self._length >= 0 and not self._final and len(self._between) <= 1:
-                between = self._between[0] if self._between else (0, 0, b"")
-                return Alike(self._length, self._head, *between, start, end)
-        return None
+    def alike(self, name: str, length: int) -> Alike | None:
+        """What makes a message of `length` bytes like one that was read, and where its content of `name` lies; None
+        where that is not known. For loops over many messages: a call for each costs more than the comparison."""
+        shape = self._shapes.get(length)
+        if shape is None or shape.final or len(shape.between) > 1:
+            return None
+        between = shape.between[0] if shape.between else (0, 0, b"")
+        return next(
+            (Alike(length, shape.head, *between, *place) for output, *place in shape.places if output == name), None
+        )
 
     def _learn(self, message: bytes, decoded: Any, reply: Reply) -> None:
         """Remember where the contents lie. Protobuf writes fields by number: raw contents are the message's end."""
-        self._length = -1
+        self._shapes.pop(len(message), None)
         raw = list(decoded.infer_response.raw_output_contents)
         names = [output.name for output in decoded.infer_response.outputs]
         if reply.error or not raw or len(set(names)) != len(names):
@@ -206,11 +222,14 @@ class Reader:
             places.append((start, end))
             end = start - len(tag)
         places.reverse()
-        self._head = message[: places[0][0]]
-        self._between = tuple((a, b, message[a:b]) for (_, a), (b, _) in itertools.pairwise(places))
-        self._places = tuple((name, *place) for name, place in zip(names, places, strict=True))
-        self._final = reply.final
-        self._length = len(message)
+        if len(self._shapes) == MOST_SHAPES:
+            self._shapes.clear()
+        self._shapes[len(message)] = _Shape(
+            head=message[: places[0][0]],
+            between=tuple((a, b, message[a:b]) for (_, a), (b, _) in itertools.pairwise(places)),
+            places=tuple((name, *place) for name, place in zip(names, places, strict=True)),
+            final=reply.final,
+        )
 
 
 def _varint(number: int) -> bytes:

@@ -78,8 +78,11 @@ class TritonGrpc:
         texts: list[bytes] = []
         final = False
         told = output if is_engine else count
+        likes: dict[int, Alike] = {}  # by length
         length, head, fixed_start, fixed_end, fixed, start, end = _UNLIKE
         for message, stamp in exchange.reads():
+            if len(message) != length:
+                length, head, fixed_start, fixed_end, fixed, start, end = likes.get(len(message), _UNLIKE)
             if (
                 len(message) == length
                 and message[fixed_start:fixed_end] == fixed
@@ -114,8 +117,9 @@ class TritonGrpc:
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
-            if told is not None:
-                length, head, fixed_start, fixed_end, fixed, start, end = reader.alike(told) or _UNLIKE
+            if told is not None and (like := reader.alike(told, len(message))) is not None:
+                likes[len(message)] = like
+                length = -1
         if not final:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} responses without a final one")
         if is_engine or count is not None:
