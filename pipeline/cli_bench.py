@@ -249,7 +249,7 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
 
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
     """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
-    from engines.errors import StageFailed
+    from engines.errors import HostError, StageFailed
     from pipeline import chat, console
     from pipeline.bench.run import run
 
@@ -260,6 +260,13 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
     from pipeline.bench.files import write_report
 
+    if options.wiring.transport != "own" and not measured.partial:
+        from pipeline.bench.selftest import state_error
+
+        try:
+            state_error(measured, options)
+        except HostError as error:  # what was measured is not to be lost for that
+            console.note(f"how wrong {options.wiring.transport} is here is not known: {error}")
     if served is not None:
         from pipeline import serve
         from pipeline.manifest import read_manifest
@@ -273,6 +280,13 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     places = write_report(measured, report)
     for reason in measured.verdict()["reasons"]:
         console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
+    for endpoint in measured.endpoints:
+        off = endpoint.get("measured_error")
+        if off is not None:
+            console.note(
+                f"{endpoint['protocol']} through {endpoint['transport']}: with {off['streams']} streams of known timing "
+                f"TTFT came out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long here"
+            )
     for result in measured.results:
         said = (result.server or {}).get("output_tokens")
         if said and said["agree"] is False:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from pipeline.bench.known.child import KnownProcess
+from pipeline.bench.known.clock import Timing
+from pipeline.bench.selftest import write_tokenizer
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
 
@@ -27,3 +33,23 @@ def test_it_says_how_wrong_this_client_is() -> None:
         assert abs(float(row["mean"])) < 1
         assert 0 < float(row["load"]) <= 101
     assert re.search(r"a core of this client can take: grpc [\d,]+, http [\d,]+", done.stdout)
+
+
+def test_a_report_says_how_wrong_the_libraries_are(tmp_path: Path) -> None:
+    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.004), tmp_path / "truth.jsonl")
+    try:
+        words = ["--grpc-url", f"127.0.0.1:{server.grpc_port}", "--http-url", f"http://127.0.0.1:{server.http_port}",
+                 "--protocol", "grpc,http", "--transport", "tritonclient", "--concurrency", "3", "--requests", "8",
+                 "--output-tokens", "8", "--tokenizer", str(write_tokenizer(tmp_path))]  # fmt: skip
+        command = [sys.executable, "-m", "pipeline", "bench", *words, "--report", str(tmp_path / "report.json")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        server.stop()
+    assert done.returncode in (0, 5), done.stderr  # INVALID on a busy machine
+    grpc, http = json.loads((tmp_path / "report.json").read_text())["endpoints"]
+    for endpoint in (grpc, http):
+        error = endpoint["measured_error"]
+        assert error["streams"] == 3
+        assert 3 < error["itl_ms"] < 8
+        assert 0 < error["ttft_p50_ms"] <= error["ttft_p99_ms"]
+        assert f"{endpoint['protocol']} through tritonclient: with 3 streams" in " ".join(done.stderr.split())

@@ -20,6 +20,7 @@ from pipeline.bench.known.clock import Timing
 from pipeline.bench.known.script import Truth
 from pipeline.bench.options import BenchOptions, Target
 from pipeline.bench.records import NONE, Records
+from pipeline.bench.report import BenchReport
 from pipeline.bench.run import run
 from pipeline.bench.wire.connect import Wiring
 from pipeline.bench.work.loads import Closed
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TTFT_S = 0.05
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS, FEW_TOKENS = 64, 16
 # 238,000 tokens a second: about as much as a server of one core can send.
 FLOOD, FLOOD_STREAMS, FLOOD_TOKENS = Timing(ttft_s=0.02, itl_s=0.001), 256, 256
 
@@ -64,6 +65,24 @@ def ceiling(protocol: str, wiring: Wiring) -> float:
     """Tokens a second at which a core of the client would be full, by what they cost it when many come at once."""
     found = _measure(protocol, FLOOD_STREAMS, FLOOD, FLOOD_TOKENS, wiring, requests=8 * FLOOD_STREAMS)
     return 1000 / found.cpu_s_per_1000_tokens
+
+
+def state_error(report: BenchReport, options: BenchOptions) -> None:
+    """Write into a report how wrong its kind of reads is on this host, `measured_error` of each endpoint: with as many
+    streams in flight as there were at most, as far apart as tokens were. Takes a few seconds. Raises HostError."""
+    for endpoint, target in zip(report.endpoints, options.targets, strict=True):
+        mine = [result for result in report.results if result.protocol == target.protocol]
+        gaps = [result.metrics["inter_chunk_latency"]["p50"] for result in mine]
+        known = [gap for gap in gaps if gap]
+        if not known:
+            continue
+        streams = max(result.client["in_flight"]["reached"] for result in mine)
+        timing = Timing(ttft_s=TTFT_S, itl_s=min(known) / 1e3)
+        found = _measure(target.protocol, streams, timing, FEW_TOKENS, options.wiring, requests=max(8, 2 * streams))
+        endpoint["measured_error"] = {
+            "streams": streams, "itl_ms": min(known), "ttft_p50_ms": found.ttft_p50, "ttft_p99_ms": found.ttft_p99,
+            "itl_mean_ms": found.itl_mean, "itl_p99_ms": found.itl_p99_said - found.itl_p99_true,
+        }  # fmt: skip
 
 
 def _measure(
