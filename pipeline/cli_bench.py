@@ -284,8 +284,8 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
         off = endpoint.get("measured_error")
         if off is not None:
             console.note(
-                f"{endpoint['protocol']} through {endpoint['transport']}: with {off['streams']} known streams "
-                f"TTFT came out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long here"
+                f"{endpoint['protocol']} through {endpoint['transport']}: here, with {off['streams']} in flight, TTFT "
+                f"comes out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long"
             )
     for result in measured.results:
         said = (result.server or {}).get("output_tokens")
