@@ -173,6 +173,13 @@ def test_a_closed_loop_without_a_common_time_has_no_window(rows: list[Row]) -> N
     assert closed_window(made(*rows), 2) is None
 
 
+def test_where_places_go_on_the_window_ends_with_the_last_measured_request() -> None:
+    going_on = Row(stamps=(450, 600), tokens=(1, 1), due=400, sent=400, slot=1, warmup=True)
+    assert closed_window(made(*LEVEL, going_on), 2) == Window(start_ns=200 * MS, stop_ns=500 * MS)
+    short = Row(stamps=(430,), tokens=(1,), due=400, sent=400, slot=1, warmup=True)
+    assert closed_window(made(*LEVEL, short), 2) == Window(start_ns=200 * MS, stop_ns=430 * MS)
+
+
 def test_a_failed_request_occupies_its_place_like_any_other() -> None:
     rows = list(LEVEL)
     rows[3] = Row(due=200, sent=200, end=400, slot=1, failed="Timeout")
@@ -256,6 +263,17 @@ def test_uncounted_tokens_are_spread_over_the_responses() -> None:
     # Two of three responses of the first, one of two of the second lie inside: 2/3 of 9 and half of 5.
     rows = (Row(stamps=(100, 300, 350), output=9), Row(stamps=(400, 500), output=5))
     assert level_metrics(made(*rows), window)["output_token_throughput"]["value"] == pytest.approx(8.5 / 0.2)
+
+
+@pytest.mark.parametrize("slot", [0, -1], ids=["closed", "open"])
+def test_a_throughput_may_be_off_by_what_its_requests_brought(slot: int) -> None:
+    # Of resamples of two requests with 1 and 3 tokens a quarter has twice the first, and a quarter twice the second.
+    rows = [Row(stamps=(100,), tokens=(count,), slot=slot, sent=0, end=100) for count in (1, 3)]
+    found = level_metrics(made(*rows), Window(start_ns=0, stop_ns=200 * MS))
+    assert found["output_token_throughput"] == {"value": 20.0, "interval": pytest.approx([10.0, 30.0])}
+    # In a closed loop they took as long, on a schedule as many come as it says: nothing tells how far this is off.
+    assert found["request_throughput"] == {"value": 10.0, "interval": None}
+    assert found["effective_concurrency"]["interval"] is None
 
 
 # What is undefined

@@ -112,7 +112,7 @@ def test_work_is_read_in_depth(tmp_path: Path) -> None:
          "trace: there is concurrency and rate"),
         ("name: my\nload: {concurency: 1}", "my.yaml: load: unknown key 'concurency'; did you mean 'concurrency'?"),
         ("name: my\nload: {concurrency: 1, burstiness: 2}", "my.yaml: load: burstiness does not apply to a "
-         "load of concurrency; known: concurrency, requests, duration_s, warmup, ramp_s"),
+         "load of concurrency; known: concurrency, requests, duration_s, warmup, cooldown, ramp_s"),
         ("name: my\nload: {concurrency: many}", "my.yaml: load: concurrency: Input should be a valid integer"),
         ("name: my\nload: {concurrency: [4, 0]}", "my.yaml: load: concurrency is 0; give 1 or more"),
         ("name: my\nload: {rate: []}", "my.yaml: load: rate is an empty list; give one value or more"),

@@ -29,12 +29,13 @@ BLOCK_CELLS = 1 << 22
 STATISTICS = (
     "Percentiles are taken from all raw values with linear interpolation between the two nearest ranks "
     "(Hyndman and Fan type 7); std is the population's (divided by n); n is the number of values. Intervals are of "
-    f"95%, by {RESAMPLES} bootstrap resamples of whole requests, since the values of one request are alike."
+    f"95%, by {RESAMPLES} bootstrap resamples of whole requests, since the values of one request are alike; that of a "
+    "throughput by what the requests of a resample brought, in a closed loop in the time that they took."
 )
 WINDOW = (
-    "Closed loop: from the moment the last place ended its warm-up until the first found no further request to send: "
-    "every place is busy with measured requests throughout. Open loop: the measured part of the schedule. Open "
-    "at the start, closed at the end. None if there is no such time."
+    "Closed loop: from the moment the last place ended its warm-up until the last measured request ended, or, where a "
+    "place rests that finds no measured request left, until the first does: every place is busy throughout. Open loop: "
+    "the measured part of the schedule. Open at the start, closed at the end. None if there is no such time."
 )
 
 
@@ -334,8 +335,52 @@ def closed_window(records: Records, concurrency: int) -> Window | None:
     if len(slots) < concurrency:
         return None
     start = max(int(records.due[mine & (records.slot == slot)].min()) for slot in slots)
-    stop = min(int(records.end[mine & (records.slot == slot)].max()) for slot in slots)
+    rests = min(int(records.end[records.slot == slot].max()) for slot in slots)
+    stop = min(rests, int(records.end[mine].max()))
     return Window(start_ns=start, stop_ns=stop) if stop > start else None
+
+
+def rate_terms(name: str, records: Records, *, closed: bool) -> tuple[Floats, Floats] | None:
+    """(what a rate counts of each request, and against what): it goes with the quotient of their sums, so resampled
+    requests show how far it may be off. Against the time that they took in a closed loop; against their number where
+    the schedule says how many there are. None of what is no such rate."""
+    import numpy as np
+
+    failed = records.failed
+    every = np.ones(len(records))
+    if name == "error_rate":
+        return failed.astype(np.float64), every
+    output, prompts = (
+        np.where(failed | (column == NONE), 0, column).astype(np.float64)
+        for column in (records.output_tokens, records.input_tokens)
+    )
+    counted = {
+        "output_token_throughput": output,
+        "total_token_throughput": output + prompts,
+        "request_throughput": np.where(failed, 0.0, 1.0),
+    }.get(name)
+    if counted is None:
+        return None
+    timed = (records.end != NONE) & (records.sent != NONE)
+    return counted, np.where(timed, records.end - records.sent, 0.0) if closed else every
+
+
+def rate_interval(name: str, records: Records, value: float) -> list[float] | None:
+    """95% interval of a rate from resampled measured requests; None for fewer than two, and where all are alike."""
+    import numpy as np
+
+    terms = rate_terms(name, records, closed=bool((records.slot >= 0).any()))
+    mine = records.measured()
+    if terms is None or mine.sum() < 2:
+        return None
+    weights = _weights(int(mine.sum()))
+    (counted, against), (drawn, over) = (
+        [weigh(term[mine]) for term in terms] for weigh in (np.sum, lambda term: weights @ term)
+    )
+    if not (counted > 0 and over.min() > 0):
+        return None
+    low, high = np.percentile(value * (drawn / over) / (counted / against), (2.5, 97.5))
+    return [float(low), float(high)] if high > low else None
 
 
 def percentile_name(percent: float) -> str:
@@ -417,7 +462,8 @@ def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str
         known.append((found, out[metric.name]))
     for rate in RATES:
         found_rate = None if window is None and rate.windowed else rate.value(records, window)
-        out[rate.name] = {"value": found_rate, "interval": None}
+        interval = None if found_rate is None else rate_interval(rate.name, records, found_rate)
+        out[rate.name] = {"value": found_rate, "interval": interval}
     return out
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.bench.against.raw import values
-from pipeline.bench.metrics import Values
-from pipeline.bench.records import NONE, Records
+from pipeline.bench.metrics import Values, rate_terms
+from pipeline.bench.records import Records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,29 +155,17 @@ class Resampler:
 
     def _rate(self, metric: str, value: float) -> Floats | None:
         """A rate goes with the sum over requests that it counts; in a closed loop also against the time they took."""
-        import numpy as np
-
         name = metric.removesuffix("_whole_run")
-        records, failed = self._found, self._found.failed
+        terms = rate_terms(name, self._found, closed=self._closed)
+        if terms is None:
+            return None
+        counted, against = terms
         if name == "error_rate":
-            return self._ratio(failed.astype(np.float64), np.ones(len(failed)))
-        output, prompts = (
-            np.where(failed | (column == NONE), 0, column).astype(np.float64)
-            for column in (records.output_tokens, records.input_tokens)
-        )
-        counted = {
-            "output_token_throughput": output,
-            "total_token_throughput": output + prompts,
-            "request_throughput": np.where(failed, 0.0, 1.0),
-        }.get(name)
-        if counted is None:
+            return self._ratio(counted, against)
+        if not counted.sum() > 0 or not against.sum() > 0:
             return None
-        timed = (records.end != NONE) & (records.sent != NONE)
-        taken = np.where(timed, records.end - records.sent, 0.0) if self._closed else np.ones(len(counted))
-        if not counted.sum() > 0 or not taken.sum() > 0:
-            return None
-        ratios = self._ratio(counted, taken)
-        return None if ratios is None else value * ratios / (counted.sum() / taken.sum())
+        ratios = self._ratio(counted, against)
+        return None if ratios is None else value * ratios / (counted.sum() / against.sum())
 
 
 def repeats(draws: Sequence[Floats], seed: Sequence[int]) -> Floats:
