@@ -168,6 +168,7 @@ WRONG: list[tuple[Any, ...]] = [
     ("numpy's type", tensor("INPUT_ID", "TYPE_INT32", "int32", "preprocessing"), "syntax"),
     ("unknown type", tensor("OUTPUT", "TYPE_STRING", "TYPE_BYTES", "postprocessing"), "syntax"),
     ("field twice", edit("postprocessing", "max_batch_size: 8", "max_batch_size: 8\nmax_batch_size: 8"), "syntax"),
+    ("no such escape", edit("postprocessing", 'backend: "python"', 'backend: "pyt\\hon"'), "syntax"),
     ("unclosed", edit("postprocessing", "instance_group [", "instance_group [ ["), "syntax"),
     ("quoted boolean", edit("tensorrt_llm", "decoupled: true", 'decoupled: "true"'), "syntax"),
     ("yes", edit("tensorrt_llm", "decoupled: true", "decoupled: yes"), "syntax"),

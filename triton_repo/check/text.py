@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -57,7 +58,9 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     from google.protobuf import text_format
 
     try:
-        return text, text_format.Parse(text, definitions().ModelConfig())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "invalid escape sequence")  # Python would let it pass, Triton does not
+            return text, text_format.Parse(text, definitions().ModelConfig())
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL)
@@ -68,6 +71,10 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
             "is no model configuration",
             why=what,
             remedy=_remedy(what),
+        )
+    except (DeprecationWarning, SyntaxWarning) as error:
+        report.error(
+            "syntax", path, "", "is no model configuration", why=str(error), remedy="write a backslash as \\\\"
         )
     except (RecursionError, ValueError, TypeError) as error:
         report.error("syntax", path, "", "is no model configuration", why=type(error).__name__)
