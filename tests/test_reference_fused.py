@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from engines.quant import KvCacheQuantAlgo
 from engines.reference import fused
-from engines.reference.fused import add_norm, one_kernel, recorded, rms_norm, rotated, swiglu
-from engines.reference.linear import divide_to_e4m3, divide_to_int8, rescale, tokens_to_e4m3
+from engines.reference.fused import add_norm, encoded, one_kernel, recorded, rms_norm, rotate_and_keep, swiglu
+from engines.reference.kv_codec import KvCodec
+from engines.reference.linear import Fp8, Fp8PerToken, Int8, Linear, Plain, Smoothed, Stacked
 
 HEADS, SIZE = 3, 8
 WIDTH = HEADS * SIZE
@@ -39,23 +41,58 @@ def calls(rows: int) -> list[tuple[Any, tuple[Any, ...]]]:
     def numbers(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=random) * 3).bfloat16()
 
-    x, y, weight, scale = numbers(rows, WIDTH), numbers(rows, WIDTH), numbers(WIDTH), torch.tensor([0.01])
-    product, columns = numbers(rows, WIDTH).float(), numbers(WIDTH).float()
+    x, y, weight = numbers(rows, WIDTH), numbers(rows, WIDTH), numbers(WIDTH)
+    linears = every_linear()
+    encoders = [linear.encode for linear in linears]
     return [
         (rms_norm, (x, weight, 1e-5)),
-        (add_norm, (x, y, weight, 1e-5)),
-        (swiglu, (x, y)),
-        (rotated, (x.view(rows, HEADS, SIZE), 2, numbers(rows, 1, SIZE), numbers(rows, 1, SIZE))),
-        (divide_to_e4m3, (x, scale)),
-        (divide_to_int8, (x, scale)),
-        (tokens_to_e4m3, (x,)),
-        (rescale, (product, numbers(rows, 1).float(), columns, torch.bfloat16)),
+        (add_norm, (x, None, weight, 1e-5, encoders[:1])),
+        (add_norm, (x, y, weight, 1e-5, encoders)),
+        *[(swiglu, (x, y, encode)) for encode in encoders],
+        *[(encoded, (x, encode)) for encode in encoders],
+        *[(linear.product, (encode(x), torch.bfloat16)) for linear, encode in zip(linears, encoders, strict=True)],
     ]
 
 
-def bits(result: torch.Tensor | tuple[torch.Tensor, ...]) -> list[list[int]]:
-    parts = result if isinstance(result, tuple) else (result,)
-    return [part.contiguous().view(torch.uint8).flatten().tolist() for part in parts]
+@pytest.mark.parametrize("cache_algo", [None, *KvCacheQuantAlgo])
+def test_keys_and_values_are_rotated_and_kept_where_they_belong(cache_algo: KvCacheQuantAlgo | None) -> None:
+    turned, kept = 2, 2
+    one = torch.ones(1)
+    encode = None if cache_algo is None else KvCodec.make(cache_algo, one, one, kv_heads=1).encode
+    for rows in (1, 2, 5):
+        random = torch.Generator().manual_seed(rows)
+        x, cos, sin = (torch.randn(rows, heads, SIZE, generator=random).bfloat16() for heads in (HEADS, 1, 1))
+        slots = torch.randperm(9, generator=random)[:rows, None]
+        pools = [torch.zeros(9, kept, SIZE, dtype=torch.bfloat16 if encode is None else torch.int8) for _ in range(2)]
+        plain = rotate_and_keep(x, turned, cos, sin, encode, slots, pools[0])
+        with recorded():
+            compiled = rotate_and_keep(x, turned, cos, sin, encode, slots, pools[1])
+        assert bits([compiled, pools[1]]) == bits([plain, pools[0]])
+        left, right = x[:, :turned].chunk(2, -1)
+        swapped = torch.cat((right, left), -1)
+        assert torch.allclose(plain[:, :turned].float(), (x[:, :turned] * cos + swapped * sin).float(), atol=0.1)
+        assert torch.equal(plain[:, turned:], x[:, turned:])
+        new = plain[:, -kept:] if encode is None else encode(plain[:, -kept:])
+        assert torch.equal(pools[0][slots[:, 0]], new)
+        assert int(pools[0].flatten(1).any(1).sum()) == rows
+
+
+def every_linear() -> list[Linear]:
+    random = torch.Generator().manual_seed(0)
+    weight = (torch.randn(WIDTH, WIDTH, generator=random) * 3).bfloat16()
+    codes = torch.randint(-128, 128, (WIDTH, WIDTH), generator=random, dtype=torch.int8)
+    fp8 = Fp8(weight, torch.tensor([0.01]), torch.tensor([0.02]))
+    rows = torch.rand(WIDTH, generator=random)
+    int8 = Int8(codes, torch.tensor([0.05]), rows)
+    return [
+        Plain(weight), fp8, int8, Fp8PerToken(weight, rows), Smoothed(weight[0], int8), Stacked((fp8, Plain(weight))),
+    ]  # fmt: skip
+
+
+def bits(result: Any) -> list[list[int]]:
+    if isinstance(result, torch.Tensor):
+        return [result.contiguous().view(torch.uint8).flatten().tolist()]
+    return [part for one in result for part in bits(one)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

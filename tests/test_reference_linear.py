@@ -10,7 +10,7 @@ from engines.quant import KvCacheQuantAlgo, QuantAlgo
 from engines.reference.branches import Each, OneInput, OneProduct, make_branches
 from engines.reference.codes import quantize_rows, to_e4m3, to_int8, unpack_int4
 from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Fp8, Linear, Plain, Smoothed, Stacked, make_linear
+from engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked, make_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -68,28 +68,44 @@ def fp8(rows: list[list[float]], output_scale: float = 0.25) -> Fp8:
     return Fp8(e4m3(rows).float(), f32(0.5), f32(output_scale))
 
 
+def coded_int8(rows: list[list[int]], output_scale: float, input_scale: float = 0.5) -> Int8:
+    return Int8(int8(rows), f32(input_scale), f32(*[output_scale] * len(rows)))
+
+
 def test_branches_of_one_input_are_one_product_or_share_its_codes() -> None:
     x = torch.tensor([[1.0, -2.0], [0.25, 3.0]])
     plain = Plain(torch.tensor([[1.0, 2.0]])), Plain(torch.tensor([[3.0, -1.0]]))
     coded = fp8([[1, 2]]), fp8([[3, -1]])
-    for first, second in (plain, coded):
+    whole = coded_int8([[1, 2]], 0.25), coded_int8([[3, -1]], 2.0)
+    for first, second in (plain, coded, whole):
         together = OneProduct.of(first, second)
         assert together is not None
         assert [part.tolist() for part in together(x)] == [part.tolist() for part in Each(first, second)(x)]
     unlike = coded[0], fp8([[3, -1]], output_scale=0.125)
     assert OneProduct.of(*unlike) is None
     assert OneProduct.of(plain[0], coded[0]) is None
-    shared = make_branches(*unlike)
-    assert isinstance(shared, OneInput)
-    assert [part.tolist() for part in shared(x)] == [part.tolist() for part in Each(*unlike)(x)]
+    for pair in (unlike, whole):
+        shared = make_branches(*pair)
+        assert isinstance(shared, OneInput)
+        assert [part.tolist() for part in shared(x)] == [part.tolist() for part in Each(*pair)(x)]
+    apart = whole[0], coded_int8([[3, -1]], 2.0, input_scale=0.125)
+    assert OneProduct.of(*apart) is None
+    assert isinstance(make_branches(*apart), Each)
+    assert isinstance(make_branches(coded[0], whole[0]), Each)
 
 
-def test_what_enters_one_product_is_counted_for_both_branches() -> None:
+@pytest.mark.parametrize(
+    ("pair", "large"),
+    [
+        ((fp8([[1, 2]]), fp8([[3, -1]])), 224.5),  # divided by 0.5 it is beyond 448
+        ((coded_int8([[1, 2]], 1), coded_int8([[3, -1]], 1)), 64.0),  # and beyond 127
+    ],
+)
+def test_what_enters_one_product_is_counted_for_both_branches(pair: tuple[Linear, Linear], large: float) -> None:
     counts: dict[str, Count] = {}
-    together = OneProduct.of(fp8([[1, 2]]), fp8([[3, -1]]))
+    together = OneProduct.of(*pair)
     assert together is not None
-    # Divided by 0.5, 224.5 is beyond 448.
-    _watch_branches(together, counts)(torch.tensor([[224.5, -2.0], [0.25, 3.0]]))
+    _watch_branches(together, counts)(torch.tensor([[large, -2.0], [0.25, 3.0]]))
     assert {name: (count.beyond, count.inputs) for name, count in counts.items()} == {
         "mlp.fc": (1, 4),
         "mlp.gate": (1, 4),

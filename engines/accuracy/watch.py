@@ -33,15 +33,18 @@ class Count:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _Watched(Linear):
     """`linear`, and a count of what enters it."""
 
     linear: Fp8 | Int8
     count: Count
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
         self.count.add(x / self.linear.input_scale, int8=isinstance(self.linear, Int8))
-        return self.linear(x)
+        return self.linear.encode(x)
+
+    def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.linear.product(operand, dtype)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def _watch_shard(shard: LayerShard, counts: dict[str, Count], *, first: bool) ->
 def _watch_branches(branches: Branches, counts: dict[str, Count]) -> Branches:
     if isinstance(branches, (Each, OneInput)):
         return Each(_watch(branches.first, "mlp.fc", counts), _watch(branches.second, "mlp.gate", counts))
-    if isinstance(branches, OneProduct) and isinstance(branches.both, Fp8):
+    if isinstance(branches, OneProduct) and isinstance(branches.both, (Fp8, Int8)):
         both = _watch(branches.both, "mlp.fc", counts)
         counts["mlp.gate"] = counts["mlp.fc"]  # the same input
         return OneProduct(both)

@@ -10,15 +10,17 @@ import functools
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn import functional
 
+# A linear's `encode`.
+Encode = Callable[[torch.Tensor], Any]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _recorded = ContextVar("recorded", default=False)
@@ -34,11 +36,25 @@ def recorded() -> Iterator[None]:
         _recorded.reset(token)
 
 
+def compiling() -> bool:
+    """Whether what is called now is compiled."""
+    return _recorded.get()
+
+
 def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`function`, compiled while a step is recorded. Elsewhere a call of compiled code costs more than its kernels.
 
-    The first dimension of every tensor of two or more is the rows.
+    The first dimension of its first tensor is the rows, and so is that of any other with as many and a second one.
     """
+    return _compiled(function, {})
+
+
+def tuned_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same where the kernel reads a weight: it is tried in several shapes, which takes seconds, for each size."""
+    return _compiled(function, {"coordinate_descent_tuning": True})
+
+
+def _compiled(function: Callable[_P, _R], options: dict[str, bool]) -> Callable[_P, _R]:
     compiled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -48,10 +64,11 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         if compiled is None:
             # Rounding between two operations as they do one by one.
-            compiled = torch.compile(function, options={"emulate_precision_casts": True})
+            compiled = torch.compile(function, options={"emulate_precision_casts": True, **options})
         # For any number of rows, all else as it is: numbers that are not known cost a division for each element.
-        for tensor in args:
-            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and len(tensor) > 1:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
+        for tensor in tensors:
+            if len(tensor) == len(tensors[0]) > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             return compiled(*args, **kwargs)
@@ -74,6 +91,12 @@ def _can_compile() -> bool:
 
 
 @one_kernel
+def encoded(x: torch.Tensor, encode: Encode) -> Any:
+    """What a linear multiplies."""
+    return encode(x)
+
+
+@one_kernel
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Over the last dimension. The kernel computes in float32 whatever the type of x."""
     return functional.rms_norm(x, weight.shape, weight, epsilon)
@@ -81,20 +104,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 @one_kernel
 def add_norm(
-    hidden: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The residual stream with an update, and its norm."""
-    total = hidden + update
-    return total, functional.rms_norm(total, weight.shape, weight, epsilon)
+    hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, encoders: Sequence[Encode]
+) -> tuple[torch.Tensor, list[Any]]:
+    """The residual stream with an update, and its norm as each of those who take it encodes it."""
+    total = hidden if update is None else hidden + update
+    normed = functional.rms_norm(total, weight.shape, weight, epsilon)
+    return total, [encode(normed) for encode in encoders]
 
 
 @one_kernel
-def swiglu(activated: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return functional.silu(activated).mul_(gate)
+def swiglu(activated: torch.Tensor, gate: torch.Tensor, encode: Encode) -> Any:
+    """As the linear after it encodes it."""
+    return encode(functional.silu(activated).mul_(gate))
 
 
-@one_kernel
 def rotated(x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The first `turned` of [..., heads, head_size], queries and keys, turned by their angles [..., 1, head_size]."""
     x, values = x[..., :turned, :], x[..., turned:, :]
     return torch.cat((torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin), values), dim=-2)
+
+
+@one_kernel
+def rotate_and_keep(
+    x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor, encode: Encode | None, slots: torch.Tensor,
+    pool: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """`rotated`, and its keys and values put at their slots [T, 1] of a pool [slots, heads of both, head_size]."""
+    x = rotated(x, turned, cos, sin)
+    new = x[:, -pool.shape[1] :]
+    pool[slots[:, 0]] = new if encode is None else encode(new)
+    return x

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from engines.reference.fused import add_norm, rms_norm, rotated, swiglu
+from engines.reference.fused import add_norm, encoded, rotated, swiglu
 from engines.reference.ranks import Ranks, Together
 from engines.reference.weights import LayerShard, rank_heads
 from engines.tensorrt_llm.checkpoint import CheckpointConfig
@@ -24,21 +24,23 @@ def apply_layer(
 
     update  what the layer before has left to be added
     """
-    first = shards[0]
-    if update is None:
-        normed = rms_norm(hidden, first.input_norm, epsilon)
-    else:
-        hidden, normed = add_norm(hidden, update, first.input_norm, epsilon)
+    first, dtype = shards[0], hidden.dtype
+    hidden, operands = add_norm(hidden, update, first.input_norm, epsilon, [shard.qkv.encode for shard in shards])
     if first.dense_bias is not None:
         hidden = hidden + first.dense_bias
     parts = []
-    for place, shard in enumerate(shards):
-        qkv = shard.qkv(normed)
+    for place, (shard, operand) in enumerate(zip(shards, operands, strict=True)):
+        qkv = shard.qkv.product(operand, dtype)
         if shard.qkv_bias is not None:
             qkv = qkv + shard.qkv_bias
-        parts.append(shard.dense(attend(place, qkv)))
-    hidden, normed = add_norm(hidden, ranks.sum(parts), first.post_norm, epsilon)
-    return hidden, ranks.sum([shard.proj(swiglu(*shard.branches(normed))) for shard in shards])
+        parts.append(shard.dense.product(encoded(attend(place, qkv), shard.dense.encode), dtype))
+    encoders = [shard.branches.encode for shard in shards]
+    hidden, operands = add_norm(hidden, ranks.sum(parts), first.post_norm, epsilon, encoders)
+    parts = []
+    for shard, operand in zip(shards, operands, strict=True):
+        activated, gate = shard.branches.product(operand, dtype)
+        parts.append(shard.proj.product(swiglu(activated, gate, shard.proj.encode), dtype))
+    return hidden, ranks.sum(parts)
 
 
 @torch.inference_mode()

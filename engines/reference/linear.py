@@ -6,9 +6,10 @@ what accumulates in which type. The order of a sum is the library's own. "The mo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -21,45 +22,66 @@ from engines.reference.products import e4m3_operand, e4m3_product, int8_operand,
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
 
 
-class Linear(Protocol):
-    """[T, in] -> [T, out] in the type of the input."""
+class Linear(ABC):
+    """[T, in] -> [T, out] in the type of the input.
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    In two halves, so that the first one can be part of the kernel that computes the input.
+    """
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> Any:
+        """What is multiplied: the input itself, or its codes and what belongs to them. Row by row."""
+
+    @abstractmethod
+    def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Of what `encode` made of an input of type `dtype`."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(self.encode(x), x.dtype)
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Linear):
     """A weight [out, in] in the model's type. Weight-only algorithms are this too, once the weight is decoded."""
 
     weight: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return multiply(x, self.weight)
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return multiply(operand, self.weight)
 
 
 @dataclass(frozen=True)
-class Smoothed:
+class Smoothed(Linear):
     """`linear` of the input times a vector [in] of the model's type; the product is rounded to that type."""
 
     vector: torch.Tensor
     linear: Linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x * self.vector)
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.linear.encode(x * self.vector)
+
+    def product(self, operand: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self.linear.product(operand, dtype)
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Linear):
     """Linears of one input side by side: features of the output follow each other."""
 
     parts: tuple[Linear, ...]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(x) for part in self.parts], dim=-1)
+    def encode(self, x: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(part.encode(x) for part in self.parts)
+
+    def product(self, operand: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([part.product(of, dtype) for part, of in zip(self.parts, operand, strict=True)], dim=-1)
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Linear):
     """Both sides e4m3 with a scale each, found by calibration.
 
     codes         [out, in], see `e4m3_operand`
@@ -71,16 +93,15 @@ class Fp8:
     input_scale: torch.Tensor
     output_scale: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(divide_to_e4m3(x, self.input_scale), x.dtype)
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return to_e4m3(x / self.input_scale)
 
-    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Of an input in e4m3."""
-        return e4m3_product(x, self.codes, self.output_scale, dtype)
+    def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return e4m3_product(operand, self.codes, self.output_scale, dtype)
 
 
 @dataclass(frozen=True)
-class Fp8PerToken:
+class Fp8PerToken(Linear):
     """Both sides e4m3; every token takes its scale from its own largest magnitude, every output row has one.
 
     codes      [out, in], see `e4m3_operand`
@@ -90,50 +111,40 @@ class Fp8PerToken:
     codes: torch.Tensor
     row_scale: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = tokens_to_e4m3(x)
-        return rescale(e4m3_product(codes, self.codes), scale, self.row_scale, x.dtype)
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of [T, in], and what each row was divided by, [T, 1] float32."""
+        scale = (x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=MIN_TOKEN_SCALE)
+        return to_e4m3(x / scale), scale
+
+    def product(self, operand: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        codes, scale = operand
+        return _rescaled(e4m3_product(codes, self.codes), scale, self.row_scale, dtype)
+
+
+@one_kernel
+def _rescaled(product: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product of codes times the scales of its rows and of its columns."""
+    return (product * rows * columns).to(dtype)
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(Linear):
     """Both sides int8, the sum exact in int32.
 
-    codes        [out, in], see `int8_operand`
-    input_scale  [1] float32, found by calibration
-    row_scale    [out] float32
+    codes         [out, in], see `int8_operand`
+    input_scale   [1] float32, found by calibration
+    output_scale  [out] float32; what the product of codes is multiplied by
     """
 
     codes: torch.Tensor
     input_scale: torch.Tensor
-    row_scale: torch.Tensor
+    output_scale: torch.Tensor
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = int8_product(divide_to_int8(x, self.input_scale), self.codes)
-        return (product * (self.input_scale * self.row_scale)).to(x.dtype)
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return to_int8(x / self.input_scale)
 
-
-@one_kernel
-def divide_to_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return to_e4m3(x / scale)
-
-
-@one_kernel
-def divide_to_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return to_int8(x / scale)
-
-
-@one_kernel
-def tokens_to_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of [T, in], and what each row was divided by, [T, 1] float32."""
-    scale = (x.abs().amax(dim=-1, keepdim=True).float() / E4M3_MAX).clamp(min=MIN_TOKEN_SCALE)
-    return to_e4m3(x / scale), scale
-
-
-@one_kernel
-def rescale(product: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A product of codes times the scales of its rows and of its columns."""
-    return (product * rows * columns).to(dtype)
+    def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return int8_product(operand, self.codes, self.output_scale, dtype)
 
 
 def make_linear(algo: QuantAlgo | None, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
@@ -164,7 +175,8 @@ def make_linear(algo: QuantAlgo | None, stored: Mapping[str, torch.Tensor], dtyp
     elif algo is QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN:
         linear = Fp8PerToken(e4m3_operand(weight, dtype), stored["scale"])
     else:
-        linear = Int8(int8_operand(weight), stored["input_scale"].reshape(1), stored["scale"])
+        input_scale = stored["input_scale"].reshape(1)
+        linear = Int8(int8_operand(weight), input_scale, input_scale * stored["scale"])
     return linear if smooth is None else Smoothed(smooth.to(dtype), linear)
 
 

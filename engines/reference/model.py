@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engines.reference.fused import rms_norm, rotated
+from engines.reference.fused import rms_norm, rotate_and_keep
 from engines.reference.graphs import Decode, Graphs
 from engines.reference.kv_codec import KvCodec
 from engines.reference.layer import apply_layer
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
 
     cos: torch.Tensor  # [T, 1, head_size]
     sin: torch.Tensor
-    slots: torch.Tensor  # [T]
+    slots: torch.Tensor  # [T, 1]
     decodes: int
     # Blocks of the decoding spans, flattened [decodes * width], and the additive mask [decodes, 1, 1, length].
     tables: torch.Tensor
@@ -150,7 +150,7 @@ class Model:
         mask.masked_fill_(beyond[:, None, None], -torch.inf)
         cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
         return self._logits(
-            self._run(step.ids, _Step(cos, sin, step.slots, count, step.tables, length, mask, prompts=[]))
+            self._run(step.ids, _Step(cos, sin, step.slots[:, None], count, step.tables, length, mask, prompts=[]))
         )
 
     def _clear(self, spans: Sequence[Span]) -> None:
@@ -228,7 +228,7 @@ class Model:
         return _Step(
             cos=self._cos[position].unsqueeze(1),
             sin=self._sin[position].unsqueeze(1),
-            slots=torch.cat(parts).to(self.device),
+            slots=torch.cat(parts).to(self.device)[:, None],
             decodes=decodes,
             tables=tables.to(self.device),
             length=length,
@@ -252,9 +252,10 @@ class Model:
         heads, kv, size = self._heads, self._kv_heads, self.config.head_size
         pool, codec = pools[place], layer[place].kv_codec
         # Keys lie right behind the queries, so both are rotated at once.
-        x = rotated(qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin)
-        new = x[:, heads:] if codec is None else codec.encode(x[:, heads:])
-        pool.view(-1, 2 * kv, size).index_copy_(0, step.slots, new)
+        x = rotate_and_keep(
+            qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin,
+            None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, size),
+        )  # fmt: skip
         parts: list[torch.Tensor] = []
         if step.decodes:
             n = step.decodes

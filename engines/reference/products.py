@@ -10,6 +10,8 @@ import functools
 import torch
 from torch.nn import functional
 
+from engines.reference.fused import compiling, one_kernel, tuned_kernel
+
 # Sums of so many products of two int8 are below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
 # Without instructions for 16 bits the library takes six times as long for them as for float32. So many rows pay for
@@ -76,8 +78,27 @@ def int8_operand(codes: torch.Tensor) -> torch.Tensor:
     return codes if codes.device.type == "cuda" or torch.cpu._is_vnni_supported() else codes.float()
 
 
-def int8_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T for int8 x, exact in int32."""
+def int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x @ weight.T for int8 x, exact in int32; times a scale [out], in float32, rounded once to `dtype`."""
+    # For one row the library's kernel, made for tiles of many, takes twice as long as reading the weight does.
+    if len(x) == 1 and compiling() and weight.dtype == torch.int8:
+        return _one_row(x, weight, scale, dtype)
+    return _scaled(_int8_sums(x, weight), scale, dtype)
+
+
+@tuned_kernel
+def _one_row(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    sums = (weight.int() * x.int()).sum(-1, dtype=torch.int32)
+    return (sums * scale).to(dtype).unsqueeze(0)
+
+
+@one_kernel
+def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (sums * scale).to(dtype)
+
+
+def _int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T in int32."""
     if weight.dtype == torch.int8:
         rows, features = len(x), len(weight)
         if x.device.type == "cuda":
