@@ -133,9 +133,10 @@ class Place:
 
 
 def write_load(folder: Path, concurrency: int, seconds: float | None) -> Path:
-    """The load file of `loop.steady`, or without `seconds` of `loop.waves`: with no warm-up all start together."""
+    """The load file of `loop.steady`, or without `seconds` of `loop.waves`: all start together, and nothing follows."""
     pattern = "waves" if seconds is None else "steady"
-    ends = {"warmup": 0, "requests": WAVES * concurrency} if seconds is None else {"duration_s": seconds}
+    waves = {"warmup": 0, "cooldown": False, "requests": WAVES * concurrency}
+    ends = waves if seconds is None else {"duration_s": seconds}
     content = {
         "name": pattern,
         "description": f"{concurrency} in flight",
