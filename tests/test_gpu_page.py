@@ -54,6 +54,9 @@ def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
     steady = "| fp8 | Triton gRPC | 256 | steady | 9,500 | 95.0% | 41 | - / 12.2 |"
     assert f"{steady} INVALID: the client was the limit 2 failed |" in text
     assert "| fp8 | Triton gRPC | 256 | waves | 19,000 | 95.0% | 41 | - / 12.2 |  |" in text
+    assert "Prompts came" in text
+    result["fp8"]["served"] = [{**one, "seed": number} for number, one in enumerate((row, waves))]
+    assert "Prompts came" not in page.render({"engine": section(result)})
 
 
 def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
@@ -96,6 +99,6 @@ def test_what_was_not_run_is_always_told() -> None:
 
 def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:
     waves, steady = (find_load(str(write_load(tmp_path, 256, seconds))) for seconds in (None, 6.0))
-    assert waves.levels == (Closed(concurrency=256, warmup=0, requests=1024),)
+    assert waves.levels == (Closed(concurrency=256, warmup=0, cooldown=False, requests=1024),)
     assert steady.levels == (Closed(concurrency=256, duration_s=6.0),)
     assert waves.work == steady.work == Work(input_tokens="128", output_tokens="128", folder=tmp_path)

@@ -51,11 +51,16 @@ def waves(engine: InProcess, concurrency: int) -> float:
 
     One wave goes ahead: what an engine sets up when it first meets a size is not its speed.
     """
-    random = np.random.default_rng(concurrency)
+    random = _prompts(concurrency, "waves")
     _run(engine, random, concurrency, concurrency)
     began = time.perf_counter()
     _run(engine, random, concurrency, concurrency * WAVES)
     return concurrency * WAVES * OUTPUT_TOKENS / (time.perf_counter() - began)
+
+
+def _prompts(concurrency: int, pattern: str) -> np.random.Generator:
+    """Others for each: an engine has the keys and values of prompts that it has seen before."""
+    return np.random.default_rng([concurrency, *pattern.encode()])
 
 
 def _run(engine: InProcess, random: np.random.Generator, concurrency: int, requests: int) -> None:
@@ -79,7 +84,7 @@ def _run(engine: InProcess, random: np.random.Generator, concurrency: int, reque
 
 def steady(engine: InProcess, concurrency: int, seconds: float) -> float:
     """Places spread over a request's time, as the load tester spreads them: prompts come with the tokens of others."""
-    random = np.random.default_rng(concurrency)
+    random = _prompts(concurrency, "steady")
     load = Closed(concurrency=concurrency, duration_s=seconds)
     slots = [_Slot(load.warmup_lengths(slot, OUTPUT_TOKENS)) for slot in range(concurrency)]
     running: dict[int, _Slot] = {}

@@ -108,6 +108,12 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
                 f"| {row['tokens_per_s']:,.0f} | {kept:.1%} | {row['ttft_p50_ms']:.0f} | {gaps} "
                 f"| {_doubts(row)} |"
             )
+    # Rows from before each load had prompts of its own.
+    if any("seed" not in row for one in result.values() for row in one["served"]):
+        said += (
+            " Prompts came\nback from load to load, and vLLM had three quarters of each in its cache: steady loads, "
+            "and all fronts but the first,\nhad less to compute than was asked of them."
+        )
     return "\n".join(
         [
             "## Speed: vLLM from our folders, alone and behind our fronts\n",

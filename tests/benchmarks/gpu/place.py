@@ -117,9 +117,12 @@ class Place:
     def bench(self, concurrency: int, protocol: str, seconds: float | None) -> dict[str, Any]:
         """What the load tester says of the running server; `seconds` as `served` takes it."""
         path = self.scratch / "reports" / f"{time.time_ns()}.json"
+        # Of its own for each: an engine has the keys and values of prompts that it has seen before.
+        seed = len(self.said)
         load = write_load(self.scratch, concurrency, seconds)
         words = [
             "bench", "--protocol", protocol, "--model", "tensorrt_llm", "--load", str(load), "--report", str(path),
+            "--seed", str(seed),
             # Triton answers all streams of a connection from one thread.
             *(["--connections", CONNECTIONS] if protocol == "grpc" else []),
         ]  # fmt: skip
@@ -129,7 +132,7 @@ class Place:
             if not path.exists():
                 raise
         (row,) = served_rows(json.loads(path.read_text(encoding="utf-8")))
-        return {**row, "pattern": "waves" if seconds is None else "steady"}
+        return {**row, "pattern": "waves" if seconds is None else "steady", "seed": seed}
 
 
 def write_load(folder: Path, concurrency: int, seconds: float | None) -> Path:
