@@ -48,8 +48,8 @@ def calls(rows: int) -> list[tuple[Any, tuple[Any, ...]]]:
         (rms_norm, (x, weight, 1e-5)),
         (add_norm, (x, None, weight, 1e-5, encoders[:1])),
         (add_norm, (x, y, weight, 1e-5, encoders)),
-        *[(swiglu, (x, y, encode)) for encode in encoders],
-        *[(encoded, (x, encode)) for encode in encoders],
+        *[(swiglu, (x, y, encode)) for encode in encoders[:2]],
+        *[(encoded, (x, encode)) for encode in encoders[2:4]],
         *[(linear.product, (encode(x), torch.bfloat16)) for linear, encode in zip(linears, encoders, strict=True)],
     ]
 

@@ -19,6 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.nn import functional
 
+# A function is compiled for each kind of layer and of size; beyond so many of them it would run as it is.
+_KINDS = 64
 # A linear's `encode`.
 Encode = Callable[[torch.Tensor], Any]
 _P = ParamSpec("_P")
@@ -70,7 +72,7 @@ def _compiled(function: Callable[_P, _R], options: dict[str, bool]) -> Callable[
         for tensor in tensors:
             if len(tensor) == len(tensors[0]) > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=_KINDS):
             return compiled(*args, **kwargs)
 
     return call
