@@ -6,7 +6,8 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +33,13 @@ FLAGS = {
     r"requests is": "--requests is",
     "duration_s": "--duration",
     "ramp_s": "--ramp",
+    "timeout_s": "--timeout",
+    "token_timeout_s": "--token-timeout",
     "max_in_flight": "--max-in-flight",
 }
+
+# Of fields of the work.
+OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
 
 app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 
@@ -74,7 +80,7 @@ def bench(
     natural_end: Annotated[bool, typer.Option("--natural-end", help="Let answers end where they end.")] = False,
     slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:p99<200ms, itl:30ms; may be repeated.")] = None,
     repeat: Annotated[
-        int | None, typer.Option(help="How often each level is measured: 1; of a search at most 3.")
+        int | None, typer.Option(min=1, help="How often each level is measured: 1; of a search at most 3.")
     ] = None,
     find: Annotated[
         str | None, typer.Option(help="max-rate or max-goodput: search for the highest load that meets --slo.")
@@ -84,7 +90,7 @@ def bench(
     ] = 0.9,
     precision: Annotated[float, typer.Option(help="Of --find: how near to the limit it ends.")] = 0.05,
     transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
-    connections: Annotated[int, typer.Option(help="Of gRPC.")] = 1,
+    connections: Annotated[int, typer.Option(min=1, help="Of gRPC.")] = 1,
     kernel_timestamps: Annotated[
         bool | None,
         typer.Option(
@@ -130,22 +136,25 @@ def bench(
         tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
         model, openai_model = served.model(model), openai_model or served.name
         metrics_url = found.endpoints.metrics_url
-    options = BenchOptions(
-        targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
-        tokenizer=_tokenizer(tokenizer),
-        loads=levels,
-        work=work,
-        wiring=Wiring(transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()),
-        objectives=tuple(parse_objective(text) for text in slo or ()),
-        repeat=repeat or 1,
-        workers=workers,
-        hosts=hosts,
-        ray=ray,
-        search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
-        seed=seed,
-        timeout_s=timeout,
-        token_timeout_s=token_timeout,
-    )
+    with _in_flags():
+        options = BenchOptions(
+            targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
+            tokenizer=_tokenizer(tokenizer),
+            loads=levels,
+            work=work,
+            wiring=Wiring(
+                transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()
+            ),
+            objectives=tuple(parse_objective(text) for text in slo or ()),
+            repeat=repeat or 1,
+            workers=workers,
+            hosts=hosts,
+            ray=ray,
+            search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
+            seed=seed,
+            timeout_s=timeout,
+            token_timeout_s=token_timeout,
+        )
     _measure(options, served, report)
 
 
@@ -254,6 +263,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     from pipeline import chat, console
     from pipeline.bench.run import run
 
+    _check_place(report)
     template = chat.read_template(options.tokenizer.parent)
     render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
     with console.bench_progress() as progress:
@@ -279,6 +289,13 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
             measured.engine["content"] = made.record.inputs["engine"]
     console.bench_table(measured)  # also where no report can be written
     places = write_report(measured, report)
+    for result in measured.results:
+        if result.stopped is not None:
+            console.note(f"{result.protocol}, {result.label}: it ended early: {result.stopped}")
+    if measured.interrupted:
+        console.note("interrupted: what is not in the table was not measured")
+    for url, why in measured.unread_metrics.items():
+        console.note(f"no metrics could be read from {url}: {why}")
     for reason in measured.verdict()["reasons"]:
         console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
     for endpoint in measured.endpoints:
@@ -295,6 +312,12 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
                 f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
                 f"the client {said['client']}"
             )
+        for objective in (result.slo or {}).get("objectives", ()):
+            if objective["value"] is None and result.requests["succeeded"]:
+                console.note(
+                    f"{result.protocol}, {result.label}: {objective['metric']} could not be measured, so that its "
+                    "objective is missed and goodput leaves it out"
+                )
         step = result.client["clock_step_ms"]
         if abs(step) > CLOCK_STEP_MS:
             console.note(f"{result.protocol}, {result.label}: the time of day was set by {step:.0f} ms meanwhile")
@@ -315,12 +338,38 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
                 f"no {options.search.goal} was found", remedy="loosen --slo, or see the levels in the report"
             )
         return  # beyond the limit requests fail, and that is what was looked for
-    if any(result.requests["failed"] for result in measured.results):
-        raise StageFailed("some requests failed", remedy=f"{report} lists them by class")
+    failed = sum(result.requests["failed"] for result in measured.results)
+    if failed:
+        asked = sum(result.requests["measured"] for result in measured.results)
+        raise StageFailed(
+            f"{failed} of {asked} requests failed",
+            why=", ".join(f"{count} {kind}" for kind, count in measured.failures().items()),
+            remedy=f"{report} has their messages",
+        )
     if not measured.valid:
         raise StageFailed(
             "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{report} says in what"
         )
+
+
+def _check_place(report: Path) -> None:
+    """That a report can be written there, before anything is measured. Raises UsageError or HostError."""
+    import tempfile
+
+    from engines.errors import HostError, UsageError
+
+    if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
+        raise UsageError(f"--report '{report}' is no file", remedy="give a name such as report.json")
+    if report.suffix in (".csv", ".html", ".jsonl"):
+        raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
+    try:
+        report.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=report.parent):
+            pass
+    except OSError as error:
+        raise HostError(
+            f"report {report} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
+        ) from None
 
 
 def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
@@ -372,22 +421,32 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
     when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
     if name is not None:
         if when or what:
-            option = next(iter([*when, *what])).replace("_", "-")
-            raise UsageError(f"--load says what --{option} would", remedy="leave one of them out")
+            first = next(iter([*when, *what]))
+            option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
+            raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
         found = find_load(name)
         return found.levels, found.work
     if not {"rate", "trace"} & set(when):
         when.setdefault("concurrency", [1, 4, 16])
-    try:
+    with _in_flags():
         levels = parse_levels(when, "options", Path(), UsageError, _typed)
-    except UsageError as error:
-        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
     return levels, parse_work(what, "options", Path(), levels, UsageError, _typed)
 
 
 def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
     """Of options, which typer has read as what they are: checking it again would take a tenth of a second."""
     return kind(**data)
+
+
+@contextmanager
+def _in_flags() -> Iterator[None]:
+    """What is wrong with a field, told of the option that it comes from."""
+    from engines.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
 
 
 def _flags(words: str) -> str:

@@ -1,6 +1,6 @@
 """Load files: configs/load/*.yaml and files of the user's, read strictly into what the load tester takes.
 
-    name, description
+    name, description; the file's own name where it says none
     load   when: one of `concurrency`, `rate`, `stages` and `trace` says of which kind; the fields are those of the
            kind's class in bench.loads. `concurrency`, `rate` and `speedup` may be lists: one level each.
     work   what: the fields of bench.work.Work. A trace's load brings its own prompts.
@@ -66,7 +66,7 @@ def find_load(name: str) -> LoadFile:
     plain = config.build(_Plain, raw, path.name)
     levels = parse_levels(plain.load, f"{path.name}: load", path.parent)
     return LoadFile(
-        name=plain.name,
+        name=plain.name or path.stem,
         description=plain.description,
         levels=levels,
         work=parse_work(plain.work, f"{path.name}: work", path.parent, levels),
@@ -134,9 +134,9 @@ def parse_work(
 class _Plain:
     """A load file before its two parts are understood."""
 
-    name: str
     load: dict[str, Any]
     work: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
     description: str = ""
 
 

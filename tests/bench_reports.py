@@ -125,10 +125,11 @@ def level(
     closed = {"kind": "closed", "concurrency": concurrency}
     load = closed if rate is None else {"kind": "open", "arrivals": "poisson", "rate": rate}
     good = sum(one["failure"] is None for one in requests)
-    counts = {"measured": len(requests), "succeeded": good, "failed": len(requests) - good}
+    warmup = sum(one["warmup"] for one in requests)
+    counts = {"measured": len(requests) - warmup, "succeeded": good, "failed": len(requests) - good}
     whole = {
         "protocol": "grpc", "label": f"{concurrency} in flight" if rate is None else f"{rate:g} requests/s",
-        "repeat": 0, "load": load, "requests": {**counts, "warmup": 1, "warmup_failed": 0, "cut": 0},
+        "repeat": 0, "load": load, "requests": {**counts, "warmup": warmup, "warmup_failed": 0, "cut": 0},
         "errors": [], "window_s": 1.0, "token_count_source": "server", "wrong_length": 0,
         "metrics": metrics(requests), "slo": None, "client": None, "server": None, "verdict": GOOD,
         "stopped": None, "interrupted": False, "series": None, "histograms": {},

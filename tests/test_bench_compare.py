@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -267,6 +268,52 @@ def test_no_level_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
     found = compare([a, b], fail_if=["p99_ttft > 2x"])
     assert "nothing is compared" in found.warnings[-1]
     assert str(found.refusal()) == "the comparison fails: p99_ttft > 2x (no level in common)"
+
+
+def test_a_level_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    a = save(tmp_path / "a", report([level(requests, concurrency=size) for size in (2, 4)]))
+    died = report([level(requests, concurrency=2)], partial=True, broken="the server died; see its log")
+    found = compare([a, save(tmp_path / "b", died)], fail_if=["p99_ttft > 2x"])
+    assert "B is partial: the server died; see its log" in found.warnings
+    assert [(one.place, one.fired) for one in found.judgements] == [
+        ("grpc, 2 in flight", False),
+        ("grpc, 4 in flight", None),
+    ]
+    assert str(found.refusal()) == (
+        "the comparison fails: p99_ttft > 2x (B at grpc, 4 in flight cannot be judged: it was not measured)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda value: value.update(levels=None), "its levels are no list"),
+        (lambda value: value.update(levels=[None]), "level 0 has no protocol"),
+        (lambda value: value["levels"][0].pop("metrics"), "level 0 has no metrics"),
+        (lambda value: value["levels"][0].update(metrics=[]), "level 0: metrics is no mapping"),
+        (
+            lambda value: value["levels"][0]["metrics"]["time_to_first_token"].update(p99="fast"),
+            "level 0: p99 of time_to_first_token is 'fast'",
+        ),
+    ],
+)
+def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], told: str) -> None:
+    a = saved(tmp_path / "a", lines(20, seed=1))
+    value = report([level(lines(20, seed=2))])
+    damage(value)
+    b = save(tmp_path / "b", value)
+    with pytest.raises(InputDataError, match=re.escape(f"{b} is damaged: {told}; measure again")):
+        compare([a, b])
+
+
+def test_requests_of_another_run_are_refused(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", lines(20, seed=1))
+    b = save(tmp_path / "b", report([level(lines(30, seed=2))]), [lines(20, seed=1)])
+    with pytest.raises(
+        InputDataError, match=r"report\.requests\.jsonl beside .* is of another run: it has 20 requests "
+    ):
+        compare([a, b])
 
 
 def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:

@@ -38,6 +38,6 @@ def test_every_class_of_failure() -> None:
     sources = [*(ROOT / "pipeline" / "bench").rglob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     kinds = set(re.findall(r'(?:BadAnswer|\.fail|Failure\.of|self\._fail)\(\s*"([A-Z]\w+)"', code))
-    kinds |= set(re.findall(r'kind, seconds = "([A-Z]\w+)"', code))
+    kinds |= set(re.findall(r'kind, told = "([A-Z]\w+)"', code))
     assert {"ServerError", "ConnectionLost", "Stalled", "WrongLength"} < kinds
     assert kinds <= NAMED

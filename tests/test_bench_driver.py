@@ -326,6 +326,17 @@ def test_places_start_over_the_ramp(loop: asyncio.AbstractEventLoop) -> None:
     assert len(ended) == 6
 
 
+def test_nothing_is_measured_before_the_last_place_of_a_ramp_has_begun(loop: asyncio.AbstractEventLoop) -> None:
+    load = Closed(concurrency=3, requests=6, warmup=0, ramp_s=0.6)
+    ended = drive(loop, closed(Simulated(), load, fillers=fillers()))
+    begun = max(min(exchange.due_ns for exchange in of_place(ended, place)) for place in range(3))
+    assert begun - min(exchange.due_ns for exchange in ended) == 400 * MS
+    assert min(exchange.due_ns for exchange in measured(ended)) == begun
+    assert len(measured(ended)) == 6
+    # A place that has begun is never idle: answers of 110 ms one after the other.
+    assert len([exchange for exchange in of_place(ended, 0) if exchange.due_ns < begun]) == 4
+
+
 def test_a_duration_counts_from_the_moment_the_last_place_has_warmed_up(loop: asyncio.AbstractEventLoop) -> None:
     ended = drive(loop, closed(Simulated(), Closed(concurrency=4, duration_s=1.0)))
     start = min(exchange.due_ns for exchange in ended)
@@ -724,7 +735,7 @@ def test_a_request_without_an_end_times_out_and_its_place_goes_on(loop: asyncio.
     limits = Limits(request_s=0.01, token_s=3600, failures=5)
     ended = drive(loop, closed(sender, Closed(concurrency=1, requests=3, warmup=0), limits))
     first, *others = ended
-    assert first.failure == Failure("Timeout", "nothing more within 0.01 s, after 1 responses")
+    assert first.failure == Failure("Timeout", "not over within 0.01 s, after 1 responses")
     assert end_of(first) - (first.sent_ns or 0) > 10 * MS
     assert sender.cancelled == [first]
     assert [exchange.failure for exchange in others] == [None, None]
@@ -763,7 +774,7 @@ def test_a_request_that_is_never_sent_times_out_too(loop: asyncio.AbstractEventL
     sender = NoConnection()
     (exchange,) = drive(loop, opened(sender, [0], Limits(request_s=0.3, token_s=0.01, failures=5)))
     # Not Stalled at the first sweep: no server owes it a token yet.
-    assert exchange.failure == Failure("Timeout", "nothing more within 0.3 s, after 0 responses")
+    assert exchange.failure == Failure("Timeout", "not over within 0.3 s, after 0 responses")
     assert exchange.sent_ns is None
     assert sender.cancelled == [exchange]
 
@@ -788,6 +799,22 @@ def test_a_level_ends_when_everything_fails(loop: asyncio.AbstractEventLoop, con
     assert not driver.interrupted
     # Those that failed in the same turn are known; none was sent after the fifth.
     assert len(ended) + driver.cut in range(5, 5 + concurrency)
+
+
+def test_a_server_that_takes_no_connections_ends_a_level_at_once(loop: asyncio.AbstractEventLoop) -> None:
+    patient = Limits(request_s=3600, token_s=3600, failures=100)
+    driver = opened(Quick(lambda _: True), [0, 0, 0, 0, 0, 3_600_000], patient)
+    assert len(drive(loop, driver)) == 5
+    assert driver.stopped == "5 requests in a row failed, the last by ConnectFailed: nobody there"
+
+    class Refusing(Quick):
+        def reply(self, exchange: Exchange) -> None:
+            if exchange in self.flying:
+                self.answer(exchange, Failure("http 429", "slow down"))
+
+    refused = opened(Refusing(), [0] * 20, patient)
+    assert len(drive(loop, refused)) == 20
+    assert refused.stopped is None
 
 
 def test_an_open_loop_ends_when_everything_fails(loop: asyncio.AbstractEventLoop) -> None:

@@ -629,7 +629,7 @@ def test_nobody_listens() -> None:
         await answered(sender, asked := Asked())
         assert asked.failed[0] == "ConnectFailed"
         assert "refused" in asked.failed[1]
-        with pytest.raises(HostError, match=rf"http://127\.0\.0\.1:{port} takes 0 connections and no more: .*refused"):
+        with pytest.raises(HostError, match=rf"http://127\.0\.0\.1:{port} takes no connections any more: .*refused"):
             await sender.warm(2)
         await sender.close()
 

@@ -294,6 +294,8 @@ def test_objectives_and_the_highest_load_that_meets_them() -> None:
     assert [text for text in words if text in ("met", "missed")] == ["met", "met", "missed", "missed"]
     (goodput,) = [figure for figure in figures(page) if (figure.get("aria-label") or "").startswith("Goodput")]
     assert ["hollow" in mark.get("class", "") for mark in marks(goodput)[1:]] == [False, False, True, True]
+    value["levels"][1]["verdict"] = LATE
+    assert "grpc, closed loop: all objectives are met up to 1 in flight." in Page(render(value)).words
     for found in value["levels"]:
         found["slo"]["met"] = False
     assert "grpc, closed loop: all objectives are met at no load." in Page(render(value)).words

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import UsageError
+from pipeline.bench.report import SearchResult
 from pipeline.bench.search import Found, Search, Step, Trial, Unmeasurable, find
 from pipeline.bench.work.loads import Open
 
@@ -145,3 +146,18 @@ def test_wrong_searches(changes: dict[str, Any], telling: str) -> None:
     with pytest.raises(UsageError) as caught:
         search(**changes)
     assert telling in f"{caught.value} {caught.value.remedy}"
+
+
+def test_a_server_that_falls_behind_is_told() -> None:
+    def found(*served: float | None) -> Found:
+        runs = [Trial(passed=True, excess=0.5, served=one) for one in served]
+        return Found(rate=20.0, interval=(20.0, 22.0), steps=[Step(rate=20.0, runs=runs)])
+
+    assert found(20.1, 19.9).behind is None
+    assert found(None).behind is None
+    assert found(15.0, 17.0).behind == 16.0
+    told = SearchResult(protocol="grpc", search=search(), found=found(15.0, 17.0)).said()
+    assert told == (
+        "grpc: max-rate 20 requests/s (20 to 22), 2 runs; the server answered 16 of them, so that its queue was growing: "
+        "measure longer (--duration)"
+    )

@@ -100,6 +100,7 @@ def test_pages_are_read_at_both_ends_of_a_level() -> None:
         said = beside.said(100, 0)
     assert said is not None
     assert said["output_tokens"] == {"server": 100, "client": 100, "agree": True}
+    assert beside.unread == ""
 
 
 @pytest.mark.loopback
@@ -110,3 +111,5 @@ def test_a_server_without_metrics_costs_nothing() -> None:
     with beside:
         pass
     assert beside.said(100, 0) is None
+    assert beside.unread == "Connection refused"
+    assert Beside("http://elsewhere:8000", None).unread == ""

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from engines.errors import UsageError
 from pipeline.bench.work.texts import count_tokens, load_tokenizer
 from pipeline.bench.work.work import Sessions, SharedPrefix, Work
-from pipeline.bench.work.workload import Ask, Workload
+from pipeline.bench.work.workload import Ask, Workload, unrendered
 from tests.small_tokenizers import KINDS, make
 
 
@@ -251,7 +251,7 @@ def test_prompts_of_a_file_come_in_its_order_and_begin_again(tokenizer: Tokenize
     workload = Workload(Work(prompts=path, output_tokens=9, options={"temperature": 1, "top_k": 2}), tokenizer, 0)
     assert list(islice(workload.asks(), 3)) == [
         Ask("ant bee", 3, 5, 0, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
-        Ask("<s>cow dog", 3, 9, 1, options={"ignore_eos": False, "min_tokens": 9, "temperature": 1, "top_k": 2}),
+        Ask("<s>cow dog", 3, 9, 1, options={"ignore_eos": False, "temperature": 1, "top_k": 2}),
         Ask("ant bee", 3, 5, 2, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
     ]
     assert workload.distinct == 2
@@ -275,6 +275,9 @@ def test_messages_are_rendered_by_the_model_s_template(tokenizer: Tokenizer, tmp
     ]
     with pytest.raises(UsageError, match=r"prompts\.jsonl has messages, and there is no chat template"):
         Workload(Work(prompts=path), tokenizer, 0)
+    # A server that renders them itself tells how long they are.
+    (ask,) = islice(Workload(Work(prompts=path), tokenizer, 0, unrendered).asks(), 1)
+    assert (ask.prompt, ask.messages) == ("ant bee", (message,))
 
 
 def test_the_answers_of_conversations_say_how_long_the_answers_are(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -322,6 +325,13 @@ def test_every_turn_is_the_conversation_so_far_and_new_words(tokenizer: Tokenize
     assert [turn.turn for turn in turns] == [0, 1, 2]
     assert [turn.think_s for turn in turns] == [0, 1.5, 1.5]
     assert {turn.session for turn in turns} == {0}
+    # The same for a chat: what was said, turn by turn.
+    assert turns[0].messages is None
+    assert turns[2].messages is not None
+    assert [message["role"] for message in turns[2].messages] == ["user", "assistant"] * 2 + ["user"]
+    assert turns[2].messages[0]["content"] == turns[0].prompt
+    assert turns[2].messages[1]["content"] == answer
+    assert turns[2].prompt.endswith(answer + " " + turns[2].messages[4]["content"])
     assert all(turn.options["min_tokens"] == turn.output_tokens for turn in turns)
 
 

@@ -280,6 +280,23 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         "options: 5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
     )
     assert refused("bench", "--requests", "0") == "options: --requests is 0; give 1 or more"
+    assert refused("bench", "--load", "chat", "--duration", "3") == (
+        "--load says what --duration would; leave one of them out"
+    )
+    assert refused("bench", "--load", "chat", "--sampling", "top_p=1").startswith("--load says what --sampling would")
+    there = ("--grpc-url", "localhost:1", "--protocol", "grpc", "--tokenizer", __file__)
+    assert refused("bench", *there, "--timeout", "0").startswith("--timeout is 0")
+    assert refused("bench", *there, "--token-timeout", "0").startswith("--token-timeout is 0")
+    for option in ("--repeat", "--connections"):
+        told = f"Invalid value for '{option}': 0 is not in the range x>=1; "
+        assert refused("bench", *there, option, "0").startswith(told)
+    assert refused("bench", *there, "--report", "") == "--report '.' is no file; give a name such as report.json"
+    assert refused("bench", *there, "--report", "/dev/full") == (
+        "--report '/dev/full' is no file; give a name such as report.json"
+    )
+    assert refused("bench", *there, "--report", "x.html") == (
+        "--report x.html is the name of a file beside it; give a name such as report.json"
+    )
     assert refused("stop", "x") == "no server named 'x' is running; see `trtpipe ps`"
     assert build(model, "--until", "covnert").error() == "unknown stage 'covnert'; did you mean 'convert'?"
     assert not Path("runs").exists()

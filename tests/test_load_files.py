@@ -103,7 +103,6 @@ def test_work_is_read_in_depth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("load: {concurrency: 1}", "my.yaml: name: Field required"),
         ("name: my", "my.yaml: load: Field required"),
         ("name: my\nlaod: {}", "my.yaml: unknown key 'laod'; did you mean 'load'?"),
         ("name: my\nload: [1]", "my.yaml: load: Input should be an object"),
@@ -153,6 +152,11 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, message: str) -> None:
         load(text, tmp_path)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_load_is_called_as_its_file_where_it_has_no_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("load: {concurrency: 1}")
+    assert find_load(str(tmp_path / "mine.yaml")).name == "mine"
 
 
 def test_an_unknown_load_gets_the_nearest_spelling(tmp_path: Path) -> None:

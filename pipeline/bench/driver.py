@@ -31,6 +31,8 @@ from pipeline.bench.wire.transport import Sender
 Follow = Callable[[Exchange], "tuple[Exchange, int] | None"]
 
 SWEEP_S = 0.25
+# Requests in a row that find no connection, after which a server is gone, however many others were to come.
+UNREACHED = 5
 # First tokens that the live view keeps.
 RECENT = 512
 
@@ -116,7 +118,7 @@ class Driver:
         self._later: list[tuple[int, str, Exchange]] = []  # a heap: when it is due, its id
         self._flying: dict[str, Exchange] = {}
         self._peak = 0
-        self._in_a_row = 0
+        self._in_a_row = self._unreached = 0
         self._warmed = self._failed = self._responses = 0
         self._firsts: deque[int] = deque(maxlen=RECENT)
         self._sweeper: asyncio.TimerHandle | None = None
@@ -243,14 +245,16 @@ class Driver:
         self._responses += len(exchange.stamps)
         self._warmed += exchange.warmup
         if exchange.failure is None:
-            self._in_a_row = 0
+            self._in_a_row = self._unreached = 0
             if exchange.stamps and exchange.sent_ns is not None:
                 self._firsts.append(exchange.stamps[0] - exchange.sent_ns)
         else:
             self._failed += not exchange.warmup
             self._in_a_row += 1
-            if self._in_a_row >= self._limits.failures and self.stopped is None:
-                last = exchange.failure
+            last = exchange.failure
+            self._unreached = self._unreached + 1 if last.kind == "ConnectFailed" else 0
+            most = self._limits.failures
+            if (self._in_a_row >= most or self._unreached >= min(most, UNREACHED)) and self.stopped is None:
                 self.stopped = f"{self._in_a_row} requests in a row failed, the last by {last.kind}: {last.message}"
                 self._finish()
         self._freed(exchange)
@@ -260,16 +264,16 @@ class Driver:
         now = monotonic_ns()
         request_ns, token_ns = self._limits.request_s * 1e9, self._limits.token_s * 1e9
         for exchange in list(self._flying.values()):
-            kind, seconds = "", 0.0
+            kind, told = "", ""
             # One that waits for a connection waits no longer either.
             sent = exchange.due_ns if exchange.sent_ns is None else exchange.sent_ns
             if now - sent > request_ns:
-                kind, seconds = "Timeout", self._limits.request_s
+                kind, told = "Timeout", f"not over within {self._limits.request_s:g} s"
             elif exchange.sent_ns is not None and now - (exchange.stamps[-1] if exchange.stamps else sent) > token_ns:
-                kind, seconds = "Stalled", self._limits.token_s
+                kind, told = "Stalled", f"nothing more within {self._limits.token_s:g} s"
             if kind:
                 self._sender.cancel(exchange)
-                exchange.fail(kind, f"nothing more within {seconds:g} s, after {len(exchange.stamps)} responses")
+                exchange.fail(kind, f"{told}, after {len(exchange.stamps)} responses")
         if self._watch is not None:
             self._watch(
                 Live(
@@ -291,7 +295,8 @@ class ClosedLoop(Driver):
 
     warmups     requests of each place before its measured ones, in order
     measured    the others, for whichever place is free
-    fillers     without end, for places that find none left while some are still answered; None lets them rest
+    fillers     without end, for places that are ready before the last has begun, or find none left while some are still
+                answered; None: those measure at once, and these rest
     starts_ns   when each place begins, from the start
     duration_s  measure so long from the moment the last place has warmed up, instead of until `measured` ends
     """
@@ -378,6 +383,8 @@ class ClosedLoop(Driver):
             self._warm.add(place)
             if len(self._warm) == len(self._warmups) and self._duration_s is not None:
                 self._deadline = since + int(self._duration_s * 1e9)
+        if self._beginning and self._fillers is not None:
+            return self._unmeasured(next(self._fillers))  # the load is not whole before all places have begun
         exchange = None if self._is_past(since) else next(self._measured, None)
         if exchange is not None:
             self._measuring.add(place)

@@ -21,7 +21,7 @@ from pipeline.bench.wire.connect import connect
 from pipeline.bench.wire.transport import Client
 from pipeline.bench.work.loads import Closed, Load
 from pipeline.bench.work.texts import count_tokens, load_tokenizer
-from pipeline.bench.work.workload import Render, Workload
+from pipeline.bench.work.workload import Render, Workload, unrendered
 
 Watch = Callable[[Live], None]
 
@@ -56,7 +56,8 @@ class OwnHand:
         self._count = partial(count_tokens, tokenizer)
         self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
         # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
-        self._workload = Workload(options.work, tokenizer, options.seed, render)
+        chats = all(target.protocol == "chat" for target in options.targets)
+        self._workload = Workload(options.work, tokenizer, options.seed, render or (unrendered if chats else None))
         self._asker = Asker()
         self._clients: list[Client] = []
         self._running: LevelRun | None = None

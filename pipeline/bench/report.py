@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipeline.bench.repeats import INTERVALS as REPEATS
 from pipeline.bench.repeats import repeats
 from pipeline.bench.search import Found, Search
 from pipeline.bench.series import histograms, series
+from pipeline.bench.server_side import SERVER_METRICS
 from pipeline.bench.slo import GOODPUT, Objective, judge
 from pipeline.bench.verdict import SelfCheck
 
@@ -82,6 +84,11 @@ class SearchResult:
             return f"{self.protocol}: no {self.search.goal} was found: {found.ended}"
         low, high = ("open" if side is None else f"{side:g}" for side in found.interval)
         rest = f"; {found.ended}" if found.ended else ""
+        if found.behind is not None:
+            rest += (
+                f"; the server answered {found.behind:.4g} of them, so that its queue was growing: measure longer "
+                "(--duration)"
+            )
         return (
             f"{self.protocol}: {self.search.goal} {found.rate:g} requests/s ({low} to {high}), {found.runs} runs{rest}"
         )
@@ -98,6 +105,7 @@ class BenchReport:
     work_sha256  of files that the work is made from
     records  of each result, in their order
     broken   why the levels after those of `results` were not measured: the server died, for example
+    unread_metrics  of metrics pages that could not be read: why, by address
     """
 
     command: list[str]
@@ -115,6 +123,7 @@ class BenchReport:
     results: list[LevelResult] = field(default_factory=list)
     records: list[Records] = field(default_factory=list)
     broken: TrtpipeError | None = None
+    unread_metrics: dict[str, str] = field(default_factory=dict)
     searches: list[SearchResult] = field(default_factory=list)
 
     @property
@@ -123,7 +132,17 @@ class BenchReport:
 
     @property
     def valid(self) -> bool:
-        return all(result.verdict["valid"] for result in self.results)
+        return bool(self.verdict()["valid"])
+
+    def failures(self) -> dict[str, int]:
+        """Measured requests that failed, by class, the most frequent first."""
+        kinds = Counter(
+            failure.kind
+            for records in self.records
+            for failure, warmup in zip(records.failures, records.warmup.tolist(), strict=True)
+            if failure is not None and not warmup
+        )
+        return dict(kinds.most_common())
 
     def said_again(self) -> str | None:
         """That prompts were asked more than once, if they were: a server that keeps KV blocks gains from it."""
@@ -140,7 +159,9 @@ class BenchReport:
 
     def verdict(self) -> dict[str, Any]:
         reasons = []
-        for result in self.results:
+        # What a search has measured again counts as it came out in the end.
+        last = {(result.protocol, result.label, result.repeat): result for result in self.results}
+        for result in last.values() if self.searches else self.results:
             for reason in result.verdict["reasons"]:
                 reasons.append({**reason, "what": f"{result.protocol}, {result.label}: {reason['what']}"})
         return {"valid": not reasons, "reasons": reasons}
@@ -170,6 +191,8 @@ class BenchReport:
             "statistics": STATISTICS,
             "window": WINDOW,
             "records": records,
+            "unread_metrics": self.unread_metrics,
+            "server_metrics": SERVER_METRICS,
             "repeats": self.repeats(),
             "repeats_interval": REPEATS,
             "searches": [search.to_json() for search in self.searches],

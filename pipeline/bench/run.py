@@ -141,7 +141,8 @@ class _Session:
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
                 if not result.verdict["reasons"]:
-                    return result, search.trial(result.slo, result.stopped is not None)
+                    served = result.metrics["request_throughput"]["value"]
+                    return result, search.trial(result.slo, result.stopped is not None, served)
             reason = result.verdict["reasons"][0]
             raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
 
@@ -178,6 +179,8 @@ class _Session:
         with beside:
             start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
             driven = Driven.merged(await _all(hand.drive(start) for hand in self._hands))
+        if beside.unread and target.metrics_url is not None:
+            self._report.unread_metrics[target.metrics_url] = beside.unread
         result = evaluate(
             load, driven, protocol=target.protocol, objectives=self._options.objectives, repeat=repeat, beside=beside
         )

@@ -18,6 +18,8 @@ from pipeline.bench.work.loads import Open
 GOALS = ("max-rate", "max-goodput")
 # A value this many times within or beyond its limit is no chance.
 CLEAR = 1.5
+# Of the rate: a server that answers less has requests waiting, and more of them the longer it goes on.
+BEHIND = 0.95
 # Doublings and halvings, before there is nothing to find.
 MOST_STEPS = 12
 
@@ -51,24 +53,26 @@ class Search:
         if self.repeats < 1:
             raise UsageError(f"repeat is {self.repeats}", remedy="give 1 or more")
 
-    def trial(self, slo: dict[str, Any] | None, failed_early: bool) -> Trial:
+    def trial(self, slo: dict[str, Any] | None, failed_early: bool, served: float | None = None) -> Trial:
         """What a level's judgement (`slo.Outcome.to_json`) means here."""
         if slo is None or slo["attainment"] is None or failed_early:
             return Trial(passed=False, excess=math.inf)
         if self.goal == "max-goodput":
             missed, spared = 1 - slo["attainment"], 1 - self.attainment
-            return Trial(passed=missed <= spared, excess=missed / spared)
+            return Trial(passed=missed <= spared, excess=missed / spared, served=served)
         values = [(row["value"], row["limit"]) for row in slo["objectives"]]
         worst = max(math.inf if value is None else value / limit for value, limit in values)
-        return Trial(passed=slo["met"], excess=worst)
+        return Trial(passed=slo["met"], excess=worst, served=served)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run at one rate. `excess` is its worst value as a multiple of what is allowed."""
+    """One run at one rate. `excess` is its worst value as a multiple of what is allowed, `served` requests/s that were
+    answered, None where unknown."""
 
     passed: bool
     excess: float
+    served: float | None = None
 
     @property
     def clear(self) -> bool:
@@ -113,6 +117,16 @@ class Found:
     @property
     def runs(self) -> int:
         return sum(len(step.runs) for step in self.steps)
+
+    @property
+    def behind(self) -> float | None:
+        """Requests/s that were answered at `rate`, where that is so much less that a queue was growing."""
+        trials = [run for step in self.steps if step.rate == self.rate for run in step.runs]
+        served = [run.served for run in trials if run.served is not None]
+        if self.rate is None or not served:
+            return None
+        mean = sum(served) / len(served)
+        return mean if mean < BEHIND * self.rate else None
 
     def to_json(self) -> dict[str, Any]:
         steps = [

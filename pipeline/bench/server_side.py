@@ -23,12 +23,31 @@ TIMEOUT_S = 5.0
 AGREEMENT = 0.01
 
 
+# Of `models` in `summarise`: each over the level, of the requests that succeeded in it.
+SERVER_METRICS = {
+    name: {
+        "unit": "ms",
+        "formula": f"increase of {counter} / increase of nv_inference_request_success, a model",
+        "undefined": "no request of the model succeeded within the level, or the page has no such counter",
+    }
+    for name, counter in {
+        "request_ms": "nv_inference_request_duration_us",
+        "queue_ms": "nv_inference_queue_duration_us",
+        "compute_ms": "nv_inference_compute_infer_duration_us",
+    }.items()
+}
+
+
 class Scraper:
-    """Fetches `url`, a Prometheus page, from `start` to `stop`, at both ends as well."""
+    """Fetches `url`, a Prometheus page, from `start` to `stop`, at both ends as well.
+
+    trouble  why the last page that is missing could not be had
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.pages: list[tuple[int, bytes]] = []
+        self.trouble = ""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -56,8 +75,10 @@ class Scraper:
             page = response.read()
             if response.status == 200:
                 self.pages.append((monotonic_ns(), page))
-        except (OSError, http.client.HTTPException):
-            pass  # a page less; a server that is gone shows in the requests
+            else:
+                self.trouble = f"status {response.status}"
+        except (OSError, http.client.HTTPException) as error:
+            self.trouble = getattr(error, "strerror", None) or str(error) or type(error).__name__
         finally:
             connection.close()
 
@@ -77,6 +98,13 @@ class Beside:
     def __exit__(self, *_: object) -> None:
         for reader in self._readers:
             reader.stop()
+
+    @property
+    def unread(self) -> str:
+        """Why there is no page of metrics though there is an address for it; empty if there is."""
+        if self._scraper is None or self._scraper.pages:
+            return ""
+        return self._scraper.trouble
 
     def said(self, tokens: int | None, start_ns: int) -> dict[str, Any] | None:
         """As `summarise` gives it, and `nvml` as `gpus.summarise` does; None without either."""

@@ -200,13 +200,18 @@ def compare(
     add_whole_run_rates(list(sides.values()))
     known, unlike = _known(sides)
     parsed = [conditions.parse(text, known) for text in fail_if]
-    places, warnings = match(sides)
+    places, missing, warnings = match(sides)
     rows = [row for place in places for row in _rows(place, sides, known)]
+    judgements = [judgement for condition in parsed for judgement in _judge(condition, places, sides, known)]
+    for condition in parsed if places else ():
+        for place, letter in missing:  # a server that died has not passed
+            told = f"{letter} at {place} cannot be judged: it was not measured"
+            judgements.append(Judgement(condition=condition.text, place=place, letter=letter, fired=None, told=told))
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
         warnings=(*differences({letter: side.report for letter, side in sides.items()}), *unlike, *warnings),
         rows=tuple(rows),
-        judgements=tuple(judgement for condition in parsed for judgement in _judge(condition, places, sides, known)),
+        judgements=tuple(judgements),
         from_records={letter: side.has_records for letter, side in sides.items()},
     )
 

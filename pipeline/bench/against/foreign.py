@@ -30,6 +30,18 @@ class _Tool(Protocol):
 FAMILY = "trtpipe.bench/"
 SCHEMA = f"{FAMILY}2"
 REQUIRED = ("endpoints", "levels", "metrics", "options", "verdict")
+# Of each of its levels.
+LEVEL = (
+    "protocol",
+    "label",
+    "load",
+    "metrics",
+    "verdict",
+    "token_count_source",
+    "wrong_length",
+    "stopped",
+    "interrupted",
+)
 # What a folder of results is looked through for.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
 TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)
@@ -49,6 +61,9 @@ def read_report(path: Path) -> dict[str, Any]:
         missing = [key for key in REQUIRED if key not in values[0]]
         if missing:
             raise InputDataError(f"{file} lacks {', '.join(missing)}", remedy="measure again")
+        damage = _damage(values[0]["levels"])
+        if damage:
+            raise InputDataError(f"{file} is damaged", why=damage, remedy="measure again")
         return values[0]
     for tool in TOOLS:
         if all(tool.recognises(entry) for entry in values):
@@ -61,6 +76,23 @@ def read_report(path: Path) -> dict[str, Any]:
                     remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
                 ) from None
     raise InputDataError(f"{file} is no benchmark result that we know", remedy=KNOWN)
+
+
+def _damage(levels: Any) -> str:
+    """What in the levels of a report of ours cannot be compared; empty if all can."""
+    if not isinstance(levels, list):
+        return "its levels are no list"
+    for number, level in enumerate(levels):
+        missing = [key for key in LEVEL if not isinstance(level, dict) or key not in level]
+        if missing:
+            return f"level {number} has no {missing[0]}"
+        for name, entry in level["metrics"].items() if isinstance(level["metrics"], dict) else [("metrics", None)]:
+            if not isinstance(entry, dict):
+                return f"level {number}: {name} is no mapping"
+            for statistic, value in entry.items():
+                if statistic != "interval" and isinstance(value, str | list | dict | bool):
+                    return f"level {number}: {statistic} of {name} is {value!r}"
+    return ""
 
 
 def read_records(path: Path, report: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -58,6 +58,15 @@ class Side:
         out: dict[int, list[dict[str, Any]]] = {}
         for line in read_records(self.path, self.report) or ():
             out.setdefault(line["level"], []).append(line)
+        # Files of other tools are one, and say no such numbers.
+        for number, level in enumerate(self.levels if out and "records" in self.report else ()):
+            told, found = level["requests"]["measured"] + level["requests"]["warmup"], len(out.get(number, ()))
+            if found != told:
+                raise InputDataError(
+                    f"{self.report['records']} beside {self.path} is of another run",
+                    why=f"it has {found} requests of {level['protocol']}, {level['label']}, and the report {told}",
+                    remedy="bring the one that was written with it, or none",
+                )
         return out
 
     @property
@@ -148,8 +157,9 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
         side.report["metrics"] |= theirs
 
 
-def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[str]]:
-    """Where the base meets another report, and warnings about all else."""
+def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]], list[str]]:
+    """Where the base meets another report; each load of the base with the letter of a report that has it not; and
+    warnings about all that is not alike."""
     base, *others = sides
     warnings = []
     # One protocol each, and not the same: then the protocol is what is compared.
@@ -159,7 +169,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[str]]:
         told = ", ".join(f"{letter} {next(iter(mine))}" for letter, mine in protocols.items())
         warnings.append(f"protocol: {told}; levels are matched by their load alone")
     groups = {letter: _grouped(side, by_protocol=by_protocol) for letter, side in sides.items()}
-    places = []
+    places, missing = [], list[tuple[str, str]]()
     for key, numbers in groups[base].items():
         first = sides[base].levels[numbers[0]]
         name = f"{first['protocol']}, {first['label']}" if by_protocol else first["label"]
@@ -168,6 +178,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[str]]:
             found = _counterpart(key, groups[base], groups[letter])
             if found is None:
                 warnings.append(f"{name}: not in {letter}")
+                missing.append((name, letter))
                 continue
             levels[letter] = groups[letter].pop(found)
             if found != key:
@@ -187,7 +198,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[str]]:
             warnings.append(f"{level['protocol']}, {level['label']}: only in {letter}")
     if not places:
         warnings.append(f"no level of {base} has the protocol and the load of another report's: nothing is compared")
-    return places, warnings
+    return places, missing, warnings
 
 
 _FAMILIES = {"chat": "openai", "completions": "openai"}

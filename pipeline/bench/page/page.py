@@ -328,7 +328,7 @@ class _View:
         """The highest load of each curve that meets all objectives."""
         out = []
         for (protocol, kind), members in self._by_load().items():
-            judged = [(name, level) for name, level in members if level["slo"]]
+            judged = [(name, level) for name, level in members if level["slo"] and level["verdict"]["valid"]]
             met = [name for name, level in judged if level["slo"]["met"]]
             if judged:
                 what = f"up to {met[-1].partition(', ')[2]}" if met else "at no load"

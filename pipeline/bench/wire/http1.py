@@ -240,11 +240,16 @@ class HttpSender:
         missing = calls - len(self._all)
         for begun in range(0, missing, _AT_ONCE):
             some = min(_AT_ONCE, missing - begun)
-            try:
-                self._idle.extend(await asyncio.gather(*(self._open() for _ in range(some))))
-            except OSError as error:
-                why = error.strerror or str(error)
-                raise HostError(f"{self._site.url} takes {len(self._all)} connections and no more", why=why) from None
+            # All of them are waited for: one that is left would come to its end after the loop has.
+            opened = await asyncio.gather(*(self._open() for _ in range(some)), return_exceptions=True)
+            self._idle.extend(one for one in opened if isinstance(one, HttpConnection))
+            error = next((one for one in opened if isinstance(one, BaseException)), None)
+            if isinstance(error, OSError):
+                held, why = len(self._all), error.strerror or str(error)
+                more = f"takes {held} connections and no more" if held else "takes no connections any more"
+                raise HostError(f"{self._site.url} {more}", why=why) from None
+            if error is not None:
+                raise error
 
     def start(self, batch: Sequence[Exchange]) -> None:
         for exchange in batch:

@@ -82,7 +82,7 @@ class OpenAiHttp:
                 choices = chunk["choices"]
                 text = self._text(choices[0]) if choices else ""
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise BadAnswer("MalformedResponse", f"{error!r} in {event[:200]!r}") from None
+                raise BadAnswer("MalformedResponse", f"{type(error).__name__}: {error}, in {event[:200]!r}") from None
             if text:
                 stamps.append(stamp)
                 texts.append(text)

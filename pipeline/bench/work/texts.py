@@ -109,7 +109,7 @@ class Texts:
 
         Raises UsageError when a length has no room for a word of the text's own, or when no further one exists.
         """
-        return [self._join(row.words) for row in self._unlike(lengths, rng, openings)]
+        return [self.joined(row.words) for row in self._unlike(lengths, rng, openings)]
 
     def opening(self, tokens: int, rng: np.random.Generator) -> list[str]:
         """Words that begin a text and make its first `tokens` tokens, special ones in front included."""
@@ -126,7 +126,7 @@ class Texts:
         row = _Row(tokens, words, min(1, len(words)))
         if self._settle([row], generator(tokens)):
             raise self._unfit(tokens)
-        return self._join(row.words)
+        return self.joined(row.words)
 
     def words(self, rng: np.random.Generator, count: int) -> list[str]:
         drawn: list[str] = self._words[rng.integers(0, len(self._words), count)].tolist()
@@ -134,7 +134,7 @@ class Texts:
 
     def follow(self, prompt: str, tokens: int, answer: str, words: list[str]) -> tuple[str, int]:
         """The next prompt of a conversation, and its tokens: `prompt` of `tokens` tokens, the answer, new words."""
-        new = self._between + self._join(words)
+        new = self._between + self.joined(words)
         text = prompt + answer + new
         before, space, last = prompt.rpartition(" ")
         if not (self._apart and before and self._between == space):
@@ -155,7 +155,7 @@ class Texts:
             counts[index] = count_tokens(self._tokenizer, texts[index])
         return counts
 
-    def _join(self, words: Sequence[str]) -> str:
+    def joined(self, words: Sequence[str]) -> str:
         return self._between.join(words)
 
     def _unlike(
@@ -221,7 +221,7 @@ class Texts:
         for _ in range(ROUNDS):
             if not wrong:
                 break
-            counts = self.count([self._join(rows[index].words) for index in wrong])
+            counts = self.count([self.joined(rows[index].words) for index in wrong])
             found = [(index, count - rows[index].tokens) for index, count in zip(wrong, counts, strict=True)]
             wrong = [index for index, excess in found if excess]
             for index, excess in found:
@@ -234,7 +234,7 @@ class Texts:
 
     def _words_are_apart(self) -> bool:
         """Whether each word is one token at its place in a row, and none ever depends on its neighbours."""
-        row = self._tokenizer.encode(self._join([self._starters[0], *self._words]), add_special_tokens=False)
+        row = self._tokenizer.encode(self.joined([self._starters[0], *self._words]), add_special_tokens=False)
         if len(row) != len(self._words) + 1:
             return False
         if row.word_ids == list(range(len(row))):  # each was cut out before the model saw it

@@ -14,7 +14,7 @@ In a session every prompt is the conversation so far and new words of the user. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,11 @@ class Ask:
     options: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] | None = None
     last: bool = True
+
+
+def unrendered(messages: list[Message]) -> str:
+    """Where the server alone renders: what is said, so that it has about its length until the server tells it."""
+    return "\n".join(message["content"] for message in messages)
 
 
 class Asks(Iterator[Ask]):
@@ -155,8 +160,11 @@ class Workload:
         return Ask(prompt, tokens, output, session, turn, think_s, options, last=self._turns is None)
 
     def _options(self, output: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        asked = {**self._work.options, **own}
         fixed = {"ignore_eos": True, "min_tokens": output} if self._work.ignore_eos else {}
-        return {**fixed, **self._work.options, **own}
+        if asked.get("ignore_eos") is False:  # this one may end where it ends
+            fixed = {}
+        return {**fixed, **asked}
 
     def _fits(self, tokens: int, output: int) -> bool:
         most = self._work.max_total_tokens
@@ -249,11 +257,18 @@ class Workload:
         if turn == len(session.inputs):
             return None
         new = self._texts.words(self._rng(TURNS, start, ask.session, turn), session.inputs[turn])
-        prompt, tokens = self._texts.follow(ask.prompt, ask.input_tokens, answer(), new)
+        answered = answer()
+        prompt, tokens = self._texts.follow(ask.prompt, ask.input_tokens, answered, new)
         output = session.outputs[turn]
         if not self._fits(tokens, output):
             return None
-        return self._ask(prompt, tokens, output, ask.session, turn, session.think_s[turn])
+        said = ask.messages or (Message(role="user", content=ask.prompt),)
+        said = (
+            *said,
+            Message(role="assistant", content=answered),
+            Message(role="user", content=self._texts.joined(new)),
+        )
+        return replace(self._ask(prompt, tokens, output, ask.session, turn, session.think_s[turn]), messages=said)
 
     # Traces
 
@@ -280,7 +295,7 @@ class Workload:
         if self._render is None and any(entry.messages for entry in entries):
             raise UsageError(
                 f"{self._work.prompts} has messages, and there is no chat template that makes prompts of them",
-                remedy="give each prompt as text",
+                remedy="give each prompt as text, or measure --protocol chat alone, whose server has its own",
             )
         if not self._work.shuffle:
             return entries
