@@ -157,7 +157,6 @@ def test_a_server_that_falls_behind_is_told() -> None:
     assert found(None).behind is None
     assert found(15.0, 17.0).behind == 16.0
     told = SearchResult(protocol="grpc", search=search(), found=found(15.0, 17.0)).said()
-    assert told == (
-        "grpc: max-rate 20 requests/s (20 to 22), 2 runs; the server answered 16 of them, so that its queue was growing: "
-        "measure longer (--duration)"
+    assert told.endswith(
+        ", 2 runs; the server answered 16 of them, so that its queue was growing: measure longer (--duration)"
     )

@@ -32,16 +32,9 @@ SCHEMA = f"{FAMILY}2"
 REQUIRED = ("endpoints", "levels", "metrics", "options", "verdict")
 # Of each of its levels.
 LEVEL = (
-    "protocol",
-    "label",
-    "load",
-    "metrics",
-    "verdict",
-    "token_count_source",
-    "wrong_length",
-    "stopped",
+    "protocol", "label", "load", "requests", "metrics", "verdict", "token_count_source", "wrong_length", "stopped",
     "interrupted",
-)
+)  # fmt: skip
 # What a folder of results is looked through for.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
 TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)

@@ -59,7 +59,7 @@ class Side:
         for line in read_records(self.path, self.report) or ():
             out.setdefault(line["level"], []).append(line)
         # Files of other tools are one, and say no such numbers.
-        for number, level in enumerate(self.levels if out and "records" in self.report else ()):
+        for number, level in enumerate(self.levels if out and self.report.get("records") else ()):
             told, found = level["requests"]["measured"] + level["requests"]["warmup"], len(out.get(number, ()))
             if found != told:
                 raise InputDataError(
