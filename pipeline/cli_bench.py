@@ -107,6 +107,7 @@ def bench(
     report: Annotated[Path, typer.Option(help="CSV and requests go beside it.")] = Path("reports/report.json"),
 ) -> None:
     """Measure a server: TTFT, ITL, TPOT, latency, throughput and goodput, at each load."""
+    from engines.errors import UsageError
     from pipeline.bench.options import BenchOptions
     from pipeline.bench.slo import parse_objective
     from pipeline.bench.wire.connect import Wiring
@@ -114,6 +115,10 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
+    if connections > 1 and "grpc" not in protocol.split(","):
+        raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
+    if ray != "auto" and not hosts:
+        raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
     if find is not None and not (load or concurrency or trace):
         rate, known = rate or "1", rate is not None
         duration = duration if requests or duration else SEARCH_SECONDS

@@ -62,10 +62,21 @@ def text(piece: str) -> None:
     sys.stdout.flush()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = ()) -> None:
-    """A plain table on stdout; `numeric` columns are set to the right. None shows as a dash."""
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = (), figures: bool = False
+) -> None:
+    """A plain table on stdout; `numeric` columns are set to the right. None shows as a dash.
+
+    figures  no cell may be folded: on a terminal that is too narrow each row is told in lines of its own
+    """
     from rich.table import Table
 
+    if figures and out().is_terminal and _width(columns, rows) > out().width:
+        for row in rows:
+            result("")
+            for column, cell in zip(columns, row, strict=True):
+                result(f"{column:{max(map(len, columns))}}  {'-' if cell is None else cell}")
+        return
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
@@ -75,6 +86,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Seq
     if not console.is_terminal:
         console.width = 200  # a pipe has no width: do not fold what a program or a log will read
     console.print(grid)
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> int:
+    """Of a table with a space on either side of what is between two columns."""
+    cells = [columns, *([str(cell) for cell in row] for row in rows)]
+    return sum(max(map(len, column)) for column in zip(*cells, strict=True)) + 2 * (len(columns) - 1)
 
 
 def size(nbytes: float) -> str:
@@ -241,7 +258,7 @@ def bench_table(report: BenchReport) -> None:
     times = ("TTFT ms", "ITL ms", "TPOT ms", "latency ms")
     rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
     columns = ("protocol", "load", "requests", "failed", *times, *rates)
-    table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")])
+    table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")], figures=True)
     repeated = report.repeats()
     if repeated:
         _bench_repeats(repeated)
@@ -274,7 +291,7 @@ def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
         for one in repeated
     ]
     columns = ("protocol", "load", "runs", *(column for column, _, _ in REPEATED))
-    table(columns, rows, numeric=columns[2:])
+    table(columns, rows, numeric=columns[2:], figures=True)
 
 
 def comparison(compared: Comparison, *, as_json: bool) -> None:
@@ -287,7 +304,7 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
     for warning in compared.warnings:
         result(f"unlike: {warning}")
     columns, rows = compared.table()
-    table(columns, rows, numeric=[column for column in columns[2:] if not column.endswith(" is")])
+    table(columns, rows, numeric=[column for column in columns[2:] if not column.endswith(" is")], figures=True)
     for line in compared.summary():
         result(line)
     for judgement in compared.judgements:
@@ -325,8 +342,10 @@ def _bench_line(at: BenchProgress) -> str:
         said.append(f"{left:.0f} s left")
     elapsed = max(live.elapsed_s, 1e-9)
     ended = (live.warmed + live.done) / elapsed
-    said += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
+    # A terminal cuts what does not fit: the more important first.
     if live.first_ns:
         times = sorted(live.first_ns)
-        said.append(f"first after {times[len(times) // 2] / 1e6:.0f}/{times[len(times) * 99 // 100] / 1e6:.0f} ms")
+        half, most = times[len(times) // 2], times[len(times) * 99 // 100]
+        said.append(f"TTFT p50/p99 {half / 1e6:.0f}/{most / 1e6:.0f} ms")
+    said += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
     return ", ".join([*said, *([f"{live.failed} failed"] if live.failed else [])])

@@ -173,9 +173,17 @@ def test_without_requests_nothing_is_said_of_significance(tmp_path: Path) -> Non
     assert ttft.ratio is not None
     assert ttft.ratio > 5
     assert (ttft.interval, ttft.significant, ttft.better) == (None, None, None)
-    assert found.summary() == [
-        "B against A: from summaries, no significance: the requests of both are needed for it"
-    ]  # fmt: skip
+    assert found.summary() == ["B against A: from summaries, no significance: the requests of B are not at hand"]
+
+
+def test_one_run_of_each_does_not_say_what_differs_between_runs(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / name, lines(50, seed=seed)) for seed, name in enumerate("ab"))
+    (told,) = compare([a, b]).summary()
+    assert told.endswith(" by chance alone, and more from one run to the next: --repeat tells how much")
+    twice = [level(lines(50, seed=seed), repeat=seed) for seed in range(2)]
+    c, d = (save(tmp_path / name, report(twice), [lines(50, seed=seed) for seed in range(2)]) for name in "cd")
+    (told,) = compare([c, d]).summary()
+    assert told.endswith(" by chance alone")
 
 
 def test_repeats_are_averaged_and_their_own_spread_counts(tmp_path: Path) -> None:
@@ -522,7 +530,7 @@ def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> N
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     one = saved(tmp_path / "a", lines(5, seed=1))
-    with pytest.raises(UsageError, match="1 reports are given; give from 2 to 26"):
+    with pytest.raises(UsageError, match="one report is given; give from 2 to 26"):
         compare([one])
     empty = save(tmp_path / "empty", report([]))
     with pytest.raises(InputDataError, match="has no level"):

@@ -290,6 +290,10 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     for option in ("--repeat", "--connections"):
         told = f"Invalid value for '{option}': 0 is not in the range x>=1; "
         assert refused("bench", *there, option, "0").startswith(told)
+    assert refused("bench", *there, "--ray", "10.0.0.1:6379") == (
+        "--ray says of which cluster --hosts are; give --hosts too"
+    )
+    assert refused("bench", "--protocol", "http", "--connections", "3").startswith("--connections is of gRPC; ")
     assert refused("bench", *there, "--report", "") == "--report '.' is no file; give a name such as report.json"
     assert refused("bench", *there, "--report", "/dev/full") == (
         "--report '/dev/full' is no file; give a name such as report.json"
@@ -722,8 +726,22 @@ def test_the_line_of_a_running_benchmark() -> None:
     assert line(None) == f"grpc, 4 in flight: 20 done, {said}"
     first = [number * 1_000_000 for number in range(1, 101)]
     assert line(None, first_ns=first, failed=2) == (
-        f"grpc, 4 in flight: 20 done, {said}, first after 51/100 ms, 2 failed"
+        f"grpc, 4 in flight: 20 done, TTFT p50/p99 51/100 ms, {said}, 2 failed"
     )
+
+
+def test_figures_are_never_cut_in_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from pipeline import console
+
+    def shown(width: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("NO_COLOR", "1")
+        console.table(("load", "TTFT ms", "failed"), [("4 in flight", "50.1/51.0/61.7", None)], figures=True)
+        return capsys.readouterr().out.splitlines()
+
+    assert len(shown(80)) == 2
+    assert shown(30) == ["", "load     4 in flight", "TTFT ms  50.1/51.0/61.7", "failed   -"]
 
 
 # What is served

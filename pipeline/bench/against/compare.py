@@ -100,6 +100,7 @@ class Comparison:
     rows: tuple[Row, ...]
     judgements: tuple[Judgement, ...]
     from_records: dict[str, bool]
+    repeated: bool
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "resamples": RESAMPLES, "coverage": COVERAGE, "failed": self.refusal() is not None}
@@ -153,9 +154,12 @@ class Comparison:
             cells = [row.cells[letter] for _, row in self._shown()]
             judged = [cell for cell in cells if cell.significant is not None]
             if not judged:
-                out.append(
-                    f"{letter} against A: from summaries, no significance: the requests of both are needed for it"
-                )
+                without = [one for one in (LETTERS[0], letter) if not self.from_records[one]]
+                if without:
+                    why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
+                else:
+                    why = "nothing is measured by both"
+                out.append(f"{letter} against A: {why}")
                 continue
             better = sum(cell.better is True for cell in judged)
             worse = sum(cell.better is False for cell in judged)
@@ -163,6 +167,7 @@ class Comparison:
             out.append(
                 f"{letter} against A: of {len(judged)} figures {worse} significantly worse, {better} better; "
                 f"about {chance:.0f} of as many would differ by chance alone"
+                + ("" if self.repeated else ", and more from one run to the next: --repeat tells how much")
             )
         return out
 
@@ -182,7 +187,8 @@ def compare(
     own_price       of what a report tells of, where none is given
     """
     if not 2 <= len(paths) <= len(LETTERS):
-        raise UsageError(f"{len(paths)} reports are given", remedy=f"give from 2 to {len(LETTERS)}, the base first")
+        told = "one report is given" if len(paths) == 1 else f"{len(paths)} reports are given"
+        raise UsageError(told, remedy=f"give from 2 to {len(LETTERS)}, the base first")
     if len(price_per_hour) not in (0, 1, len(paths)):
         raise UsageError(
             f"{len(price_per_hour)} prices for {len(paths)} reports", remedy="give one price, or one for each report"
@@ -213,6 +219,7 @@ def compare(
         rows=tuple(rows),
         judgements=tuple(judgements),
         from_records={letter: side.has_records for letter, side in sides.items()},
+        repeated=all(len(levels) > 1 for place in places for levels in place.levels.values()),
     )
 
 

@@ -35,7 +35,7 @@ def level_differences(place: str, levels: Mapping[str, Sequence[dict[str, Any]]]
         if known and max(known) > min(known) * (1 + LENGTH_SHARE):
             out.append(f"{place}: mean {metric}: {_sides(means)}")
     sources = {
-        letter: ", ".join(dict.fromkeys(str(level["token_count_source"]) for level in mine))
+        letter: ", ".join(dict.fromkeys(level["token_count_source"] or "nobody" for level in mine))
         for letter, mine in levels.items()
     }
     if len(set(sources.values())) > 1:
