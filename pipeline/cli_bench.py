@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 LINUX = sys.platform == "linux"
 # Of each level of a search, where nothing else is said.
 SEARCH_SECONDS = 30.0
-# More than a clock is slewed by in a level: it has been set.
-CLOCK_STEP_MS = 100.0
 # What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
 FLAGS = {
     r"requests (and|or) duration_s": r"--requests \1 --duration",
@@ -264,7 +262,7 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
 
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
     """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
-    from engines.errors import HostError, StageFailed
+    from engines.errors import HostError
     from pipeline import chat, console
     from pipeline.bench.run import run
 
@@ -274,6 +272,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     with console.bench_progress() as progress:
         measured = run(options, render, progress)
     # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
+    from pipeline.bench import told
     from pipeline.bench.files import write_report
 
     if options.wiring.transport != "own" and not measured.partial:
@@ -294,67 +293,17 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
             measured.engine["content"] = made.record.inputs["engine"]
     console.bench_table(measured)  # also where no report can be written
     places = write_report(measured, report)
-    for result in measured.results:
-        if result.stopped is not None:
-            console.note(f"{result.protocol}, {result.label}: it ended early: {result.stopped}")
-    if measured.interrupted:
-        console.note("interrupted: what is not in the table was not measured")
-    for url, why in measured.unread_metrics.items():
-        console.note(f"no metrics could be read from {url}: {why}")
-    for reason in measured.verdict()["reasons"]:
-        console.note(f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}")
-    for endpoint in measured.endpoints:
-        off = endpoint.get("measured_error")
-        if off is not None:
-            console.note(
-                f"{endpoint['protocol']} through {endpoint['transport']}: here, with {off['streams']} in flight, TTFT "
-                f"comes out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long"
-            )
-    for result in measured.results:
-        said = (result.server or {}).get("output_tokens")
-        if said and said["agree"] is False:
-            console.note(
-                f"{result.protocol}, {result.label}: the server counted {said['server']} tokens, "
-                f"the client {said['client']}"
-            )
-        for objective in (result.slo or {}).get("objectives", ()):
-            if objective["value"] is None and result.requests["succeeded"]:
-                console.note(
-                    f"{result.protocol}, {result.label}: {objective['metric']} could not be measured, so that its "
-                    "objective is missed and goodput leaves it out"
-                )
-        step = result.client["clock_step_ms"]
-        if abs(step) > CLOCK_STEP_MS:
-            console.note(f"{result.protocol}, {result.label}: the time of day was set by {step:.0f} ms meanwhile")
-    again = measured.said_again()
-    if again is not None:
-        console.note(again)
+    for line in told.notes(measured):
+        console.note(line)
     for search in measured.searches:
         console.result(search.said())
     console.result("report: " + "  ".join(str(place) for place in places))
     gc.freeze()  # the process ends, and would first look through all it has, for a tenth of a second
     if measured.interrupted:
         raise KeyboardInterrupt
-    if measured.broken is not None:
-        raise measured.broken
-    if options.search is not None:
-        if any(search.found.rate is None for search in measured.searches):
-            raise StageFailed(
-                f"no {options.search.goal} was found", remedy="loosen --slo, or see the levels in the report"
-            )
-        return  # beyond the limit requests fail, and that is what was looked for
-    failed = sum(result.requests["failed"] for result in measured.results)
-    if failed:
-        asked = sum(result.requests["measured"] for result in measured.results)
-        raise StageFailed(
-            f"{failed} of {asked} requests failed",
-            why=", ".join(f"{count} {kind}" for kind, count in measured.failures().items()),
-            remedy=f"{report} has their messages",
-        )
-    if not measured.valid:
-        raise StageFailed(
-            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{report} says in what"
-        )
+    refusal = told.refusal(measured, report)
+    if refusal is not None:
+        raise refusal
 
 
 def _check_place(report: Path) -> None:

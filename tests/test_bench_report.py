@@ -266,6 +266,7 @@ def test_failures_are_counted_by_class_and_averaged_into_nothing(
     assert {entry["kind"]: entry["count"] for entry in result.errors} == {
         "ServerError": 2, "ConnectionLost": 2, "EmptyOutput": 2, "MalformedResponse": 2, "WrongLength": 2,
     }  # fmt: skip
+    assert report.failures() == {entry["kind"]: entry["count"] for entry in result.errors}
     assert next(entry for entry in result.errors if entry["kind"] == "WrongLength")["messages"] == [
         "3 tokens, not 6: where a server ends answers itself, ask for --natural-end"
     ]
