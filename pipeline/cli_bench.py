@@ -321,9 +321,9 @@ def _check_place(report: Path) -> None:
         with tempfile.TemporaryFile(dir=report.parent):
             pass
     except OSError as error:
-        raise HostError(
-            f"report {report} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
-        ) from None
+        is_file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = f"{report.parent} is no folder" if is_file else error.strerror or str(error)
+        raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
 
 
 def _list(text: str | None, *, whole: bool = False) -> list[float] | None:

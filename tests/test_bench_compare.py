@@ -293,6 +293,16 @@ def test_a_level_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("early", [{"stopped": "5 requests in a row failed"}, {"interrupted": True}])
+def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str, Any]) -> None:
+    requests = lines(20, seed=1)
+    a, b = (save(tmp_path / name, report([level(requests, **changes)])) for name, changes in (("a", {}), ("b", early)))
+    found = compare([a, b], fail_if=["p99_ttft > 2x"])
+    assert str(found.refusal()) == (
+        "the comparison fails: p99_ttft > 2x (B at grpc, 1 in flight cannot be judged: B ended early)"
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from engines.errors import StageFailed, UsageError
+from engines.errors import HostError, StageFailed, UsageError
 from engines.files import write_json
 from engines.passport import Passport
 from pipeline import __version__, cli, cli_bench, tritonserver
@@ -728,6 +728,15 @@ def test_the_line_of_a_running_benchmark() -> None:
     assert line(None, first_ns=first, failed=2) == (
         f"grpc, 4 in flight: 20 done, TTFT p50/p99 51/100 ms, {said}, 2 failed"
     )
+
+
+def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
+        with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is no folder; give another"):
+            cli_bench._check_place(report)
+    cli_bench._check_place(tmp_path / "new" / "deep" / "report.json")
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
 
 
 def test_figures_are_never_cut_in_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -323,6 +323,9 @@ def _outcome(
     for one in needed:
         if _invalid(sides[one], place.levels[one]):
             return None, f"cannot be judged: {one} is INVALID"
+        levels = [sides[one].levels[number] for number in place.levels[one]]
+        if any(level["stopped"] or level["interrupted"] for level in levels):
+            return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
         base, value = (sides[x].value(place.levels[x], metric, condition.statistic) for x in (LETTERS[0], letter))
         if not condition.relative and value is not None:
