@@ -318,6 +318,7 @@ class ClosedLoop(Driver):
         self._resting = 0
         self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
         self._beginning: deque[tuple[int, int]] = deque()
+        self._whole_ns = 0  # by the clock: when the last place begins
 
     @property
     def _until_ns(self) -> int | None:
@@ -326,6 +327,7 @@ class ClosedLoop(Driver):
     def _begin(self) -> None:
         start = self._start_ns or monotonic_ns()
         self._beginning.extend((place, start + offset) for place, offset in enumerate(self._starts))
+        self._whole_ns = start + self._starts[-1]
         self._alarm = Alarm(self._loop, partial(self._step, self._ramp))
         self._alarm.at(start)
 
@@ -383,7 +385,7 @@ class ClosedLoop(Driver):
             self._warm.add(place)
             if len(self._warm) == len(self._warmups) and self._duration_s is not None:
                 self._deadline = since + int(self._duration_s * 1e9)
-        if self._beginning and self._fillers is not None:
+        if since < self._whole_ns and self._fillers is not None:
             return self._unmeasured(next(self._fillers))  # the load is not whole before all places have begun
         exchange = None if self._is_past(since) else next(self._measured, None)
         if exchange is not None:
