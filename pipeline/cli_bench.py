@@ -317,12 +317,11 @@ def _check_place(report: Path) -> None:
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
     try:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=report.parent):
+        # Folders that are missing are made with the report: a run that fails before leaves none behind.
+        with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
             pass
     except OSError as error:
-        is_file = isinstance(error, FileExistsError | NotADirectoryError)
-        why = f"{report.parent} is no folder" if is_file else error.strerror or str(error)
+        why = f"{report.parent} is no folder" if isinstance(error, NotADirectoryError) else error.strerror or str(error)
         raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
 
 

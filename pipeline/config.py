@@ -53,10 +53,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
     import yaml  # here: a load tester that reads none need not wait for it
 
-    # libyaml's where PyYAML was built with it: ten times as fast.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), loader)
+        value = yaml.load(path.read_text(encoding="utf-8"), _loader())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -66,6 +64,44 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not a mapping")
     return value
+
+
+@functools.cache
+def _loader() -> Any:
+    """A safe loader that takes no key twice: YAML would keep the last and say nothing."""
+    import yaml
+
+    # libyaml's where PyYAML was built with it: ten times as fast.
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class Loader(base):  # type: ignore[misc]
+        # Of the whole tree before `<<` is resolved: what is merged in may be said again.
+        def get_single_node(self) -> Any:
+            tree = super().get_single_node()
+            nodes, seen = [tree], set[int]()
+            while nodes:
+                node = nodes.pop()
+                if id(node) in seen:  # an alias
+                    continue
+                seen.add(id(node))
+                if isinstance(node, yaml.SequenceNode):
+                    nodes += node.value
+                if not isinstance(node, yaml.MappingNode):
+                    continue
+                lines: dict[tuple[str, str], int] = {}
+                for key, value in node.value:
+                    nodes.append(value)
+                    if not isinstance(key, yaml.ScalarNode):
+                        continue
+                    line = key.start_mark.line + 1
+                    if (key.tag, key.value) in lines:
+                        first = lines[key.tag, key.value]
+                        where = f"lines {first} and {line}" if line != first else f"line {line}"
+                        raise yaml.YAMLError(f"'{key.value}' is given twice, on {where}")
+                    lines[key.tag, key.value] = line
+            return tree
+
+    return Loader
 
 
 def parse_yaml_value(text: str, what: str) -> Any:

@@ -607,6 +607,7 @@ def test_something_else_listens(known: KnownProcess, transport: str) -> None:
         refused(HostError, "no Triton answers over gRPC", "grpc", port, 0, wiring)
         refused(HostError, "no Triton answers over HTTP .*: SSH-2.0", "http", 0, port, wiring)
         refused(HostError, "no OpenAI-compatible server answers over HTTP", "chat", 0, port, wiring)
+    refused(HostError, "HTTP/1.1; is it a gRPC port.; start one", "http", 0, known.grpc_port, wiring)
 
     async def scenario() -> None:
         async with serving_no_triton() as port:
@@ -795,9 +796,12 @@ def test_tls_through_the_library(tmp_path: Path) -> None:
             Site.of(f"https://localhost:{server.port}").ask("GET", "/v2", "Triton")
 
 
-def test_tls_with_a_server_that_speaks_none() -> None:
+def test_tls_with_a_server_that_speaks_none(known: KnownProcess) -> None:
     with (
         serving_http() as server,
         pytest.raises(HostError, match=r"no TLS connection to .*: \w+; is it"),
     ):
         Site.of(f"https://localhost:{server.port}").ask("GET", "/v2", "Triton")
+    url = f"grpcs://localhost:{known.grpc_port}"
+    with pytest.raises(HostError, match=f"no Triton answers over gRPC at {url}: .*; is it TLS there. GRPC_DEFAULT_SSL"):
+        run(connect("grpc", url, "ensemble", tokenize, Wiring(transport="tritonclient")))

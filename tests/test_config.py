@@ -164,6 +164,8 @@ def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, ne
         ("- a\n- b\n", "holds a list, not a mapping"),
         ("just words", "holds a str, not a mapping"),
         ("a: !!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
+        ("a: 1\nb:\n- c: 2\n  d: 3\n  c: 4\n", "is not YAML: 'c' is given twice, on lines 3 and 5"),
+        ("{a: 1, a: 1}", "is not YAML: 'a' is given twice, on line 1"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -173,6 +175,12 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, message
         read_yaml(path)
     assert str(caught.value).startswith(f"{path} {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_keys_that_are_merged_in_may_be_said_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a: &a {x: 1}\nb: &b\n  <<: *a\n  x: 2\nc:\n  <<: *b\n  x: 3\n1: 4\n'1': 5\n")
+    assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}, 1: 4, "1": 5}
 
 
 def test_unreadable_yaml_is_named_and_an_empty_file_holds_nothing(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ class FrameServer(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._rest = b""
+        self._greeted = False
         self._begun: tuple[int, bytes] | None = None  # flags and start of a header block
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -31,7 +32,14 @@ class FrameServer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         data = self._rest + data
-        position = len(frames.PREFACE) if data.startswith(frames.PREFACE) else 0
+        position = 0
+        if not self._greeted:
+            if not data.startswith(frames.PREFACE):
+                self._rest = data
+                if not frames.PREFACE.startswith(data):  # no HTTP/2
+                    self.transport.close()
+                return
+            self._greeted, position = True, len(frames.PREFACE)
         while len(data) - position >= 9:
             high, low, kind, flags, number = frames.HEADER.unpack_from(data, position)
             end = position + 9 + (high << 16 | low)

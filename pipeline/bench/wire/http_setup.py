@@ -58,12 +58,8 @@ class Site:
                 remedy="is it https there? SSL_CERT_FILE names the certificates that are trusted",
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise HostError(
-                f"no {what} answers over HTTP at {self.url}",
-                why=reason or type(error).__name__,
-                remedy="start one with `trtpipe serve`, or give the URL of one that runs",
-            ) from None
+            why, remedy = _reason(error), "start one with `trtpipe serve`, or give the URL of one that runs"
+            raise HostError(f"no {what} answers over HTTP at {self.url}", why=why, remedy=remedy) from None
         finally:
             connection.close()
         try:
@@ -84,3 +80,9 @@ class Site:
             *(f"{name}: {value}" for name, value in self.headers.items()),
         ]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def _reason(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, http.client.BadStatusLine) and not str(error).strip().isprintable():
+        return "what answers speaks no HTTP/1.1; is it a gRPC port?"
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

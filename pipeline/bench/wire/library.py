@@ -64,7 +64,8 @@ class GrpcAioSender(_TaskSender):
         import grpc  # publishes no types
 
         super().__init__()
-        secure = url.startswith("grpcs://")
+        self._url = url
+        self._secure = secure = url.startswith("grpcs://")
         host, port = parse_address(url.removeprefix("grpcs://"))
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._channel = (
@@ -82,11 +83,13 @@ class GrpcAioSender(_TaskSender):
             answer: bytes = await self._channel.unary_unary(method)(message, timeout=CONNECT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise HostError(
-                    "no Triton answers over gRPC",
-                    why=error.details() or error.code().name,
-                    remedy="start one with `trtpipe serve`, or give the URL of one that runs",
-                ) from None
+                remedy = (
+                    "is it TLS there? GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names the certificates that are trusted"
+                    if self._secure
+                    else "start one with `trtpipe serve`, or give the URL of one that runs"
+                )
+                why = error.details() or error.code().name
+                raise HostError(f"no Triton answers over gRPC at {self._url}", why=why, remedy=remedy) from None
             raise CallRefused(f"{error.code().name}: {error.details()}") from None
         return answer
 
