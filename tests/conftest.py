@@ -7,6 +7,7 @@ process   a child process of the test's own
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import settings
 
 from pipeline.bench.known.child import KnownProcess
@@ -96,3 +98,14 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
 def tokenizer(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path)
     return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture(params=[asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
+    """In which nothing may fail unseen."""
+    made: asyncio.AbstractEventLoop = request.param()
+    faults: list[dict[str, Any]] = []
+    made.set_exception_handler(lambda _, context: faults.append(context))
+    yield made
+    made.close()
+    assert faults == []
