@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
+from time import monotonic_ns
 
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.work.loads import Closed
 from tests.driving import (
+    FAR,
     MS,
     Quick,
     Sender,
@@ -17,7 +19,6 @@ from tests.driving import (
     closed,
     drive,
     end_of,
-    fillers,
     measured,
     of_place,
     opened,
@@ -74,29 +75,69 @@ def test_a_turn_that_is_due_after_the_duration_is_not_sent(loop: asyncio.Abstrac
     assert [work.turn_of(exchange) for exchange in ended] == [(0, 0), (0, 1)]
 
 
-def test_while_a_measured_conversation_goes_on_other_places_do_too(loop: asyncio.AbstractEventLoop) -> None:
-    class Slow(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
-            super().start(batch)
-            for exchange in batch:
-                asyncio.get_running_loop().call_later(0.001, self.answer, exchange)
+class Slow(Sender):
+    """Answers after a millisecond."""
 
+    def start(self, batch: Sequence[Exchange]) -> None:
+        super().start(batch)
+        for exchange in batch:
+            asyncio.get_running_loop().call_later(0.001, self.answer, exchange)
+
+
+def test_while_a_measured_conversation_goes_on_other_places_talk_too(loop: asyncio.AbstractEventLoop) -> None:
     # A conversation of four turns at one place; at the other a single request, and then only what is not measured.
     work = Sessions(4)
 
     def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
-        return work.follow(exchange) if work.turn_of(exchange)[0] == 0 else None
+        return None if work.turn_of(exchange)[0] == 1 else work.follow(exchange)
 
     load = Closed(concurrency=2, requests=4, warmup=0)
-    ended = drive(loop, closed(Slow(), load, measured=iter(work.first(2)), follow=follow, fillers=fillers()))
+    begun = work.first(50)
+    ended = drive(loop, closed(Slow(), load, measured=iter(begun[:2]), follow=follow, fillers=iter(begun[2:])))
     talked = [exchange for exchange in measured(ended) if work.turn_of(exchange)[0] == 0]
-    other = of_place(ended, 1 - talked[0].slot)
+    single, *others = of_place(ended, 1 - talked[0].slot)
     assert [work.turn_of(exchange)[1] for exchange in talked] == [0, 1, 2, 3]
-    assert [exchange.warmup for exchange in other] == [False] + [True] * (len(other) - 1)
-    # Without a pause from the first turn to the last one's end, the time in which the user thinks included.
-    assert other[-1].due_ns < end_of(talked[-1])
-    assert end_of(talked[-1]) - end_of(other[-1]) < MS  # of those that end in one turn of the loop neither goes on
-    assert all(after.due_ns == before.end_ns for before, after in pairwise(other))
+    assert work.turn_of(single) == (1, 0)
+    assert not single.warmup
+    assert all(exchange.warmup for exchange in others)
+    # Conversations too, one after the other, whose users think as those of the measured one: no more is asked for.
+    turns = [work.turn_of(exchange) for exchange in others]
+    assert turns == [(2 + number // 4, number % 4) for number in range(len(others))]
+    assert [after.due_ns - end_of(before) for before, after in pairwise([single, *others])] == [
+        turn * MS for _, turn in turns
+    ]
+    assert others[-1].due_ns < end_of(talked[-1])
+
+
+def test_nobody_waits_for_a_turn_that_is_not_measured(loop: asyncio.AbstractEventLoop) -> None:
+    work = Sessions(2)
+
+    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+        session, _ = work.turn_of(exchange)
+        if session == 1:
+            return None
+        following = work.follow(exchange)
+        return following and (following[0], FAR if session > 1 else following[1])
+
+    load = Closed(concurrency=2, requests=4, warmup=0)
+    begun = work.first(50)
+    ended = drive(loop, closed(Slow(), load, measured=iter(begun[:2]), follow=follow, fillers=iter(begun[2:])))
+    assert sorted(work.turn_of(exchange) for exchange in ended) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+
+
+def test_a_conversation_of_the_ramp_gives_way_to_a_measured_one(loop: asyncio.AbstractEventLoop) -> None:
+    work = Sessions(50)
+    load = Closed(concurrency=2, requests=4, warmup=0, ramp_s=0.02)
+    # Both places are late. The first talks from the start, its turns 1, 2, 3 and 4 ms after one another: the fifth is
+    # due at 12 ms, when the second place has begun.
+    begun = work.first(4)
+    driver = closed(
+        Simulated(unit_ns=MS // 100), load, measured=iter(begun[:2]), follow=work.follow, fillers=iter(begun[2:])
+    )
+    start = monotonic_ns() - 10_000 * MS
+    driven = of_place(drive(loop, driver, start), 0)
+    turns = [(work.turn_of(exchange), exchange.warmup) for exchange in driven[:6]]
+    assert turns == [*(((2, turn), True) for turn in range(5)), ((1, 0), False)]
 
 
 def test_conversations_of_an_open_loop(loop: asyncio.AbstractEventLoop) -> None:

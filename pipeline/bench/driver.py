@@ -194,7 +194,7 @@ class Driver:
             return False
         turn, think_ns = following
         assert exchange.end_ns is not None
-        turn.slot = exchange.slot
+        turn.slot, turn.warmup = exchange.slot, exchange.warmup
         turn.due_ns = exchange.end_ns + think_ns
         heapq.heappush(self._later, (turn.due_ns, turn.id, turn))
         self._later_alarm.at(self._later[0][0])
@@ -296,7 +296,7 @@ class ClosedLoop(Driver):
     warmups     requests of each place before its measured ones, in order
     measured    the others, for whichever place is free
     fillers     without end, for places that are ready before the last has begun, or find none left while some are still
-                answered; None: those measure at once, and these rest
+                answered: requests or conversations, as those that are measured; None: those measure at once, these rest
     starts_ns   when each place begins, from the start
     duration_s  measure so long from the moment the last place has warmed up, instead of until `measured` ends
     """
@@ -314,7 +314,10 @@ class ClosedLoop(Driver):
         self._duration_s = duration_s
         self._deadline: int | None = None
         self._warm: set[int] = set()
-        self._measuring: set[int] = set()  # places whose request, or conversation, is measured
+        # Places whose request, or conversation, is measured; and those at a filler.
+        self._measuring: set[int] = set()
+        self._filling: set[int] = set()
+        self._exhausted = False  # nothing that is measured is left to begin
         self._resting = 0
         self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
         self._beginning: deque[tuple[int, int]] = deque()
@@ -353,7 +356,9 @@ class ClosedLoop(Driver):
             return
         free = [one for one in self._free if not self._goes_on(*one)]
         self._free.clear()
-        self._measuring.difference_update(place for place, _, _ in free)
+        places = [place for place, _, _ in free]
+        self._measuring.difference_update(places)
+        self._filling.difference_update(places)
         batch: list[Exchange] = []
         for place, since, _ in free:
             exchange = self._next(place, since)
@@ -364,18 +369,31 @@ class ClosedLoop(Driver):
                 exchange.due_ns = since
                 batch.append(exchange)
         self._send(batch)
+        if self._exhausted and not self._measuring:  # nobody waits for turns of fillers that are still to come
+            self._resting += len(self._later)
+            self._later.clear()
         if self._resting == len(self._warmups):
             self._finish()
 
     def _goes_on(self, place: int, since: int, last: Exchange | None) -> bool:
-        return last is not None and not (last.warmup or self._is_past(since)) and self._continue(last)
+        if last is None:
+            return False
+        wanted = (place in self._measuring and not self._is_past(since)) or (
+            place in self._filling and self._needs_fillers(since)
+        )
+        return wanted and self._continue(last)
+
+    def _needs_fillers(self, since: int) -> bool:
+        """Not all places have begun, or some are still at the last that is measured."""
+        return since < self._whole_ns or (self._exhausted and bool(self._measuring))
 
     def _is_past(self, moment: int) -> bool:
         return self._deadline is not None and moment >= self._deadline
 
     def _send_due(self, batch: Sequence[Exchange]) -> None:
-        self._send([turn for turn in batch if not self._is_past(turn.due_ns)])
-        self._free.extend((turn.slot, turn.due_ns, None) for turn in batch if self._is_past(turn.due_ns))
+        late = [turn for turn in batch if not turn.warmup and self._is_past(turn.due_ns)]
+        self._send([turn for turn in batch if turn not in late])
+        self._free.extend((turn.slot, turn.due_ns, None) for turn in late)
         self._serve()
 
     def _next(self, place: int, since: int) -> Exchange | None:
@@ -385,14 +403,17 @@ class ClosedLoop(Driver):
             self._warm.add(place)
             if len(self._warm) == len(self._warmups) and self._duration_s is not None:
                 self._deadline = since + int(self._duration_s * 1e9)
-        if since < self._whole_ns and self._fillers is not None:
-            return self._unmeasured(next(self._fillers))  # the load is not whole before all places have begun
-        exchange = None if self._is_past(since) else next(self._measured, None)
-        if exchange is not None:
-            self._measuring.add(place)
-            return exchange
+        if self._fillers is None or since >= self._whole_ns:
+            exchange = None if self._is_past(since) else next(self._measured, None)
+            if exchange is not None:
+                self._measuring.add(place)
+                return exchange
+            self._exhausted = True
         # A warm-up still under way is not waited for: what comes after it is not measured either.
-        return self._unmeasured(next(self._fillers)) if self._fillers is not None and self._measuring else None
+        if self._fillers is None or not self._needs_fillers(since):
+            return None
+        self._filling.add(place)
+        return self._unmeasured(next(self._fillers))
 
     @staticmethod
     def _unmeasured(exchange: Exchange) -> Exchange:

@@ -24,6 +24,7 @@ from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
 from pipeline.bench.server_side import Beside
 from pipeline.bench.share import Share
 from pipeline.bench.work.loads import Closed, Load
+from pipeline.bench.work.work import Work
 from pipeline.bench.work.workload import Render
 
 _T = TypeVar("_T")
@@ -167,7 +168,9 @@ class _Session:
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
     async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LevelResult:
-        watching = None if self._progress is None else _Watching(self._progress, target.protocol, load)
+        watching = (
+            None if self._progress is None else _Watching(self._progress, target.protocol, load, self._options.work)
+        )
         watches: Sequence[Watch | None] = [None] * len(self._hands)
         if watching is not None:
             watches = watching.of(len(self._hands))
@@ -204,11 +207,12 @@ async def _all(calls: Any) -> list[_T]:
 class _Watching:
     """Who is told where a level stands: when it begins, while it runs, and when it has ended."""
 
-    def __init__(self, progress: Callable[[Progress], None], protocol: str, load: Load) -> None:
+    def __init__(self, progress: Callable[[Progress], None], protocol: str, load: Load, work: Work) -> None:
         self._progress = progress
         self._protocol = protocol
         self._label = load.label
-        self._total = load.measured_requests if isinstance(load, Closed) else None
+        # Of conversations the load says how many, and not how many turns they have.
+        self._total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
         self._began_ns = 0
 
     def of(self, hands: int) -> Sequence[Watch]:
