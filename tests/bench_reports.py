@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,6 +165,7 @@ def save(folder: Path, value: dict[str, Any], requests: Sequence[Sequence[dict[s
             json.dumps({**one, "level": number}) + "\n" for number, of_level in enumerate(requests) for one in of_level
         ]
         (folder / "report.requests.jsonl").write_text("".join(text))
+        value = {**value, "records_sha256": hashlib.sha256("".join(text).encode()).hexdigest()}
     path = folder / "report.json"
     path.write_text(json.dumps(value))
     return path

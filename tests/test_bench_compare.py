@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +206,11 @@ def test_cost_of_a_million_tokens(tmp_path: Path) -> None:
     assert cell(two, "cost_per_million_output_tokens", "value").ratio == pytest.approx(1.0)
     assert two.refusal() is None
     assert "cost_per_million_output_tokens" not in {row.metric for row in compare([a, b]).rows}
-    for prices, says in (([1.0, 2.0, 3.0], "3 prices for 2 reports"), ([0.0], "not positive")):
+    for prices, says in (
+        ([1.0, 2.0, 3.0], "3 prices for 2 reports"),
+        ([0.0], "no positive number"),
+        ([float("inf")], "no positive number"),
+    ):
         with pytest.raises(UsageError, match=says):
             compare([a, b], price_per_hour=prices)
 
@@ -293,14 +298,25 @@ def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda value: value.update(levels=None), "its levels are no list"),
-        (lambda value: value.update(levels=[None]), "level 0 has no protocol"),
+        (lambda value: value.update(levels=None), "levels of the report is null"),
+        (lambda value: value.update(levels=[None]), "level 0 is no mapping"),
         (lambda value: value["levels"][0].pop("metrics"), "level 0 has no metrics"),
-        (lambda value: value["levels"][0].update(metrics=[]), "level 0: metrics is no mapping"),
+        (lambda value: value["levels"][0].update(metrics=[]), "metrics of level 0 is []"),
         (
             lambda value: value["levels"][0]["metrics"]["time_to_first_token"].update(p99="fast"),
             "level 0: p99 of time_to_first_token is 'fast'",
         ),
+        (
+            lambda value: value["levels"][0]["metrics"]["time_to_first_token"].update(p99=-5),
+            "level 0: p99 of time_to_first_token is -5",
+        ),
+        (lambda value: value["levels"][0].update(load=None), "load of level 0 is null"),
+        (lambda value: value["levels"][0].update(load={}), "the load of level 0 has no kind"),
+        (lambda value: value["levels"][0].update(verdict={"reasons": []}), "the verdict of level 0 has no valid"),
+        (lambda value: value.update(verdict={"valid": "no", "reasons": []}), 'valid of its verdict is "no"'),
+        (lambda value: value.update(options=[]), "options of the report is []"),
+        (lambda value: value.update(engine=[3]), "engine of the report is [3]"),
+        (lambda value: value.update(records=5), "records of the report is 5"),
     ],
 )
 def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, Any]], Any], told: str) -> None:
@@ -313,12 +329,22 @@ def test_a_damaged_report_is_named(tmp_path: Path, damage: Callable[[dict[str, A
 
 
 def test_requests_of_another_run_are_refused(tmp_path: Path) -> None:
-    a = saved(tmp_path / "a", lines(20, seed=1))
-    b = save(tmp_path / "b", report([level(lines(30, seed=2))]), [lines(20, seed=1)])
-    with pytest.raises(
-        InputDataError, match=r"report\.requests\.jsonl beside .* is of another run: it has 20 requests "
-    ):
+    a, b = (saved(tmp_path / name, lines(20, seed=seed)) for seed, name in enumerate("ab"))
+    shutil.copy(a.with_name("report.requests.jsonl"), b.parent)
+    with pytest.raises(InputDataError, match=r"report\.requests\.jsonl is not what was written with .*/b/rep"):
         compare([a, b])
+
+
+def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    lacking = level(requests)
+    lacking["metrics"]["time_to_first_token"]["p99"] = None
+    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([lacking]))
+    _, rows = compare([a, b]).table()
+    named = [row[1] for row in rows]
+    assert "TTFT p50 ms" in named
+    assert "TTFT p99 ms" not in named
+    assert "latency p99 ms" in named
 
 
 def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:

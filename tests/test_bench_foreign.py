@@ -6,6 +6,8 @@ request; GenAI-Perf 0.0.16 from requests with a first token after 20, 22, ... 28
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +289,11 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
     requests = lines(5, seed=1)
     value = report([level(requests)])
     path = save(tmp_path / "run", value, [requests])
-    assert read_report(path) == read_report(path.parent) == value
-    assert read_records(path.parent, value) == requests
+    found = read_report(path)
+    assert found == read_report(path.parent) == {**value, "records_sha256": found["records_sha256"]}
+    assert read_records(path.parent, found) == requests
     path.with_name("report.requests.jsonl").unlink()
-    assert read_records(path, value) is None
+    assert read_records(path, found) is None
     assert read_report(AIPERF.parent)["tool"]["name"] == "aiperf"
 
 
@@ -304,8 +307,11 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
             '{"schema": "trtpipe.bench/1"}',
             "has schema trtpipe.bench/1: this version reads trtpipe.bench/2; measure again",
         ),
-        ('{"schema": "trtpipe.bench/2"}', "lacks endpoints, levels"),
-        ('{"a": 1}', "is no benchmark result that we know; known are report.json"),
+        ('{"schema": "trtpipe.bench/2"}', "is damaged: the report has no levels; measure again"),
+        (
+            '{"a": 1}',
+            "we know; known are report.json of trtpipe bench and the results of aiperf (0.13 (schema 1)), gen",
+        ),
         ('{"aiperf_version": "1", "schema_version": "2.0"}', "is no benchmark result that we know"),
         ('{"aiperf_version": "1", "schema_version": "1.0"}', "looks like a result of aiperf but cannot be read"),
     ],
@@ -329,13 +335,47 @@ def test_a_file_that_is_not_there_and_a_folder_without_one(tmp_path: Path) -> No
         read_report(tmp_path / "bytes.json")
 
 
-def test_a_damaged_line_of_requests_is_named(tmp_path: Path) -> None:
-    requests = lines(3, seed=1)
-    path = save(tmp_path / "run", report([level(requests)]), [requests])
-    beside = path.with_name("report.requests.jsonl")
-    beside.write_text(beside.read_text() + '{"level": 0,')
-    with pytest.raises(InputDataError, match=r"line 4 of .*report\.requests\.jsonl is no JSON"):
+def copied(folder: Path, line: Callable[[dict[str, Any]], Any] = lambda line: line) -> Path:
+    """AIPerf's result in a folder of its own, each of its requests as `line` makes it."""
+    folder.mkdir()
+    beside = AIPERF.with_name(AIPERF.name.removesuffix("_aiperf.json") + ".jsonl")
+    found = [line(json.loads(text)) for text in beside.read_text().splitlines()]
+    (folder / beside.name).write_text("".join(f"{json.dumps(one)}\n" for one in found if one is not None))
+    path: Path = shutil.copy(AIPERF, folder / AIPERF.name)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (lambda line: 5, r"line 1 of .* is no JSON object; measure again, or remove"),
+        (
+            lambda line: {"metadata": line["metadata"]},
+            "of aiperf but cannot be read: KeyError: 'metrics'",
+        ),
+        (
+            lambda line: None,
+            r"of another run than .*\.json: it has 0 requests, and the result \d+; bring back",
+        ),
+    ],
+    ids=["number", "no metrics", "none"],
+)
+def test_requests_that_cannot_be_read_are_named(
+    tmp_path: Path, line: Callable[[dict[str, Any]], Any], told: str
+) -> None:
+    path = copied(tmp_path / "run", line)
+    with pytest.raises(InputDataError, match=told):
         read_records(path, read_report(path))
+
+
+def test_figures_that_are_none_are_refused(tmp_path: Path) -> None:
+    value = json.loads(AIPERF.read_text())
+    for wrong in ("fast", -5):
+        value["time_to_first_token"]["p99"] = wrong
+        path = tmp_path / "profile_export_aiperf.json"
+        path.write_text(json.dumps(value))
+        with pytest.raises(InputDataError, match=f"ValueError: level 0: p99 of time_to_first_token is {wrong!r}; read"):
+            read_report(path)
 
 
 def test_ours_meets_a_foreign_one_by_its_load_and_by_rates_of_the_whole_run(tmp_path: Path) -> None:

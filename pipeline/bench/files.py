@@ -4,6 +4,7 @@ for, to measure it once more."""
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -26,9 +27,10 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
     of them, all stay as they were. Raises HostError.
     """
     requests = path.with_suffix(".requests.jsonl")
-    value = report.to_json(requests.name)
+    lines = "".join(f"{line}\n" for line in _lines(report))
+    value = report.to_json(requests.name, hashlib.sha256(lines.encode()).hexdigest())
     texts = {
-        requests: "".join(f"{line}\n" for line in _lines(report)),
+        requests: lines,
         path.with_suffix(".csv"): _table(report),
         path.with_suffix(".html"): render(value),
         path: json.dumps(value, indent=1, allow_nan=False) + "\n",

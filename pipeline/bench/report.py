@@ -166,8 +166,11 @@ class BenchReport:
                 reasons.append({**reason, "what": f"{result.protocol}, {result.label}: {reason['what']}"})
         return {"valid": not reasons, "reasons": reasons}
 
-    def to_json(self, records: str | None = None) -> dict[str, Any]:
-        """report.json as a value. Times of day are ISO 8601 in UTC; units are those of `metrics`."""
+    def to_json(self, records: str | None = None, records_sha256: str | None = None) -> dict[str, Any]:
+        """report.json as a value. Times of day are ISO 8601 in UTC; units are those of `metrics`.
+
+        records, records_sha256  name and digest of the file with every request
+        """
         return {
             "schema": SCHEMA,
             "verdict": self.verdict(),
@@ -191,6 +194,7 @@ class BenchReport:
             "statistics": STATISTICS,
             "window": WINDOW,
             "records": records,
+            "records_sha256": records_sha256,
             "unread_metrics": self.unread_metrics,
             "server_metrics": SERVER_METRICS,
             "repeats": self.repeats(),

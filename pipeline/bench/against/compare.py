@@ -6,6 +6,7 @@ is said about significance. A condition that cannot be judged counts as one that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,11 +140,12 @@ class Comparison:
         found = {(row.place, row.metric, row.statistic): row for row in self.rows}
         for place in dict.fromkeys(row.place for row in self.rows):
             for names, statistics in SHOWN:
-                metric = next((one for one in names if (place, one, statistics[0]) in found), None)
-                for statistic in statistics if metric is not None else ():
-                    row = found[place, metric or "", statistic]
-                    told = "" if statistic == VALUE else f" {statistic}"
-                    yield f"{names[row.metric]}{told} {row.unit or '%'}", row
+                metric = next((one for one in names if any((place, one, each) in found for each in statistics)), "")
+                for statistic in statistics:
+                    row = found.get((place, metric, statistic))
+                    if row is not None:
+                        told = "" if statistic == VALUE else f" {statistic}"
+                        yield f"{names[row.metric]}{told} {row.unit or '%'}", row
 
     def summary(self) -> list[str]:
         """What the intervals say of each report as a whole."""
@@ -193,8 +195,8 @@ def compare(
         raise UsageError(
             f"{len(price_per_hour)} prices for {len(paths)} reports", remedy="give one price, or one for each report"
         )
-    if any(not price > 0 for price in price_per_hour):
-        raise UsageError("a price is not positive", remedy="give what an hour costs")
+    if any(not 0 < price < math.inf for price in price_per_hour):
+        raise UsageError("a price is no positive number", remedy="give what an hour costs")
     prices: list[float | None] = [*price_per_hour] or [None]
     prices *= len(paths) // len(prices)
     sides = {
@@ -335,6 +337,8 @@ def _outcome(
             interval, _ = _significance(drawn[0], drawn[1])
             within = " ({:.3f} to {:.3f})".format(*interval) if interval else ""
             return condition.fires(value / base), f"has {value / base:.3f}x{within}"
+        if condition.relative and value is not None and base == 0:
+            return None, f"cannot be judged: {LETTERS[0]} has 0 {metric}, which nothing is a multiple of"
     return None, f"cannot be judged: no {condition.metrics[0]}"
 
 

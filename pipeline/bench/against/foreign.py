@@ -6,12 +6,16 @@ says what it is. Tools without a window take their rates over the whole run: suc
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from engines.errors import InputDataError
 from pipeline.bench.against import foreign_aiperf, foreign_genai_perf, foreign_vllm
-from pipeline.bench.against.json_files import read_lines, read_objects
+from pipeline.bench.against.json_files import read_lines, read_objects, sha256
 
 
 class _Tool(Protocol):
@@ -29,16 +33,24 @@ class _Tool(Protocol):
 
 FAMILY = "trtpipe.bench/"
 SCHEMA = f"{FAMILY}2"
-REQUIRED = ("endpoints", "levels", "metrics", "options", "verdict")
-# Of each of its levels.
-LEVEL = (
-    "protocol", "label", "load", "requests", "metrics", "verdict", "token_count_source", "wrong_length", "stopped",
-    "interrupted",
-)  # fmt: skip
+_NONE = type(None)
+# What a comparison needs of a report, of each of its levels, and of their loads.
+REPORT: dict[str, tuple[type, ...]] = {
+    "levels": (list,), "endpoints": (list,), "metrics": (dict,), "options": (dict,), "verdict": (dict,),
+    "engine": (dict, _NONE), "host": (dict, _NONE), "client": (dict, _NONE), "records": (str, _NONE),
+}  # fmt: skip
+LEVEL: dict[str, tuple[type, ...]] = {
+    "protocol": (str,), "label": (str,), "load": (dict,), "requests": (dict,), "metrics": (dict,), "verdict": (dict,),
+    "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
+}  # fmt: skip
+LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
+VERDICT: dict[str, tuple[type, ...]] = {"valid": (bool, _NONE), "reasons": (list,)}
 # What a folder of results is looked through for.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
 TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)
-KNOWN = "known are report.json of trtpipe bench, and the result files of AIPerf, GenAI-Perf and `vllm bench serve`"
+KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join(
+    f"{tool.NAME} ({tool.VERSIONS})" for tool in TOOLS
+)
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -51,41 +63,48 @@ def read_report(path: Path) -> dict[str, Any]:
             raise InputDataError(
                 f"{file} has schema {schema}", why=f"this version reads {SCHEMA}", remedy="measure again"
             )
-        missing = [key for key in REQUIRED if key not in values[0]]
-        if missing:
-            raise InputDataError(f"{file} lacks {', '.join(missing)}", remedy="measure again")
-        damage = _damage(values[0]["levels"])
-        if damage:
+        damage = next(_faults(values[0]), None)
+        if damage is not None:
             raise InputDataError(f"{file} is damaged", why=damage, remedy="measure again")
         return values[0]
     for tool in TOOLS:
         if all(tool.recognises(entry) for entry in values):
-            try:
-                return tool.report(values)
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                raise InputDataError(
-                    f"{file} looks like a result of {tool.NAME} but cannot be read",
-                    why=f"{type(error).__name__}: {error}",
-                    remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
-                ) from None
+            with _readable(file, tool):
+                report = tool.report(values)
+                damage = next(_faults(report), None)
+                if damage is not None:
+                    raise ValueError(damage)
+                return report
     raise InputDataError(f"{file} is no benchmark result that we know", remedy=KNOWN)
 
 
-def _damage(levels: Any) -> str:
-    """What in the levels of a report of ours cannot be compared; empty if all can."""
-    if not isinstance(levels, list):
-        return "its levels are no list"
-    for number, level in enumerate(levels):
-        missing = [key for key in LEVEL if not isinstance(level, dict) or key not in level]
-        if missing:
-            return f"level {number} has no {missing[0]}"
-        for name, entry in level["metrics"].items() if isinstance(level["metrics"], dict) else [("metrics", None)]:
+def _faults(report: Mapping[str, Any]) -> Iterator[str]:
+    """What in a report cannot be compared. Only the first may be asked for: what follows relies on there being none."""
+    yield from _unlike(report, REPORT, "the report")
+    yield from _unlike(report["verdict"], VERDICT, "its verdict")
+    for number, level in enumerate(report["levels"]):
+        where = f"level {number}"
+        yield from _unlike(level, LEVEL, where)
+        yield from _unlike(level["load"], LOAD, f"the load of {where}")
+        yield from _unlike(level["verdict"], VERDICT, f"the verdict of {where}")
+        for name, entry in level["metrics"].items():
             if not isinstance(entry, dict):
-                return f"level {number}: {name} is no mapping"
+                yield f"{where}: {name} is no mapping"
             for statistic, value in entry.items():
-                if statistic != "interval" and isinstance(value, str | list | dict | bool):
-                    return f"level {number}: {statistic} of {name} is {value!r}"
-    return ""
+                is_number = type(value) in (int, float) and 0 <= value < math.inf
+                if statistic != "interval" and value is not None and not is_number:
+                    yield f"{where}: {statistic} of {name} is {value!r}"
+
+
+def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iterator[str]:
+    """How `value` differs from an object of that form."""
+    if not isinstance(value, dict):
+        yield f"{what} is no mapping"
+    for key, kinds in form.items():
+        if key not in value:
+            yield f"{what} has no {key}"
+        if not isinstance(value[key], kinds):
+            yield f"{key} of {what} is {json.dumps(value[key])[:40]}"
 
 
 def read_records(path: Path, report: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -96,10 +115,31 @@ def read_records(path: Path, report: dict[str, Any]) -> list[dict[str, Any]] | N
     file = _file(path)
     for tool in TOOLS:
         if report.get("tool", {}).get("name") == tool.NAME:
-            return tool.records(file, read_objects(file))
-    name = report.get("records")
-    beside = file.parent / name if name else None
-    return read_lines(beside) if beside is not None and beside.is_file() else None
+            with _readable(file, tool):
+                return tool.records(file, read_objects(file))
+    beside = file.parent / report["records"] if report.get("records") else None
+    if beside is None or not beside.is_file():
+        return None
+    if sha256(beside) != report.get("records_sha256"):
+        raise InputDataError(
+            f"{beside} is not what was written with {file}",
+            why="its digest is another",
+            remedy="bring back the one that was, or remove it to do without",
+        )
+    return read_lines(beside)
+
+
+@contextlib.contextmanager
+def _readable(file: Path, tool: _Tool) -> Iterator[None]:
+    """What a file in another form than ours or a tool's makes of our reading it. Raises InputDataError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputDataError(
+            f"{file} looks like a result of {tool.NAME} but cannot be read",
+            why=f"{type(error).__name__}: {error}",
+            remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
+        ) from None
 
 
 def _file(path: Path) -> Path:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from engines.errors import InputDataError
 from pipeline.bench.against import foreign_form as form
 from pipeline.bench.against.json_files import read_lines
 
@@ -98,7 +99,17 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
 def records(file: Path, values: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     # profile_export_aiperf.json has its records in profile_export.jsonl, whatever the prefix.
     beside = file.with_name(file.name.removesuffix("_aiperf.json") + ".jsonl")
-    return [_record(line) for line in read_lines(beside)] if beside.is_file() else None
+    if not beside.is_file():
+        return None
+    found = [_record(line) for line in read_lines(beside)]
+    told, measured = _requests(values[0])["measured"], sum(not line["warmup"] for line in found)
+    if told is not None and measured != told:
+        raise InputDataError(
+            f"{beside} is of another run than {file}",
+            why=f"it has {measured} requests, and the result {told}",
+            remedy="bring back the one that was written with it, or remove it to do without",
+        )
+    return found
 
 
 def _metrics(

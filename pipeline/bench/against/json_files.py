@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,19 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            out.append(json.loads(line))
+            value = json.loads(line)
         except ValueError:
-            raise InputDataError(
-                f"line {number} of {file} is no JSON", remedy="measure again, or remove the file to do without it"
-            ) from None
+            value = None
+        if not isinstance(value, dict):
+            remedy = "measure again, or remove the file to do without it"
+            raise InputDataError(f"line {number} of {file} is no JSON object", remedy=remedy)
+        out.append(value)
     return out
+
+
+def sha256(file: Path) -> str:
+    """Of a file of text. Raises InputDataError."""
+    return hashlib.sha256(_text(file).encode()).hexdigest()
 
 
 def _text(file: Path) -> str:

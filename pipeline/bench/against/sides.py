@@ -58,15 +58,6 @@ class Side:
         out: dict[int, list[dict[str, Any]]] = {}
         for line in read_records(self.path, self.report) or ():
             out.setdefault(line["level"], []).append(line)
-        # Files of other tools are one, and say no such numbers.
-        for number, level in enumerate(self.levels if out and self.report.get("records") else ()):
-            told, found = level["requests"]["measured"] + level["requests"]["warmup"], len(out.get(number, ()))
-            if found != told:
-                raise InputDataError(
-                    f"{self.report['records']} beside {self.path} is of another run",
-                    why=f"it has {found} requests of {level['protocol']}, {level['label']}, and the report {told}",
-                    remedy="bring the one that was written with it, or none",
-                )
         return out
 
     @property
