@@ -341,8 +341,7 @@ def copied(folder: Path, line: Callable[[dict[str, Any]], Any] = lambda line: li
     beside = AIPERF.with_name(AIPERF.name.removesuffix("_aiperf.json") + ".jsonl")
     found = [line(json.loads(text)) for text in beside.read_text().splitlines()]
     (folder / beside.name).write_text("".join(f"{json.dumps(one)}\n" for one in found if one is not None))
-    path: Path = shutil.copy(AIPERF, folder / AIPERF.name)
-    return path
+    return Path(shutil.copy(AIPERF, folder / AIPERF.name))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,26 @@ def test_a_client_at_its_limit_ends_the_search_with_what_is_known() -> None:
     assert (found.rate, found.interval, found.ended) == (8.0, (8.0, None), "the client was the limit")
 
 
+@pytest.mark.parametrize(("limit", "times"), [(10.0, 0), (3.0, 1)])
+def test_one_request_alone_is_tried_before_lower_rates_are(limit: float, times: int) -> None:
+    tried = []
+
+    async def alone() -> None:
+        tried.append(True)
+
+    found = asyncio.run(find(search(), 4.0, sharp(limit), alone))
+    assert found.rate == pytest.approx(limit, rel=0.05)
+    assert len(tried) == times
+
+
+def test_what_no_request_alone_meets_no_rate_does() -> None:
+    async def alone() -> None:
+        raise Unmeasurable("one request at a time does not meet the objectives")
+
+    found = asyncio.run(find(search(), 4.0, sharp(1e-9), alone))
+    assert (found.rate, found.runs, found.ended) == (None, 1, "one request at a time does not meet the objectives")
+
+
 @pytest.mark.parametrize(
     ("runs", "repeats", "decided", "passed"),
     [

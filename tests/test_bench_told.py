@@ -80,6 +80,16 @@ def test_a_level_that_was_measured_again_counts_as_it_came_out() -> None:
     assert str(refusal(again, PATH)) == "no max-rate was found; loosen --slo, or see the levels in the report"
 
 
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_a_search_that_the_client_ended_is_invalid(rate: float | None) -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=1))
+    ended = Found(rate=rate, ended="at 2 requests/s the client was the limit")
+    found = SearchResult(protocol="grpc", search=search, found=ended)
+    counts = {"measured": 4, "succeeded": 3, "failed": 1}  # beyond the limit requests fail
+    whole = report(result(), result(label="2 requests/s", verdict=LATE, requests=counts), searches=[found])
+    assert str(refusal(whole, PATH)).startswith("the run is INVALID: the client, not the server, was the limit")
+
+
 def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"measured": 8, "succeeded": 3, "failed": 5}
     monkeypatch.setattr(BenchReport, "failures", lambda self: {"http 429": 4, "Stalled": 1})

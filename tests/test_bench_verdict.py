@@ -193,3 +193,16 @@ def test_figures_without_a_request_are_undefined_and_not_zero() -> None:
     found = check(requests=[Row(sent=None, end=1, failed="ConnectFailed")]).figures
     assert found["dispatch_delay_ms"] == dict.fromkeys(("p50", "p99", "p99.9", "max"))
     assert found["cpu_s_per_1000_tokens"] is None
+
+
+def test_a_level_that_ended_early_need_not_reach_its_load() -> None:
+    few = replace(CLIENT, peak=2)
+    assert [reason.what for reason in reasons(few)] == ["the load was not reached"]
+    assert reasons(few, whole=False) == []
+    slow = [replace(row, sent=1.05 * row.due) for row in rows()]
+    assert "the rate was not reached" in [reason.what for reason in reasons(requests=slow, asked=None)]
+    assert "the rate was not reached" not in [reason.what for reason in reasons(requests=slow, asked=None, whole=False)]
+
+
+def test_of_no_requests_nothing_is_wrong() -> None:
+    assert reasons(late(500.0), requests=[]) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.errors import HostError, TrtpipeError, UsageError
+from engines.errors import TrtpipeError, UsageError
 from pipeline.bench.driver import Live
 from pipeline.bench.known.child import KnownProcess
 from pipeline.bench.options import BenchOptions, Progress, Target
@@ -142,20 +143,47 @@ def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:
     return look
 
 
-def test_ctrl_c_leaves_a_partial_report_of_all_and_no_process(known: KnownProcess, tokenizer: Path) -> None:
-    interrupt = once_under_way(lambda: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
+    known: KnownProcess, tokenizer: Path, ending: signal.Signals
+) -> None:
+    interrupt = once_under_way(lambda: os.kill(os.getpid(), ending))
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=60.0)), None, interrupt)
     assert report.interrupted
     assert report.results[0].interrupted
     assert report.results[0].requests["cut"] > 0
     assert len(report.records[0]) > 0
+    assert report.valid
     assert children() == []
 
 
-def test_a_load_process_that_dies_is_told_and_leaves_none(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_load_process_that_dies_ends_the_level_with_what_the_others_have(
+    known: KnownProcess, tokenizer: Path
+) -> None:
     kill = once_under_way(lambda: children()[0].kill())
-    with pytest.raises(HostError, match=r"load process \d ended: exit status -9"):
-        run(options(known, tokenizer, Closed(concurrency=4, duration_s=5.0)), None, kill)
+    report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=3600.0)), None, kill)
+    assert re.match(r"load process \d ended: exit status -9", str(report.broken))
+    (result,) = report.results
+    assert result.stopped == str(report.broken)
+    assert not result.interrupted
+    assert result.requests["measured"] > 0
+    assert result.client["processes"] == 1
+    assert children() == []
+
+
+def test_a_load_process_that_no_longer_hears_is_ended(
+    known: KnownProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.bench.processes.END_S", 0.5)
+
+    def hang() -> None:
+        children()[0].suspend()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=3600.0)), None, once_under_way(hang))
+    assert report.interrupted
+    assert report.results[0].client["processes"] == 1
+    assert re.match(r"load process \d ended: exit status -9", str(report.broken))
     assert children() == []
 
 

@@ -191,6 +191,7 @@ def evaluate(
         ttft_p50_ms=float(sorted(first)[len(first) // 2]) if len(first) else None,
         asked=load.concurrency if isinstance(load, Closed) else None,
         bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
+        whole=driven.stopped is None and not driven.interrupted,
     )
     return level_result(
         records,

@@ -32,6 +32,8 @@ from pipeline.bench.work.workload import Render
 VALUE, ERROR, LIVE = "value", "error", "live"
 # What a child may take to leave.
 LEAVE_S = 5.0
+# What it may take to put together what it has, once it has been told to end.
+END_S = 30.0
 
 
 class ProcessHand:
@@ -47,6 +49,7 @@ class ProcessHand:
         self._pipe = Connection(ours.detach())
         self._number = share.index
         self._answer: asyncio.Future[Any] | None = None
+        self._ending: asyncio.TimerHandle | None = None
         self._watch: Watch | None = None
         self._loop = asyncio.get_running_loop()
         self._pipe.send((options, render, share))
@@ -65,10 +68,16 @@ class ProcessHand:
         return driven
 
     def interrupt(self) -> None:
+        if self._ending is not None:  # once more: nobody wants to wait
+            self._process.kill()
+            return
+        self._ending = self._loop.call_later(END_S, self._process.kill)
         with contextlib.suppress(OSError):  # it has ended: its call says so
             self._pipe.send(("interrupt",))
 
     async def close(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         await asyncio.to_thread(self._end)

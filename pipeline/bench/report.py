@@ -221,6 +221,7 @@ class BenchReport:
             row["requests_per_s"] = result.metrics["request_throughput"]["value"]
             row["goodput_per_s"] = result.metrics.get("request_goodput", {"value": None})["value"]
             row["slo"] = None if result.slo is None else result.slo["met"]
+            row["attainment"] = None if result.slo is None else result.slo["attainment"]
             row["valid"] = result.verdict["valid"]
             rows.append(row)
         return rows

@@ -54,7 +54,8 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     session = _Session(options, report, render, progress)
     loop = uvloop.new_event_loop()
     try:
-        loop.add_signal_handler(signal.SIGINT, session.interrupt)
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(ending, session.interrupt)
         loop.run_until_complete(session.run())
     except TrtpipeError as error:
         if not report.results:
@@ -153,16 +154,19 @@ class _Session:
             except UsageError as error:  # so few a second that none is due
                 raise Unmeasurable(f"at {rate:g} requests/s {error.what}") from None
 
+        async def alone() -> LevelResult:
+            shares = self._options.shares
+            result, trial = await measure(Closed(concurrency=shares, requests=ALONE * shares), 0)
+            if not trial.passed and trial.clear:
+                raise Unmeasurable("one request at a time does not meet the objectives")
+            return result
+
         try:
-            start = search.load.rate
-            if not search.known:
-                alone, trial = await measure(
-                    Closed(concurrency=self._options.shares, requests=ALONE * self._options.shares), 0
-                )
-                if not trial.passed and trial.clear:
-                    raise Unmeasurable("one request at a time does not meet the objectives")
-                start = alone.metrics["request_throughput"]["value"] or start
-            found = await find(search, start, at)
+            if search.known:
+                found = await find(search, search.load.rate, at, alone)
+            else:
+                start = (await alone()).metrics["request_throughput"]["value"] or search.load.rate
+                found = await find(search, start, at)
         except Unmeasurable as why:
             found = Found(ended=str(why))
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
@@ -181,7 +185,7 @@ class _Session:
         beside = Beside(target.url, target.metrics_url)
         with beside:
             start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
-            driven = Driven.merged(await _all(hand.drive(start) for hand in self._hands))
+            driven, broken = await self._drive(start)
         if beside.unread and target.metrics_url is not None:
             self._report.unread_metrics[target.metrics_url] = beside.unread
         result = evaluate(
@@ -192,7 +196,26 @@ class _Session:
         self._report.distinct = driven.distinct
         if watching is not None:
             watching.end(result)
+        if broken is not None:
+            raise broken
         return result
+
+    async def _drive(self, start_ns: int) -> tuple[Driven, TrtpipeError | None]:
+        """All hands together. Where one fails the others end too, and the level is what they have, with that error."""
+        drives = [asyncio.ensure_future(hand.drive(start_ns)) for hand in self._hands]
+        await asyncio.wait(drives, return_when=asyncio.FIRST_EXCEPTION)
+        if not all(drive.done() for drive in drives) and not self._report.interrupted:
+            for hand in self._hands:
+                hand.interrupt()
+        await asyncio.wait(drives)
+        errors = [error for error in (drive.exception() for drive in drives) if error is not None]
+        parts = [drive.result() for drive in drives if drive.exception() is None]
+        if not errors:
+            return Driven.merged(parts), None
+        if not parts or not isinstance(errors[0], TrtpipeError):
+            raise errors[0]
+        merged = Driven.merged(parts)
+        return replace(merged, stopped=str(errors[0]), interrupted=self._report.interrupted), errors[0]
 
 
 async def _all(calls: Any) -> list[_T]:

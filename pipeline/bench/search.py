@@ -140,14 +140,19 @@ class Unmeasurable(Exception):
 
 
 Measure = Callable[[float, int], Awaitable[Trial]]
+Try = Callable[[], Awaitable[object]]
 
 
-async def find(search: Search, start: float, measure: Measure) -> Found:
-    """Look for the limit from `start` on. `measure` gets a rate and the number of its run, and may raise
-    Unmeasurable."""
+async def find(search: Search, start: float, measure: Measure, alone: Try | None = None) -> Found:
+    """Look for the limit from `start` on.
+
+    measure  gets a rate and the number of its run
+    alone    tries one request at a time before lower rates are, which take ever longer; None: it has been tried
+    Both may raise Unmeasurable.
+    """
     found = Found()
     try:
-        found.ended = await _bracket_and_bisect(search, start, measure, found)
+        found.ended = await _bracket_and_bisect(search, start, measure, alone, found)
     except Unmeasurable as why:
         found.ended = str(why)
     found.steps = sorted((step for step in found.steps if step.runs), key=lambda step: step.rate)
@@ -163,7 +168,9 @@ async def find(search: Search, start: float, measure: Measure) -> Found:
     return found
 
 
-async def _bracket_and_bisect(search: Search, start: float, measure: Measure, found: Found) -> str | None:
+async def _bracket_and_bisect(
+    search: Search, start: float, measure: Measure, alone: Try | None, found: Found
+) -> str | None:
     async def passes(rate: float) -> bool:
         step = Step(rate=rate)
         found.steps.append(step)
@@ -181,6 +188,8 @@ async def _bracket_and_bisect(search: Search, start: float, measure: Measure, fo
                 break
             rate = rounded(rate * 2)
         else:
+            if low is None and high is None and alone is not None:
+                await alone()
             high = rate
             if low is not None:
                 break

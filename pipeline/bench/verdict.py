@@ -46,12 +46,14 @@ class SelfCheck:
 
 
 def examine(
-    records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False
-) -> SelfCheck:
+    records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False,
+    whole: bool = True,
+) -> SelfCheck:  # fmt: skip
     """Look at one level.
 
     clients  each process that drove a share of it: the fullest core counts, and the lateness of all loops together
     asked    places of a closed loop; None for an open one
+    whole    it did not end early: then it would be known why less came than was asked for
     bounded  requests of an open loop may have waited for a place, so their delay is not the client's alone
     """
     import numpy as np
@@ -82,16 +84,16 @@ def examine(
         reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", less))
     if cpu_share > CPU_SHARE:
         reasons.append(Reason("the client's core was full", f"{cpu_share:.0%} of it", less))
-    if asked is not None and peak < REACHED_SHARE * asked:
+    if asked is not None and whole and peak < REACHED_SHARE * asked:
         why = f"{peak} in flight of {asked}"
         reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
     if asked is None:
         scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))
         figures["rate"] = {"scheduled": scheduled, "offered": offered}
-        if not bounded and scheduled and offered and offered < RATE_SHARE * scheduled:
+        if not bounded and whole and scheduled and offered and offered < RATE_SHARE * scheduled:
             why = f"{offered:.1f} requests/s of {scheduled:.1f}"
             reasons.append(Reason("the rate was not reached", why, less))
-    return SelfCheck(figures=figures, reasons=reasons)
+    return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # of nothing, nothing is wrong
 
 
 def _rate(moments: Any) -> float | None:
