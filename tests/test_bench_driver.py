@@ -83,6 +83,20 @@ def test_a_stream_that_stops_is_stalled_and_one_that_goes_on_is_not(loop: asynci
     assert sender.cancelled == [silent, stops]
 
 
+def test_a_stream_of_comments_is_stalled(loop: asyncio.AbstractEventLoop) -> None:
+    class Pings(Sender):
+        def start(self, batch: Sequence[Exchange]) -> None:
+            super().start(batch)
+            for exchange in batch:
+                exchange.mark = b"data"
+                exchange.receive(b"data: a\n\n", monotonic_ns())
+                exchange.receive(b": ping\n\n", monotonic_ns() + FAR)
+
+    limits = Limits(request_s=3600, token_s=0.01, failures=5)
+    (exchange,) = drive(loop, opened(Pings(), [0], limits))
+    assert exchange.failure == Failure("Stalled", "nothing more within 0.01 s, after 1 responses")
+
+
 def test_a_request_that_is_never_sent_times_out_too(loop: asyncio.AbstractEventLoop) -> None:
     class NoConnection(Sender):
         def start(self, batch: Sequence[Exchange]) -> None:

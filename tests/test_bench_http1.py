@@ -403,6 +403,25 @@ def test_comments_other_fields_and_several_data_lines() -> None:
     assert SseDecoder().feed(b": hi\nid: 3\ndata:a\ndata: b\n\n\n") == [b"a\nb"]
 
 
+@pytest.mark.parametrize("line", [b"<html>gateway</html>", b"datum: a", b"{", b"Data: a", b" data: a"])
+def test_what_is_no_line_of_an_event_stream_is_no_answer(line: bytes) -> None:
+    for body in (line, line + b"\n\ndata: a\n\n", b"data: a\n\n" + line + b"\ndata: a\n\n"):
+        asked = Asked()
+        asked.receive(body, 1)
+        with pytest.raises(BadAnswer, match="no line of an event stream") as caught:
+            events(asked)
+        assert caught.value.kind == "MalformedResponse"
+
+
+def test_an_error_that_comes_with_a_good_status_is_told() -> None:
+    for body in (b'{"error": {"message": "overloaded"}}', b'{\n "error": "overloaded"\n}\n'):
+        asked = Asked()
+        asked.receive(body, 1)
+        with pytest.raises(BadAnswer, match=r"^overloaded$") as caught:
+            events(asked)
+        assert caught.value.kind == "ServerError"
+
+
 EVENT_PIECES = st.sampled_from([b"data: 1", b"data: ", b"data:", b"\n", b"\n\n", b"\r\n", b": hi", b"x", b"0"])
 
 
@@ -422,7 +441,13 @@ def test_events_are_the_same_however_the_body_is_read(chunks: list[bytes], cuts:
     exchange.end(10_000)
 
     decoder = SseDecoder()
-    expected = [(event, stamp) for piece, stamp in pieces(exchange) for event in decoder.feed(piece)]
+    try:
+        expected = [(event, stamp) for piece, stamp in pieces(exchange) for event in decoder.feed(piece)]
+        decoder.check_tail()
+    except ValueError:
+        with pytest.raises(BadAnswer, match="no line of an event stream"):
+            events(exchange)
+        return
     if decoder.unfinished:
         with pytest.raises(BadAnswer, match="the body ended within an event"):
             events(exchange)

@@ -42,7 +42,7 @@ class Limits:
     """When to give up.
 
     request_s  a request that has not ended after so many seconds has failed (Timeout)
-    token_s    one of which nothing has come for so many seconds has failed (Stalled)
+    token_s    one of which nothing but signs of life has come for so many seconds has failed (Stalled)
     failures   so many in a row end the level: a dead server must not cost a timeout for every request that is left
     """
 
@@ -269,11 +269,12 @@ class Driver:
             sent = exchange.due_ns if exchange.sent_ns is None else exchange.sent_ns
             if now - sent > request_ns:
                 kind, told = "Timeout", f"not over within {self._limits.request_s:g} s"
-            elif exchange.sent_ns is not None and now - (exchange.stamps[-1] if exchange.stamps else sent) > token_ns:
+            elif exchange.sent_ns is not None and now - (exchange.heard_ns() or sent) > token_ns:
                 kind, told = "Stalled", f"nothing more within {self._limits.token_s:g} s"
             if kind:
                 self._sender.cancel(exchange)
-                exchange.fail(kind, f"{told}, after {len(exchange.stamps)} responses")
+                responses = sum(exchange.mark in data for data in exchange.data)
+                exchange.fail(kind, f"{told}, after {responses} responses")
         if self._watch is not None:
             self._watch(
                 Live(

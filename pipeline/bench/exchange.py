@@ -50,6 +50,7 @@ class Exchange:
                   What is not measured is compressed until it is read; with the rest there is no time for that
     stamps        of each read
     chunked       the bytes have HTTP/1.1's chunks in them
+    mark          what a read has in it that is more than a sign of life; empty: each is
     end_ns        its stream ended or failed
     call          the sender's own
     ask           what it was made from, while a turn may come after it
@@ -57,7 +58,7 @@ class Exchange:
 
     __slots__ = (
         "_kept", "ask", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
-        "max_tokens", "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
+        "mark", "max_tokens", "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
     )  # fmt: skip
 
     def __init__(self, identity: str, message: bytes, *, input_tokens: int, max_tokens: int) -> None:
@@ -77,6 +78,7 @@ class Exchange:
         self.sizes = array("I")
         self.stamps = array("q")
         self.chunked = False
+        self.mark = b""
         self.call: Any = None
         self.ask: Ask | None = None
         self.on_ended: Callable[[Exchange], None] | None = None
@@ -84,6 +86,11 @@ class Exchange:
     def receive(self, data: bytes, stamp_ns: int) -> None:
         self.data.append(data)
         self.stamps.append(stamp_ns)
+
+    def heard_ns(self) -> int | None:
+        """When its stream last held more than a sign of life, while it is in flight; None before that."""
+        recent = zip(reversed(self.data), reversed(self.stamps), strict=False)
+        return next((stamp for data, stamp in recent if self.mark in data), None)
 
     def end(self, stamp_ns: int, failure: Failure | None = None) -> None:
         """Its stream is over. Only the first end counts."""

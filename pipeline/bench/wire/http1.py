@@ -19,6 +19,8 @@ from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.stamped import dial
 from pipeline.h2.peer import tune
 
+# What reads of an event stream have in them that are more than a comment to keep the connection open.
+SSE_DATA = b"data"
 MAX_HEAD = 64 << 10
 MAX_KNOWN = 4096  # lengths of chunks
 _CLOSE_DELIMITED = -1
@@ -53,6 +55,7 @@ class HttpConnection(asyncio.Protocol):
         self._begin()
         self.exchange = exchange
         exchange.call = self
+        exchange.mark = SSE_DATA
         exchange.sent_ns = monotonic_ns()
         self._transport.write(exchange.message)
         exchange.message = b""
@@ -351,9 +354,15 @@ def chunk_length(line: bytes) -> int:
 
 
 def error_text(body: bytes) -> str:
-    """A failed request in words: Triton's {"error": text}, OpenAI's {"error": {"message": text}}, or the body."""
+    """A failed request in words: what its server says, or the body."""
+    told = told_error(body)
+    return body[:200].decode(errors="replace") if told is None else told
+
+
+def told_error(body: bytes) -> str | None:
+    """Triton's {"error": text} or OpenAI's {"error": {"message": text}}; None of a body that is neither."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
+        return None

@@ -15,7 +15,7 @@ from engines.errors import HostError
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S
 from pipeline.bench.wire.h2_sender import METADATA, parse_address
-from pipeline.bench.wire.http1 import error_text
+from pipeline.bench.wire.http1 import SSE_DATA, error_text
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.triton_grpc import CallRefused
 from pipeline.h2.triton import STREAM_INFER
@@ -144,6 +144,7 @@ class HttpxSender(_TaskSender):
         headers = dict(line.split(": ", 1) for line in lines)
         del headers["Host"], headers["Content-Length"]  # httpx writes its own
         request = self._client.build_request("POST", first.split(" ")[1], content=body, headers=headers)
+        exchange.mark = SSE_DATA
         exchange.sent_ns = monotonic_ns()
         try:
             response = await self._client.send(request, stream=True)

@@ -76,9 +76,9 @@ class OpenAiHttp:
                     error = chunk["error"]
                     raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
                 if chunk.get("usage"):
-                    usage = int(chunk["usage"]["completion_tokens"])
-                    if "prompt_tokens" in chunk["usage"]:
-                        prompt = int(chunk["usage"]["prompt_tokens"])
+                    usage = _count(chunk["usage"], "completion_tokens")
+                    if chunk["usage"].get("prompt_tokens") is not None:
+                        prompt = _count(chunk["usage"], "prompt_tokens")
                 choices = chunk["choices"]
                 text = self._text(choices[0]) if choices else ""
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -97,10 +97,22 @@ class OpenAiHttp:
             return ""
 
     def _text(self, choice: dict[str, Any]) -> str:
-        if not self._chat:
-            return str(choice["text"])
-        delta = choice["delta"]
-        return str(delta.get("content") or delta.get("reasoning_content") or "")
+        if self._chat:
+            delta = choice["delta"]
+            text = delta.get("content") or delta.get("reasoning_content") or ""
+        else:
+            text = choice["text"]
+        if not isinstance(text, str):
+            raise TypeError(f"the text is {text!r}")
+        return text
+
+
+def _count(usage: dict[str, Any], name: str) -> int:
+    """Raises ValueError for what is no number of tokens."""
+    value = usage[name]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def _values(events: Sequence[bytes]) -> list[Any]:

@@ -6,8 +6,11 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from pipeline.bench.exchange import Exchange
-from pipeline.bench.wire.http1 import chunk_length, pieces
+from pipeline.bench.wire.http1 import chunk_length, pieces, told_error
 from pipeline.bench.wire.transport import BadAnswer
+
+# What a line begins with; a comment with nothing before the colon.
+_FIELDS = (b"data", b"event", b"id", b"retry", b"")
 
 
 class SseDecoder:
@@ -18,21 +21,37 @@ class SseDecoder:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of the events that `piece` completes; lines other than `data:` are skipped."""
+        """Data of the events that `piece` completes. Raises ValueError for a line of anything else than events.
+
+        A browser skips fields it does not know. Here they are a proxy's page, or a token in a broken line.
+        """
         *lines, self._tail = (self._tail + piece).split(b"\n")
         events = []
         for raw in lines:
             line = raw.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data = []
+            elif not line:
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data = []
+            else:
+                _check_line(line, whole=True)
         return events
+
+    def check_tail(self) -> None:
+        """Raises ValueError where what came after the last line end cannot become a line of events."""
+        _check_line(self._tail, whole=False)
 
     @property
     def unfinished(self) -> bool:
         return bool(self._tail or self._data)
+
+
+def _check_line(line: bytes, *, whole: bool) -> None:
+    name, colon, _ = line.partition(b":")
+    if name not in _FIELDS and (whole or colon or not any(field.startswith(name) for field in _FIELDS)):
+        raise ValueError(f"no line of an event stream: {line[:80]!r}")
 
 
 def events(exchange: Exchange) -> list[tuple[bytes, int]]:
@@ -48,11 +67,21 @@ def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:
     try:
         for piece, stamp in pieces(exchange):
             out += [(event, stamp) for event in decoder.feed(piece)]
+        decoder.check_tail()
     except ValueError as error:
-        raise BadAnswer("MalformedResponse", str(error)) from None
+        told = told_error(b"".join(piece for piece, _ in _whole(exchange)))
+        raise BadAnswer(*(("MalformedResponse", str(error)) if told is None else ("ServerError", told))) from None
     if decoder.unfinished:
         raise BadAnswer("TruncatedStream", f"the body ended within an event, after {len(out)} events")
     return out
+
+
+def _whole(exchange: Exchange) -> list[tuple[bytes, int]]:
+    """The body's pieces; none of a body whose chunks cannot be read."""
+    try:
+        return list(pieces(exchange))
+    except ValueError:
+        return []
 
 
 def _a_chunk_each(exchange: Exchange) -> list[tuple[bytes, int]] | None:

@@ -113,7 +113,8 @@ class TritonGrpc:
                     texts.append(piece)
                     number = bool(piece)
             except (MalformedMessage, KeyError, ValueError, struct.error) as error:
-                raise BadAnswer("MalformedResponse", repr(error)) from None
+                told = f"a response without {error}" if isinstance(error, KeyError) else repr(error)
+                raise BadAnswer("MalformedResponse", told) from None
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
