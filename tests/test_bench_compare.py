@@ -55,8 +55,8 @@ def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
 
 
 def test_ratios_of_known_times(tmp_path: Path) -> None:
-    a = [line(number, 1000.0 * number, 50.0, [10.0] * 4) for number in range(20)]
-    b = [line(number, 1000.0 * number, 75.0, [5.0] * 4) for number in range(20)]
+    a = [line(number, 1000.0 * number, 50.0, [10.0] * 4) for number in range(400)]
+    b = [line(number, 1000.0 * number, 75.0, [5.0] * 4) for number in range(400)]
     found = compare([saved(tmp_path / "a", a), saved(tmp_path / "b", b)])
     ttft = cell(found, "time_to_first_token", "p99")
     assert (ttft.value, ttft.ratio, ttft.interval) == (75.0, 1.5, (1.5, 1.5))
@@ -71,17 +71,17 @@ def test_ratios_of_known_times(tmp_path: Path) -> None:
 
 def test_intervals_are_those_of_resampling_by_hand() -> None:
     """Percentiles of one value a request come from a Beta distribution, those of gaps from groups of ranks."""
-    requests = lines(40, seed=3, spread=0.5, tokens=12)
+    requests = lines(400, seed=3, spread=0.5, tokens=12)
     resampler = Resampler(raw.requests(requests), closed=True, seed=(0,))
     ttft = np.array([(one["stamps_ns"][0] - one["sent_ns"]) / 1e6 for one in requests])
     gaps = np.array([np.diff(one["stamps_ns"]) / 1e6 for one in requests])
-    picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
+    picked = np.random.default_rng(9).integers(0, 400, (2_000, 400))
     for share, statistic in ((50, "p50"), (90, "p90"), (99, "p99")):
         for metric, expected in (
             ("time_to_first_token", np.percentile(ttft[picked], share, axis=1)),
             (
                 "inter_chunk_latency",
-                np.percentile(gaps[picked].reshape(20_000, -1), share, axis=1, method="inverted_cdf"),
+                np.percentile(gaps[picked].reshape(2_000, -1), share, axis=1, method="inverted_cdf"),
             ),
         ):
             drawn = resampler.draws(metric, statistic, 0.0)
@@ -93,6 +93,17 @@ def test_intervals_are_those_of_resampling_by_hand() -> None:
     mean = resampler.draws("time_to_first_token", "mean", 0.0)
     assert mean is not None
     assert np.std(mean) == pytest.approx(np.std(ttft[picked].mean(axis=1)), rel=0.1)
+
+
+def test_of_a_percentile_that_few_requests_do_not_bound_nothing_is_said(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / name, lines(100, seed=seed, spread=0.5)) for seed, name in enumerate("ab"))
+    found = compare([a, b])
+    for statistic, told in (("p50", True), ("p90", True), ("p99", False)):
+        tail = cell(found, "time_to_first_token", statistic)
+        assert tail.ratio is not None
+        assert (tail.interval is not None) == (tail.significant is not None) == told
+    # A request has several gaps.
+    assert cell(found, "inter_token_latency", "p99").significant is not None
 
 
 def test_a_rate_varies_as_the_requests_do() -> None:

@@ -338,7 +338,7 @@ def test_one_value_is_all_its_percentiles_and_has_no_interval() -> None:
 
 
 def test_intervals_are_of_requests_and_not_of_their_values() -> None:
-    few = of([3, 1, 4, 1, 5, 9, 2, 6])
+    few = of(np.random.default_rng(5).lognormal(size=400).tolist())
     many = Values(values=np.repeat(few.values, 50), owners=np.repeat(few.owners, 50))
     one, other = bootstrap(few), bootstrap(many)
     assert one is not None
@@ -390,8 +390,17 @@ def test_intervals_of_the_mean_cover_the_true_one_about_as_often_as_they_say(
 def test_intervals_contain_their_statistic(numbers: list[int]) -> None:
     out = summarise(of(numbers))
     for name in INTERVALS:
-        low, high = out["interval"][name]
-        assert low - 1e-6 <= out[name] <= high + 1e-6, name
+        bounds = out["interval"][name]
+        assert bounds is None or bounds[0] - 1e-6 <= out[name] <= bounds[1] + 1e-6, name
+
+
+@pytest.mark.parametrize(("name", "least"), [("p50", 6), ("p90", 36), ("p99", 368)])
+def test_few_values_do_not_bound_a_percentile(name: str, least: int) -> None:
+    for count in (least - 1, least):
+        interval = bootstrap(of([float(number) for number in range(count)]))
+        assert interval is not None
+        assert (interval[name] is not None) == (count == least)
+        assert interval["mean"] is not None
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=100))

@@ -401,8 +401,18 @@ def summarise(found: Values, *, intervals: bool = True) -> dict[str, Any]:
     return {**out, "interval": bootstrap(found) if intervals else None}
 
 
-def bootstrap(found: Values) -> dict[str, list[float]] | None:
-    """95% intervals of INTERVALS, from resampled requests; None for fewer than two of them."""
+def is_bounded(share: float, values: int) -> bool:
+    """Whether so many values say anything of the percentile at `share`, at 95%.
+
+    It lies above all of them with the probability share ** values, and below with (1 - share) ** values. Where that is
+    more than 2.5%, which it is of p99 below 368 values, an interval that ends among them is too short.
+    """
+    return max(share, 1 - share) ** values <= 0.025
+
+
+def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
+    """95% intervals of INTERVALS, from resampled requests; None for fewer than two of them, and of a percentile that
+    so few values do not bound."""
     import numpy as np
 
     known = np.bincount(found.owners) > 0
@@ -435,7 +445,12 @@ def bootstrap(found: Values) -> dict[str, list[float]] | None:
         inside = before[:, None] + np.cumsum(weights[rows[:, None], sorted_position[ranks]], axis=1)
         draws[:, column] = ranked[ranks[rows, (inside < targets[:, None]).sum(axis=1)]]
     low, high = np.percentile(draws, (2.5, 97.5), axis=0)
-    return {name: [float(low[i]), float(high[i])] for i, name in enumerate(INTERVALS)}
+    return {
+        name: None
+        if name != "mean" and not is_bounded(float(name[1:]) / 100, len(ranked))
+        else [float(low[i]), float(high[i])]
+        for i, name in enumerate(INTERVALS)
+    }
 
 
 @lru_cache(maxsize=1)  # most metrics are of the same requests

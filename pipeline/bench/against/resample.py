@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.bench.against.raw import values
-from pipeline.bench.metrics import Values, rate_terms
+from pipeline.bench.metrics import Values, is_bounded, rate_terms
 from pipeline.bench.records import Records
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Resampler:
         self._tables: dict[str, tuple[Floats, Floats]] = {}
 
     def draws(self, metric: str, statistic: str, value: float) -> Floats | None:
-        """RESAMPLES values of `mean`, a percentile (`p99`), or of a rate (`value`); None for what requests do not tell.
+        """RESAMPLES values of `mean`, a percentile (`p99`), or of a rate (`value`); None for what requests do not tell,
+        or are too few to tell.
 
         `value` is what the level says.
         """
@@ -62,6 +63,8 @@ class Resampler:
         if not statistic.startswith("p"):
             return None
         share = float(statistic[1:]) / 100
+        if not is_bounded(share, len(found.values)):
+            return None
         once = bool((found.owners[1:] > found.owners[:-1]).all())
         return self._order_statistic(found, share) if once else self._grouped(metric, found, share)
 
