@@ -115,6 +115,8 @@ def bench(
     kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
     if connections > 1 and "grpc" not in protocol.split(","):
         raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
+    if connections > 1 and transport == "tritonclient":
+        raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
     if ray != "auto" and not hosts:
         raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
     if find is not None and not (load or concurrency or trace):

@@ -81,7 +81,7 @@ def test_a_metric_that_is_no_time_has_no_limit_in_ms() -> None:
 
 @given(
     st.sampled_from(sorted(ALIASES)), st.sampled_from(["mean", "max", "p1", "p50", "p99.9"]),
-    st.decimals(0, 10_000, places=2), st.sampled_from(["<", ":"]),
+    st.decimals("0.01", 10_000, places=2), st.sampled_from(["<", ":"]),
 )  # fmt: skip
 def test_seconds_are_a_thousand_milliseconds(metric: str, statistic: str, limit: object, sign: str) -> None:
     seconds = parse_objective(f"{metric}:{statistic}{sign}{limit}s")
@@ -274,3 +274,9 @@ def test_attainment_counts(requests: list[tuple[int, bool]], limit: int) -> None
     good = sum(moment < limit and not failed for moment, failed in requests)
     assert found.attainment == (pytest.approx(good / len(requests)) if requests else None)
     assert found.request_goodput == pytest.approx(good / SECOND.seconds)
+
+
+@pytest.mark.parametrize("text", ["ttft:p99<0ms", "ttft:p0<10ms", "itl:0s"])
+def test_what_nothing_meets_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"'{text}' is never met; give a time, and p1 to p99.9, mean or max"):
+        parse_objective(text)

@@ -294,6 +294,8 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         "--ray says of which cluster --hosts are; give --hosts too"
     )
     assert refused("bench", "--protocol", "http", "--connections", "3").startswith("--connections is of gRPC; ")
+    library = refused("bench", "--transport", "tritonclient", "--connections", "3")
+    assert library.startswith("--connections is of our own reader: ")
     assert refused("bench", *there, "--report", "") == "--report '.' is no file; give a name such as report.json"
     assert refused("bench", *there, "--report", "/dev/full") == (
         "--report '/dev/full' is no file; give a name such as report.json"

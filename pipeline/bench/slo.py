@@ -58,7 +58,10 @@ def parse_objective(text: str) -> Objective:
     if metric not in _TIMES:
         raise UsageError(f"'{found['metric']}' is no time", remedy=suggestion(found["metric"], [*ALIASES, *_TIMES]))
     limit = float(found["limit"]) * (1000 if found["unit"] == "s" else 1)
-    return Objective(metric, found["statistic"] or "p99", limit)
+    objective = Objective(metric, found["statistic"] or "p99", limit)
+    if limit == 0 or objective.percent == 0:
+        raise UsageError(f"'{text}' is never met", remedy="give a time, and p1 to p99.9, mean or max")
+    return objective
 
 
 GOODPUT = {

@@ -29,9 +29,13 @@ def numbered(file: Path, text: str) -> list[tuple[str, str]]:
 def read_object(where: str, line: str) -> dict[str, Any]:
     """The JSON object of a line. Raises InputDataError."""
     try:
-        item = json.loads(line)
+        item = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise InputDataError(f"{where} is not JSON", why=str(error)) from None
     if not isinstance(item, dict):
         raise InputDataError(f"{where} holds a {type(item).__name__}, not an object")
     return item
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
