@@ -9,6 +9,7 @@ import pytest
 
 from engines.errors import HostError
 from pipeline.bench.report import BenchReport, LevelResult, SearchResult
+from pipeline.bench.run import served
 from pipeline.bench.search import Found, Search
 from pipeline.bench.told import notes, refusal
 from pipeline.bench.work.loads import Open
@@ -99,3 +100,13 @@ def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> No
     )
     failing.broken = HostError("the server died")
     assert refusal(failing, PATH) is failing.broken
+
+
+def test_a_short_level_does_not_tell_what_the_server_keeps_up_with() -> None:
+    """Much of what is asked in it ends after it, whatever the server does."""
+    requests = lines(4, seed=1)  # of 120 ms
+    metrics = level(requests)["metrics"]
+    usual = metrics["request_latency"]["p10"] / 1e3
+    assert served(result(metrics=metrics, window_s=19.9 * usual)) is None
+    assert served(result(metrics=metrics, window_s=20.1 * usual)) == metrics["request_throughput"]["value"]
+    assert served(result(metrics=metrics, window_s=None)) is None

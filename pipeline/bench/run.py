@@ -20,7 +20,7 @@ from pipeline.bench.hand import Hand, OwnHand, Watch
 from pipeline.bench.level import Driven, evaluate
 from pipeline.bench.options import BenchOptions, Progress, Target
 from pipeline.bench.report import BenchReport, LevelResult, SearchResult
-from pipeline.bench.search import Found, Search, Trial, Unmeasurable, find
+from pipeline.bench.search import BEHIND, Found, Search, Trial, Unmeasurable, find
 from pipeline.bench.server_side import Beside
 from pipeline.bench.share import Share
 from pipeline.bench.work.loads import Closed, Load
@@ -143,8 +143,7 @@ class _Session:
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
                 if not result.verdict["reasons"]:
-                    served = result.metrics["request_throughput"]["value"]
-                    return result, search.trial(result.slo, result.stopped is not None, served)
+                    return result, search.trial(result.slo, result.stopped is not None, served(result))
             reason = result.verdict["reasons"][0]
             raise Unmeasurable(f"at {load.label} the client was the limit: {reason['what']}, {reason['why']}")
 
@@ -216,6 +215,15 @@ class _Session:
             raise errors[0]
         merged = Driven.merged(parts)
         return replace(merged, stopped=str(errors[0]), interrupted=self._report.interrupted), errors[0]
+
+
+def served(result: LevelResult) -> float | None:
+    """Requests/s that were answered; None of a level so short that much of what it asked ends after it anyway."""
+    usual = result.metrics["request_latency"]["p10"]
+    if usual is None or result.window_s is None or result.window_s * (1 - BEHIND) < usual / 1e3:
+        return None
+    rate: float | None = result.metrics["request_throughput"]["value"]
+    return rate
 
 
 async def _all(calls: Any) -> list[_T]:
