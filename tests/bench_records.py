@@ -54,6 +54,8 @@ def made(*rows: Row) -> Records:
         sources=[None if row.failed else SERVER for row in rows],
         warmup=np.array([row.warmup for row in rows], dtype=np.bool_),
         slot=column([row.slot for row in rows]),
+        session=column([NONE] * len(rows)),
+        turn=column([NONE] * len(rows)),
         due=moments([row.due for row in rows]),
         sent=moments([row.sent for row in rows]),
         end=moments([row.stamps[-1] if row.end is None and row.stamps else row.end for row in rows]),

@@ -210,7 +210,6 @@ class Sessions:
         self._asker, self._codec = Asker(), Letters()
         self._asks = Asks((Ask("once", 2, 1, number, last=False) for number in count()), self._next)
         self._turns = turns
-        self._made: dict[str, tuple[int, int]] = {}  # session and turn: an exchange forgets what it was made from
 
     def _next(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
         turn = ask.turn + 1
@@ -223,23 +222,19 @@ class Sessions:
         return self._asks
 
     def first(self, number: int) -> list[Exchange]:
-        return [self._noted(self._asker.make(self._codec, ask)) for ask in islice(self._asks, number)]
+        return [self._asker.make(self._codec, ask) for ask in islice(self._asks, number)]
 
     def follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
-        following = self._asker.follow(self._codec, self._asks, exchange)
-        return following and (self._noted(following[0]), following[1])
+        return self._asker.follow(self._codec, self._asks, exchange)
 
-    def turn_of(self, exchange: Exchange) -> tuple[int, int]:
-        """Its session, and its turn there."""
-        return self._made[exchange.id]
 
-    def by_session(self, ended: Sequence[Exchange]) -> dict[int, list[Exchange]]:
-        found: dict[int, list[Exchange]] = {}
-        for exchange in sorted(ended, key=self.turn_of):
-            found.setdefault(self.turn_of(exchange)[0], []).append(exchange)
-        return found
+def turn_of(exchange: Exchange) -> tuple[int, int]:
+    """Its session, and its turn there."""
+    return exchange.session, exchange.turn
 
-    def _noted(self, exchange: Exchange) -> Exchange:
-        assert exchange.ask is not None
-        self._made[exchange.id] = exchange.ask.session, exchange.ask.turn
-        return exchange
+
+def by_session(ended: Sequence[Exchange]) -> dict[int, list[Exchange]]:
+    found: dict[int, list[Exchange]] = {}
+    for exchange in sorted(ended, key=turn_of):
+        found.setdefault(exchange.session, []).append(exchange)
+    return found

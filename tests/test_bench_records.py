@@ -178,7 +178,8 @@ def test_the_lines_of_a_file() -> None:
     failed = exchange("f", failure=Failure("http 500", "no\nmemory"), sent=None)
     answers = {"w": COUNTED, "s": SAID}
     records = settle([warmup, failed, exchange("s")], lambda ended: answers[ended.id], len)
-    common = {"slot": 2, "due_ns": 8 * MS, "end_ns": 99 * MS, "input_tokens": 7, "max_tokens": 6}
+    alone = {"slot": 2, "session": None, "turn": None, "due_ns": 8 * MS, "end_ns": 99 * MS}
+    common = {**alone, "input_tokens": 7, "max_tokens": 6}
     assert [json.loads(json.dumps(line)) for line in records.objects()] == [
         {
             **common, "id": "w", "warmup": True, "sent_ns": 10 * MS, "stamps_ns": stamps(20, 30, 40),
@@ -233,7 +234,19 @@ def test_requests_come_back_from_their_file() -> None:
         Row(due=3, sent=4, stamps=(6,), tokens=None, output=4, warmup=True),
     )
     again = read_objects(json.loads(json.dumps(list(records.objects()))))
-    for name in ("slot", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens", "offsets", "stamps"):
+    for name in (
+        "slot",
+        "session",
+        "turn",
+        "due",
+        "sent",
+        "end",
+        "input_tokens",
+        "max_tokens",
+        "output_tokens",
+        "offsets",
+        "stamps",
+    ):
         assert getattr(again, name).tolist() == getattr(records, name).tolist(), name
     assert again.tokens.tolist() == [1, 2, NONE]
     assert again.warmup.tolist() == [False, False, True]

@@ -31,7 +31,9 @@ class Asker:
         message = codec.encode(identity, ask.prompt, length, options, ask.messages)
         exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
         exchange.exact = exact
-        exchange.ask = None if ask.last else ask  # a prompt takes memory
+        if not ask.last:
+            exchange.ask = ask  # otherwise it is not kept: a prompt takes memory
+            exchange.session, exchange.turn = ask.session, ask.turn
         return exchange
 
     def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:

@@ -54,11 +54,13 @@ class Exchange:
     end_ns        its stream ended or failed
     call          the sender's own
     ask           what it was made from, while a turn may come after it
+    session, turn of a conversation, in which each request is a turn; -1 of one that stands alone
     """
 
     __slots__ = (
         "_kept", "ask", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
-        "mark", "max_tokens", "message", "on_ended", "sent_ns", "sizes", "slot", "stamps", "warmup",
+        "mark", "max_tokens", "message", "on_ended", "sent_ns", "session", "sizes", "slot", "stamps",
+        "turn", "warmup",
     )  # fmt: skip
 
     def __init__(self, identity: str, message: bytes, *, input_tokens: int, max_tokens: int) -> None:
@@ -68,6 +70,7 @@ class Exchange:
         self.max_tokens = max_tokens
         self.exact = False
         self.slot = -1
+        self.session = self.turn = -1
         self.warmup = False
         self.due_ns = 0
         self.sent_ns: int | None = None

@@ -29,7 +29,8 @@ class Records:
     """n requests, m responses with tokens.
 
     ids, failures, sources  n strings, n Failures or None, n of SERVER, USAGE, TOKENIZER or None
-    slot, due, sent, end    n
+    slot, session, turn     n; the last two NONE for what is no turn of a conversation
+    due, sent, end          n
     input_tokens, max_tokens, output_tokens  n; the last is NONE for a failed request
     offsets                 n + 1; the responses of request i are offsets[i] to offsets[i + 1]
     stamps                  m, in the order of their arrival within a request
@@ -41,6 +42,8 @@ class Records:
     sources: list[str | None]
     warmup: NDArray[np.bool_]
     slot: Ints
+    session: Ints
+    turn: Ints
     due: Ints
     sent: Ints
     end: Ints
@@ -86,7 +89,7 @@ class Records:
             yield {
                 "id": identity,
                 "warmup": bool(self.warmup[i]),
-                "slot": _known(int(self.slot[i])),
+                **{name: _known(int(getattr(self, name)[i])) for name in ("slot", "session", "turn")},
                 **{f"{name}_ns": _known(int(getattr(self, name)[i])) for name in columns},
                 "stamps_ns": self.stamps[a:b].tolist(),
                 "tokens": None if NONE in tokens else tokens,
@@ -119,6 +122,8 @@ def read_objects(lines: Iterable[Mapping[str, Any]]) -> Records:
         sources=[None] * len(kept),
         warmup=np.array([line["warmup"] for line in kept], dtype=np.bool_),
         slot=column("slot"),
+        session=column("session"),
+        turn=column("turn"),
         due=column("due_ns"),
         sent=column("sent_ns"),
         end=column("end_ns"),
@@ -138,7 +143,7 @@ def joined(parts: Sequence[Records]) -> Records:
     if len(parts) == 1:
         return parts[0]
     lists = ("ids", "failures", "sources")
-    columns = ("warmup", "slot", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens")
+    columns = ("warmup", "slot", "session", "turn", "due", "sent", "end", "input_tokens", "max_tokens", "output_tokens")
     whole: dict[str, Any] = {name: [one for part in parts for one in getattr(part, name)] for name in lists}
     whole |= {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*columns, "stamps", "tokens")}
     counts = np.concatenate([np.diff(part.offsets) for part in parts])
@@ -199,6 +204,8 @@ def settle(
         sources=sources,
         warmup=np.array([exchange.warmup for exchange in exchanges], dtype=np.bool_),
         slot=column([exchange.slot for exchange in exchanges]),
+        session=column([exchange.session for exchange in exchanges]),
+        turn=column([exchange.turn for exchange in exchanges]),
         due=column([exchange.due_ns for exchange in exchanges]),
         sent=column([exchange.sent_ns for exchange in exchanges]),
         end=column([exchange.end_ns for exchange in exchanges]),
