@@ -153,7 +153,8 @@ def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
     assert report.results[0].interrupted
     assert report.results[0].requests["cut"] > 0
     assert len(report.records[0]) > 0
-    assert report.valid
+    # Whether this machine was busy meanwhile or not: nobody expects the load of a level that was ended.
+    assert "the load was not reached" not in str(report.verdict())
     assert children() == []
 
 
