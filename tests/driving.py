@@ -14,8 +14,10 @@ from time import monotonic_ns
 from typing import Any
 
 from pipeline.bench.asking import Asker
-from pipeline.bench.driver import ClosedLoop, Driver, Limits, OpenLoop
+from pipeline.bench.closed_loop import ClosedLoop
+from pipeline.bench.driver import Driver, Limits
 from pipeline.bench.exchange import Exchange, Failure
+from pipeline.bench.open_loop import OpenLoop
 from pipeline.bench.share import Share
 from pipeline.bench.wire.transport import Answer
 from pipeline.bench.work.arrivals import slot_starts

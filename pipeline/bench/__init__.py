@@ -5,7 +5,7 @@ definitions.
     work/       when requests leave, and what they ask
     wire/       their bytes, and how these reach the server
     exchange    one request while the clock runs: bytes and stamps
-    driver      closed and open loops, by absolute time (alarm)
+    closed_loop, open_loop  when they leave, by absolute time (alarm); driver is what both have in common
     records     exchanges, read after the run, as columns
     metrics     records -> numbers; slo, series and verdict judge and draw them; server_side is the server's own word
     report      all of it as a value; files writes it, page/ draws it

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from engines.errors import StageFailed
 from pipeline.bench.asking import Asker
-from pipeline.bench.driver import ClosedLoop, Limits, Live
+from pipeline.bench.closed_loop import ClosedLoop
+from pipeline.bench.driver import Limits, Live
 from pipeline.bench.level import OPENED, Driven, LevelRun
 from pipeline.bench.options import BenchOptions
 from pipeline.bench.records import settle

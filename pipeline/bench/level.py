@@ -12,10 +12,12 @@ from itertools import chain, islice
 from typing import Any
 
 from pipeline.bench.asking import Asker
+from pipeline.bench.closed_loop import ClosedLoop
 from pipeline.bench.driver import Client as ClientFigures
-from pipeline.bench.driver import ClosedLoop, Driver, Limits, Live, OpenLoop
+from pipeline.bench.driver import Driver, Limits, Live
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.metrics import Window, closed_window
+from pipeline.bench.open_loop import OpenLoop
 from pipeline.bench.records import Records, joined, settle
 from pipeline.bench.report import LevelResult, level_result
 from pipeline.bench.server_side import Beside
