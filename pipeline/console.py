@@ -267,7 +267,7 @@ def bench_table(report: BenchReport) -> None:
     rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
     columns = ("protocol", "load", "requests", "failed", *times, *rates)
     table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")], figures=True)
-    repeated = report.repeats()
+    repeated = [one for one in report.repeats() if one["valid"] > 1]
     if repeated:
         _bench_repeats(repeated)
 

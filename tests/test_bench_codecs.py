@@ -353,17 +353,14 @@ ODD = [1, None, [], "x", True, [1], {"error": None}, {"choices": None}, {"choice
         ("completions", {"error": {"message": "died", "code": 5}}, "ServerError"),
         ("completions", {"error": "died"}, "ServerError"),
         ("completions", {"error": {}}, "MalformedResponse"),
-        ("completions", {"choices": [{"delta": {}}]}, "MalformedResponse"),
         ("completions", {"choices": [], "usage": 5}, "MalformedResponse"),
-        ("completions", {"choices": [], "usage": {"completion_tokens": None}}, "MalformedResponse"),
+        ("completions", {"object": "error", "message": "died"}, "ServerError"),
         ("completions", {"choices": [], "usage": {"completion_tokens": -3}}, "MalformedResponse"),
         ("completions", {"choices": [], "usage": {"completion_tokens": 4.9}}, "MalformedResponse"),
         ("completions", {"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": -1}}, "MalformedResponse"),
         ("completions", {"choices": [{"text": 5}]}, "MalformedResponse"),
         ("chat", {"choices": [{"delta": {"content": 5}}]}, "MalformedResponse"),
-        ("chat", {"choices": [{"delta": None}]}, "MalformedResponse"),
-        ("chat", {"choices": [{"delta": []}]}, "MalformedResponse"),
-        ("chat", {"choices": [{"text": "a"}]}, "MalformedResponse"),
+        ("chat", {"choices": [{"delta": "a"}]}, "MalformedResponse"),
         ("chat", {}, "MalformedResponse"),
     ],
 )
@@ -373,6 +370,30 @@ def test_what_is_no_answer_over_http(codec: str, event: Any, kind: str | None) -
         assert isinstance(found, Answer) or found[0] in ("MalformedResponse", "ServerError")
     else:
         assert found[0] == kind
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"choices": [{"index": 0, "content_filter_offsets": {}}]},
+        {"choices": [{"delta": None}]},
+        {"choices": [{"delta": {"content": None}}], "error": None},
+        {"choices": [], "usage": {"completion_tokens": None}},
+        {"choices": [], "usage": {"prompt_tokens": 3}},
+        "",
+    ],
+    ids=["filter", "no delta", "no error", "no count", "prompt alone", "empty"],
+)
+def test_what_servers_send_besides_tokens_is_none_and_no_fault(odd: Any) -> None:
+    word: dict[str, Any] = {"choices": [{"delta": {"content": "a"}}]}
+    usage = {"usage": {"completion_tokens": 2.0, "prompt_tokens": 3}}
+    found = read(CODECS["chat"], sse(word, odd, word, usage, "[DONE]"))
+    assert found == Answer([10, 30], None, "aa", 2, 3)
+
+
+def test_what_a_model_thinks_are_tokens_too() -> None:
+    words = [{"choices": [{"delta": {"content": "", name: "a"}}]} for name in ("reasoning", "reasoning_content")]
+    assert read(CODECS["chat"], sse(*words, "[DONE]")) == Answer([10, 20], None, "aa", None)
 
 
 CODECS: dict[str, Codec] = {

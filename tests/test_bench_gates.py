@@ -123,7 +123,7 @@ def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([silent]))
     found = compare([a, b], fail_if=["p99_ttft > 2x", "p99_ttft > 1s", "p99_latency > 2x"])
     assert [one.fired for one in found.judgements] == [None, None, False]
-    assert "cannot be judged: no time_to_first_token" in str(found.refusal())
+    assert "cannot be judged: no p99 of time_to_first_token" in str(found.refusal())
     told = str(compare([a, b], fail_if=["error_rate > 1.5x"]).refusal())
     assert "cannot be judged: A has 0 error_rate, which nothing is a multiple of" in told
 

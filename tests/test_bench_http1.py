@@ -422,6 +422,13 @@ def test_an_error_that_comes_with_a_good_status_is_told() -> None:
         assert caught.value.kind == "ServerError"
 
 
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r", b"\r\n"])
+def test_the_last_event_of_openai_needs_no_line_end(end: bytes) -> None:
+    asked = Asked()
+    asked.receive(b"data: a\n\ndata: [DONE]" + end, 1)
+    assert events(asked) == [(b"a", 1), (b"[DONE]", 1)]
+
+
 EVENT_PIECES = st.sampled_from([b"data: 1", b"data: ", b"data:", b"\n", b"\n\n", b"\r\n", b": hi", b"x", b"0"])
 
 

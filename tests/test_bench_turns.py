@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from time import monotonic_ns
 
+import pytest
+
 from pipeline.bench.exchange import Exchange
+from pipeline.bench.metrics import closed_window
 from pipeline.bench.records import settle
 from pipeline.bench.work.loads import Closed
 from tests.driving import (
@@ -96,6 +99,26 @@ class Slow(Sender):
         super().start(batch)
         for exchange in batch:
             asyncio.get_running_loop().call_later(0.001, self.answer, exchange)
+
+
+def test_the_time_is_over_whoever_still_thinks(loop: asyncio.AbstractEventLoop) -> None:
+    work = Sessions(2)
+
+    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+        following = work.follow(exchange)
+        return following and (following[0], FAR)
+
+    load = Closed(concurrency=2, duration_s=0.02, warmup=0)
+    begun = work.first(50)
+    driver = closed(Quick(), load, measured=iter(begun[:25]), follow=follow, fillers=iter(begun[25:]))
+    ended = drive(loop, driver)
+    assert [turn_of(exchange) for exchange in ended] == [(0, 0), (1, 0)]
+    # Two requests in 20 ms: all places were at their conversations until then.
+    begin = max(exchange.due_ns for exchange in ended)
+    assert driver.deadline == begin + 20 * MS
+    window = closed_window(settle(ended, Letters().decode, len), 2, driver.deadline)
+    assert window is not None
+    assert window.seconds == pytest.approx(0.02)
 
 
 def test_while_a_measured_conversation_goes_on_other_places_talk_too(loop: asyncio.AbstractEventLoop) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.bench.driver import Client
+from pipeline.bench.records import NONE
 from pipeline.bench.verdict import Reason, SelfCheck, examine
 from tests.bench_records import MS, Row, made
 
@@ -206,3 +208,11 @@ def test_a_level_that_ended_early_need_not_reach_its_load() -> None:
 
 def test_of_no_requests_nothing_is_wrong() -> None:
     assert reasons(late(500.0), requests=[]) == []
+
+
+def test_conversations_need_no_request_in_flight_at_each_place() -> None:
+    few = replace(CLIENT, peak=2)
+    talking = made(*(replace(row, slot=number % 20) for number, row in enumerate(rows())))
+    for session, what in ((NONE, ["the load was not reached"]), (0, [])):
+        records = replace(talking, session=np.full(len(talking), session))
+        assert [reason.what for reason in examine(records, (few,), ttft_p50_ms=50.0, asked=20).reasons] == what

@@ -163,7 +163,7 @@ def test_a_load_process_that_dies_ends_the_level_with_what_the_others_have(
 ) -> None:
     kill = once_under_way(lambda: children()[0].kill())
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=3600.0)), None, kill)
-    assert re.match(r"load process \d ended: exit status -9", str(report.broken))
+    assert re.match(r"load process \d ended: signal 9", str(report.broken))
     (result,) = report.results
     assert result.stopped == str(report.broken)
     assert not result.interrupted
@@ -184,7 +184,7 @@ def test_a_load_process_that_no_longer_hears_is_ended(
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=3600.0)), None, once_under_way(hang))
     assert report.interrupted
     assert report.results[0].client["processes"] == 1
-    assert re.match(r"load process \d ended: exit status -9", str(report.broken))
+    assert re.match(r"load process \d ended: signal 9", str(report.broken))
     assert children() == []
 
 

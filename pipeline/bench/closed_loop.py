@@ -43,7 +43,7 @@ class ClosedLoop(Driver):
         self._fillers = fillers
         self._starts = starts_ns
         self._duration_s = duration_s
-        self._deadline: int | None = None
+        self.deadline: int | None = None  # of a duration, once all places have warmed up
         self._warm: set[int] = set()
         # Places whose request, or conversation, is measured; and those at a filler.
         self._measuring: set[int] = set()
@@ -56,7 +56,7 @@ class ClosedLoop(Driver):
 
     @property
     def _until_ns(self) -> int | None:
-        return self._deadline
+        return self.deadline
 
     def _begin(self) -> None:
         start = self._start_ns or monotonic_ns()
@@ -109,17 +109,17 @@ class ClosedLoop(Driver):
     def _goes_on(self, place: int, since: int, last: Exchange | None) -> bool:
         if last is None:
             return False
-        wanted = (place in self._measuring and not self._is_past(since)) or (
-            place in self._filling and self._needs_fillers(since)
-        )
-        return wanted and self._continue(last)
+        if place in self._measuring:
+            # Whoever still thinks when the time is over does so until then, and no longer.
+            return not self._is_past(since) and self._continue(last, self.deadline)
+        return place in self._filling and self._needs_fillers(since) and self._continue(last)
 
     def _needs_fillers(self, since: int) -> bool:
         """Not all places have begun, or some are still at the last that is measured."""
         return since < self._whole_ns or (self._exhausted and bool(self._measuring))
 
     def _is_past(self, moment: int) -> bool:
-        return self._deadline is not None and moment >= self._deadline
+        return self.deadline is not None and moment >= self.deadline
 
     def _send_due(self, batch: Sequence[Exchange]) -> None:
         late = [turn for turn in batch if not turn.warmup and self._is_past(turn.due_ns)]
@@ -133,7 +133,10 @@ class ClosedLoop(Driver):
         if place not in self._warm:
             self._warm.add(place)
             if len(self._warm) == len(self._warmups) and self._duration_s is not None:
-                self._deadline = since + int(self._duration_s * 1e9)
+                self.deadline = since + int(self._duration_s * 1e9)
+                for _, _, turn in self._later:
+                    turn.due_ns = turn.due_ns if turn.warmup else min(turn.due_ns, self.deadline)
+                self._later = sorted((turn.due_ns, name, turn) for _, name, turn in self._later)
         if self._fillers is None or since >= self._whole_ns:
             exchange = None if self._is_past(since) else next(self._measured, None)
             if exchange is not None:

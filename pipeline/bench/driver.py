@@ -178,15 +178,16 @@ class Driver:
 
     # What it may use
 
-    def _continue(self, exchange: Exchange) -> bool:
-        """Have the next turn of a conversation sent when it is due; False where there is none."""
+    def _continue(self, exchange: Exchange, latest_ns: int | None = None) -> bool:
+        """Have the next turn of a conversation sent when it is due, or asked for at `latest_ns` if it is due later;
+        False where there is none."""
         following = None if self._follow is None else self._follow(exchange)
         if following is None:
             return False
         turn, think_ns = following
         assert exchange.end_ns is not None
         turn.slot, turn.warmup = exchange.slot, exchange.warmup
-        turn.due_ns = exchange.end_ns + think_ns
+        turn.due_ns = exchange.end_ns + think_ns if latest_ns is None else min(exchange.end_ns + think_ns, latest_ns)
         heapq.heappush(self._later, (turn.due_ns, turn.id, turn))
         self._later_alarm.at(self._later[0][0])
         return True

@@ -42,6 +42,7 @@ class Driven:
     clients    figures of each process that drove a share of it
     window_ns  the measured part of an open loop's schedule, by the clock; None of a closed loop, whose window shows in
                its records, and where nothing was measured
+    until_ns   when the duration of a closed loop was over, by the clock; None where a number of requests ended it
     distinct   prompts of a file, after which it began again; None where prompts were made
     """
 
@@ -52,6 +53,7 @@ class Driven:
     stopped: str | None
     interrupted: bool
     distinct: int | None = None
+    until_ns: int | None = None
 
     def shifted(self, by_ns: int) -> Driven:
         """The same by a clock that shows so much more."""
@@ -60,6 +62,7 @@ class Driven:
             self,
             records=self.records.shifted(by_ns),
             window_ns=None if window is None else (window[0] + by_ns, window[1] + by_ns),
+            until_ns=None if self.until_ns is None else self.until_ns + by_ns,
         )
 
     @classmethod
@@ -75,6 +78,7 @@ class Driven:
             stopped=next((part.stopped for part in parts if part.stopped is not None), None),
             interrupted=any(part.interrupted for part in parts),
             distinct=parts[0].distinct,
+            until_ns=min((part.until_ns for part in parts if part.until_ns is not None), default=None),
         )
 
 
@@ -135,6 +139,7 @@ class LevelRun:
             stopped=driver.stopped,
             interrupted=driver.interrupted,
             distinct=self._distinct,
+            until_ns=driver.deadline if isinstance(driver, ClosedLoop) else None,
         )
 
     def _closed(self, load: Closed) -> ClosedLoop:
@@ -184,7 +189,8 @@ def evaluate(
     first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
     window = None
     if isinstance(load, Closed):
-        window = closed_window(records, load.concurrency)
+        whole = driven.stopped is None and not driven.interrupted
+        window = closed_window(records, load.concurrency, driven.until_ns if whole else None)
     elif driven.window_ns is not None:
         window = Window(start_ns=driven.window_ns[0], stop_ns=driven.window_ns[1])
     check = examine(

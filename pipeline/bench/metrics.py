@@ -33,9 +33,10 @@ STATISTICS = (
     "throughput by what the requests of a resample brought, in a closed loop in the time that they took."
 )
 WINDOW = (
-    "Closed loop: from the moment the last place ended its warm-up until the last measured request ended, or, where a "
-    "place rests that finds no measured request left, until the first does: every place is busy throughout. Open loop: "
-    "the measured part of the schedule. Open at the start, closed at the end. None if there is no such time."
+    "Closed loop: from the moment the last place ended its warm-up until its duration is over; where a number of "
+    "requests ends it, until the last measured one ended, or, where a place rests that finds none left, until the "
+    "first does: every place is busy throughout, or at a conversation. Open loop: the measured part of the schedule. "
+    "Open at the start, closed at the end. None if there is no such time."
 )
 
 
@@ -326,8 +327,8 @@ RATES = (
 )
 
 
-def closed_window(records: Records, concurrency: int) -> Window | None:
-    """The window of a closed loop; see WINDOW."""
+def closed_window(records: Records, concurrency: int, until_ns: int | None = None) -> Window | None:
+    """The window of a closed loop; see WINDOW. `until_ns`: when its duration was over."""
     import numpy as np
 
     mine = records.measured() & (records.end != NONE)
@@ -336,7 +337,7 @@ def closed_window(records: Records, concurrency: int) -> Window | None:
         return None
     start = max(int(records.due[mine & (records.slot == slot)].min()) for slot in slots)
     rests = min(int(records.end[records.slot == slot].max()) for slot in slots)
-    stop = min(rests, int(records.end[mine].max()))
+    stop = min(rests, int(records.end[mine].max())) if until_ns is None else until_ns
     return Window(start_ns=start, stop_ns=stop) if stop > start else None
 
 

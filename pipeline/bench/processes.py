@@ -115,13 +115,10 @@ class ProcessHand:
 
     def _lost(self) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(
-                HostError(
-                    f"load process {self._number} ended",
-                    why=f"exit status {self._end()}",
-                    remedy="its last words are above; was it killed for memory?",
-                )
-            )
+            status = self._end()
+            why = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            remedy = "its last words are above" if status >= 0 else "was it killed for memory?"
+            self._answer.set_exception(HostError(f"load process {self._number} ended", why=why, remedy=remedy))
 
 
 def read_in_thread(pipe: Connection, loop: asyncio.AbstractEventLoop, heard: Callable[[Any], None]) -> None:

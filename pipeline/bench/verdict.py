@@ -64,6 +64,9 @@ def examine(
     tokens = int(records.output_tokens[records.output_tokens != NONE].sum())
     cpu_share = max(client.cpu_ns / max(1, client.wall_ns) for client in clients)
     peak = sum(client.peak for client in clients)
+    # Of conversations as many as there are places; most of them think.
+    talks = bool((records.session != NONE).any())
+    reached = len(np.unique(records.slot[records.sent != NONE])) if talks else peak
     late, delayed = float(np.percentile(lateness, 99)), float(np.percentile(delays, 99)) if len(delays) else 0.0
     figures: dict[str, Any] = {
         "loop_lateness_ms": _spread(lateness),
@@ -84,8 +87,8 @@ def examine(
         reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", less))
     if cpu_share > CPU_SHARE:
         reasons.append(Reason("the client's core was full", f"{cpu_share:.0%} of it", less))
-    if asked is not None and whole and peak < REACHED_SHARE * asked:
-        why = f"{peak} in flight of {asked}"
+    if asked is not None and whole and reached < REACHED_SHARE * asked:
+        why = f"{reached} in flight of {asked}"
         reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
     if asked is None:
         scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))

@@ -339,7 +339,8 @@ def _outcome(
             return condition.fires(value / base), f"has {value / base:.3f}x{within}"
         if condition.relative and value is not None and base == 0:
             return None, f"cannot be judged: {LETTERS[0]} has 0 {metric}, which nothing is a multiple of"
-    return None, f"cannot be judged: no {condition.metrics[0]}"
+    of = "" if condition.statistic == VALUE else f"{condition.statistic} of "
+    return None, f"cannot be judged: no {of}{condition.metrics[0]}"
 
 
 def _invalid(side: Side, numbers: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from pipeline.bench.wire.stamped import dial
 from pipeline.h2.peer import tune
 
 # What reads of an event stream have in them that are more than a comment to keep the connection open.
-SSE_DATA = b"data"
+SSE_DATA = b"data:"
 MAX_HEAD = 64 << 10
 MAX_KNOWN = 4096  # lengths of chunks
 _CLOSE_DELIMITED = -1

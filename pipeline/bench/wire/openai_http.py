@@ -16,6 +16,9 @@ from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.sse import events
 from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
 
+# Where a chunk of a chat has its text, by server.
+_TEXTS = ("content", "reasoning_content", "reasoning")
+
 
 class OpenAiHttp:
     """Codec. Made by `find`."""
@@ -69,17 +72,18 @@ class OpenAiHttp:
         for (event, stamp), value in zip(found, values, strict=True):
             if event == b"[DONE]":
                 done = True
+            if event in (b"[DONE]", b""):
                 continue
             try:
                 chunk = json.loads(event) if value is None else value
-                if "error" in chunk:
-                    error = chunk["error"]
+                error = chunk if chunk.get("object") == "error" else chunk.get("error")
+                if error:
                     raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
-                if chunk.get("usage"):
-                    usage = _count(chunk["usage"], "completion_tokens")
-                    if chunk["usage"].get("prompt_tokens") is not None:
-                        prompt = _count(chunk["usage"], "prompt_tokens")
-                choices = chunk["choices"]
+                told = chunk.get("usage")
+                if told:
+                    usage = _count(told, "completion_tokens", usage)
+                    prompt = _count(told, "prompt_tokens", prompt)
+                choices = chunk.get("choices") if told else chunk["choices"]
                 text = self._text(choices[0]) if choices else ""
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
                 raise BadAnswer("MalformedResponse", f"{type(error).__name__}: {error}, in {event[:200]!r}") from None
@@ -98,21 +102,24 @@ class OpenAiHttp:
 
     def _text(self, choice: dict[str, Any]) -> str:
         if self._chat:
-            delta = choice["delta"]
-            text = delta.get("content") or delta.get("reasoning_content") or ""
+            # Some chunks have none: a filter's word, for example. What a model thinks are tokens too.
+            delta = choice.get("delta") or {}
+            text = next((delta[name] for name in _TEXTS if delta.get(name)), "")
         else:
-            text = choice["text"]
+            text = choice.get("text") or ""
         if not isinstance(text, str):
             raise TypeError(f"the text is {text!r}")
         return text
 
 
-def _count(usage: dict[str, Any], name: str) -> int:
-    """Raises ValueError for what is no number of tokens."""
-    value = usage[name]
-    if type(value) is not int or value < 0:
+def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
+    """What usage says, or said `before` where it does not. Raises ValueError for what is no number of tokens."""
+    value = usage.get(name)
+    if value is None:
+        return before
+    if type(value) not in (int, float) or value < 0 or value % 1:
         raise ValueError(f"{name} is {value!r}")
-    return value
+    return int(value)
 
 
 def _values(events: Sequence[bytes]) -> list[Any]:

@@ -44,6 +44,12 @@ class SseDecoder:
         _check_line(self._tail, whole=False)
 
     @property
+    def pending(self) -> bytes:
+        """Data of an event that has no end yet."""
+        tail = self._tail.removesuffix(b"\r")
+        return b"\n".join([*self._data, tail[5:].removeprefix(b" ")] if tail.startswith(b"data:") else self._data)
+
+    @property
     def unfinished(self) -> bool:
         return bool(self._tail or self._data)
 
@@ -71,6 +77,8 @@ def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:
     except ValueError as error:
         told = told_error(b"".join(piece for piece, _ in _whole(exchange)))
         raise BadAnswer(*(("MalformedResponse", str(error)) if told is None else ("ServerError", told))) from None
+    if decoder.pending == b"[DONE]":  # some servers leave the line ends after it out
+        return [*out, (b"[DONE]", exchange.stamps[-1])]
     if decoder.unfinished:
         raise BadAnswer("TruncatedStream", f"the body ended within an event, after {len(out)} events")
     return out
