@@ -121,6 +121,20 @@ def test_the_time_is_over_whoever_still_thinks(loop: asyncio.AbstractEventLoop) 
     assert window.seconds == pytest.approx(0.02)
 
 
+def test_the_time_is_over_for_a_turn_that_was_due_before_it_began_to_count(loop: asyncio.AbstractEventLoop) -> None:
+    work = Sessions(2)
+
+    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+        following = work.follow(exchange) if exchange.session == 0 else None
+        return following and (following[0], FAR)
+
+    # The first place thinks for an hour when the second one begins.
+    load = Closed(concurrency=2, duration_s=0.02, warmup=0, ramp_s=0.04)
+    ended = drive(loop, closed(Slow(), load, measured=iter(work.first(1000)), follow=follow))
+    assert [turn_of(exchange) for exchange in of_place(ended, 0)] == [(0, 0)]
+    assert len(of_place(ended, 1)) > 0
+
+
 def test_while_a_measured_conversation_goes_on_other_places_talk_too(loop: asyncio.AbstractEventLoop) -> None:
     # A conversation of four turns at one place; at the other a single request, and then only what is not measured.
     work = Sessions(4)

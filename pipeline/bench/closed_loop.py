@@ -134,9 +134,7 @@ class ClosedLoop(Driver):
             self._warm.add(place)
             if len(self._warm) == len(self._warmups) and self._duration_s is not None:
                 self.deadline = since + int(self._duration_s * 1e9)
-                for _, _, turn in self._later:
-                    turn.due_ns = turn.due_ns if turn.warmup else min(turn.due_ns, self.deadline)
-                self._later = sorted((turn.due_ns, name, turn) for _, name, turn in self._later)
+                self._cap_later(self.deadline)
         if self._fillers is None or since >= self._whole_ns:
             exchange = None if self._is_past(since) else next(self._measured, None)
             if exchange is not None:

@@ -192,6 +192,14 @@ class Driver:
         self._later_alarm.at(self._later[0][0])
         return True
 
+    def _cap_later(self, latest_ns: int) -> None:
+        """Measured turns that are due later than that are asked for then."""
+        for _, _, turn in self._later:
+            turn.due_ns = turn.due_ns if turn.warmup else min(turn.due_ns, latest_ns)
+        self._later = sorted((turn.due_ns, name, turn) for _, name, turn in self._later)
+        if self._later:
+            self._later_alarm.at(self._later[0][0])
+
     def _send(self, batch: Sequence[Exchange]) -> None:
         if not batch:
             return
