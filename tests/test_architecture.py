@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("pipeline", "engines", "triton_repo", "configs")
 # Payload that runs inside Triton, never imported by us.
 PAYLOAD = ("triton_repo/templates/", "triton_repo/backends/")
-HEAVY = {"vllm", "torch", "transformers", "modelopt", "tensorrt_llm", "ray", "gguf", "accelerate", "pytriton"}
+HEAVY = {"vllm", "torch", "triton", "transformers", "modelopt", "tensorrt_llm", "ray", "gguf", "accelerate", "pytriton"}
 # Run as child processes, or imported by one that is.
 WORKERS = (
     {"engines.devices", "engines.gguf_import", "engines.mapped_tensors", "engines.probe", "engines.vllm_runtime"}
@@ -41,6 +41,7 @@ WORKERS = (
             "fused",
             "graphs",
             "hf_weights",
+            "kernels",
             "kv_codec",
             "layer",
             "linear",

@@ -22,7 +22,7 @@ WIDTH = HEADS * SIZE
 # What compiles for a GPU compiles for a CPU too, by another compiler behind the same front.
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(not fused._can_compile(), reason="there is no compiler"),
+    pytest.mark.skipif(not fused.can_compile(), reason="there is no compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
 ]
 
@@ -124,4 +124,4 @@ def test_only_a_recorded_step_is_compiled_and_once_for_any_number_of_rows() -> N
 def test_without_a_compiler_everything_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    assert fused._can_compile.__wrapped__() is False
+    assert fused.can_compile.__wrapped__() is False

@@ -31,7 +31,7 @@ _recorded = ContextVar("recorded", default=False)
 @contextmanager
 def recorded() -> Iterator[None]:
     """What runs in this block is recorded, or goes ahead of a recording to set up what is."""
-    token = _recorded.set(_can_compile())
+    token = _recorded.set(can_compile())
     try:
         yield
     finally:
@@ -48,15 +48,6 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     The first dimension of its first tensor is the rows, and so is that of any other with as many and a second one.
     """
-    return _compiled(function, {})
-
-
-def tuned_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same where the kernel reads a weight: it is tried in several shapes, which takes seconds, for each size."""
-    return _compiled(function, {"coordinate_descent_tuning": True})
-
-
-def _compiled(function: Callable[_P, _R], options: dict[str, bool]) -> Callable[_P, _R]:
     compiled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -66,7 +57,7 @@ def _compiled(function: Callable[_P, _R], options: dict[str, bool]) -> Callable[
             return function(*args, **kwargs)
         if compiled is None:
             # Rounding between two operations as they do one by one.
-            compiled = torch.compile(function, options={"emulate_precision_casts": True, **options})
+            compiled = torch.compile(function, options={"emulate_precision_casts": True})
         # For any number of rows, all else as it is: numbers that are not known cost a division for each element.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
         for tensor in tensors:
@@ -79,7 +70,7 @@ def _compiled(function: Callable[_P, _R], options: dict[str, bool]) -> Callable[
 
 
 @functools.cache
-def _can_compile() -> bool:
+def can_compile() -> bool:
     """Whether kernels can be made here: what starts them is C."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not Path(sysconfig.get_path("include"), "Python.h").exists():

@@ -20,7 +20,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engines.reference.fused import rms_norm, rotate_and_keep
+from engines.quant import KvCacheQuantAlgo
+from engines.reference.fused import can_compile, rms_norm, rotate_and_keep
 from engines.reference.graphs import Decode, Graphs
 from engines.reference.kv_codec import KvCodec
 from engines.reference.layer import apply_layer
@@ -60,17 +61,22 @@ class _Prompt(NamedTuple):
     mask: torch.Tensor | None
 
 
+class _Decodes(NamedTuple):
+    """The spans of one token: the first rows of the step."""
+
+    positions: torch.Tensor  # [n]
+    tables: torch.Tensor  # [n * width], their blocks
+    length: int  # of the longest of them, or more
+    mask: torch.Tensor | None  # additive [n, 1, 1, length]; None where nothing is to be hidden
+
+
 class _Step(NamedTuple):
     """What attention needs to know, computed once and used by every layer."""
 
     cos: torch.Tensor  # [T, 1, head_size]
     sin: torch.Tensor
     slots: torch.Tensor  # [T, 1]
-    decodes: int
-    # Blocks of the decoding spans, flattened [decodes * width], and the additive mask [decodes, 1, 1, length].
-    tables: torch.Tensor
-    length: int
-    mask: torch.Tensor | None
+    decodes: _Decodes | None
     prompts: list[_Prompt]
 
 
@@ -111,6 +117,7 @@ class Model:
         shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
         self._pool = torch.zeros(shape, dtype=held, device=self.device)
         self._scratch = torch.empty(0, dtype=held, device=self.device)
+        self._paged = self._has_paged_attention()
         self._graphs = None
         if self.device.type == "cuda":
             self._graphs = Graphs(self.decode, tokens_per_block, num_blocks)
@@ -143,15 +150,25 @@ class Model:
     @torch.inference_mode()
     def decode(self, step: Decode) -> torch.Tensor:
         """Logits [n, vocab_size] of n spans of one token each, in a way that may be recorded."""
-        count = len(step.ids)
-        length = len(step.tables) // count * self._block
-        beyond = torch.arange(length, device=self.device) > step.positions[:, None]
-        mask = torch.zeros(count, 1, 1, length, dtype=self.dtype, device=self.device)
-        mask.masked_fill_(beyond[:, None, None], -torch.inf)
+        length = len(step.tables) // len(step.ids) * self._block
+        decodes = _Decodes(step.positions, step.tables, length, self._mask(step.positions, length))
         cos, sin = self._cos[step.positions].unsqueeze(1), self._sin[step.positions].unsqueeze(1)
-        return self._logits(
-            self._run(step.ids, _Step(cos, sin, step.slots[:, None], count, step.tables, length, mask, prompts=[]))
-        )
+        return self._logits(self._run(step.ids, _Step(cos, sin, step.slots[:, None], decodes, prompts=[])))
+
+    def _has_paged_attention(self) -> bool:
+        """Whether decoding tokens see the cache where it lies. Elsewhere it is gathered for them first."""
+        if self.device.type != "cuda" or not can_compile():
+            return False
+        e4m3 = self.config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+        return not e4m3 or torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | None:
+        """What hides from tokens at `positions` [n] what is behind them, [n, 1, 1, length]."""
+        if self._paged:
+            return None
+        beyond = torch.arange(length, device=self.device) > positions[:, None]
+        mask = torch.zeros(len(positions), 1, 1, length, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(beyond[:, None, None], -torch.inf)
 
     def _clear(self, spans: Sequence[Span]) -> None:
         """Zero the blocks begun but not filled in this step: their rest must not keep what others left there."""
@@ -203,15 +220,6 @@ class Model:
             decodes += 1
         positions = [span.start for span in spans[:decodes]]
         slots = [s.blocks[s.start // size] * size + s.start % size for s in spans[:decodes]]
-        tables, length, mask = torch.empty(0, dtype=torch.long), 0, None
-        if decodes:
-            length = max(positions) + 1
-            width = -(-length // size)
-            tables = torch.tensor([block for s in spans[:decodes] for block in _fit(s.blocks, width)])
-            if min(positions) + 1 < length:
-                hidden = torch.arange(length) > torch.tensor(positions)[:, None]
-                mask = torch.zeros(decodes, 1, 1, length, dtype=self.dtype)
-                mask = mask.masked_fill_(hidden[:, None, None], -torch.inf).to(self.device)
         parts = [torch.tensor(slots, dtype=torch.long)]
         where = [torch.tensor(positions, dtype=torch.long)]
         prompts: list[_Prompt] = []
@@ -225,14 +233,18 @@ class Model:
             where.append(torch.from_numpy(at))
             row += count
         position = torch.cat(where).to(self.device)
+        seen = None
+        if decodes:
+            length = max(positions) + 1
+            tables = [block for s in spans[:decodes] for block in _fit(s.blocks, -(-length // size))]
+            places = position[:decodes]
+            mask = self._mask(places, length) if min(positions) + 1 < length else None
+            seen = _Decodes(places, torch.tensor(tables, device=self.device), length, mask)
         return _Step(
             cos=self._cos[position].unsqueeze(1),
             sin=self._sin[position].unsqueeze(1),
             slots=torch.cat(parts).to(self.device)[:, None],
-            decodes=decodes,
-            tables=tables.to(self.device),
-            length=length,
-            mask=mask,
+            decodes=seen,
             prompts=prompts,
         )
 
@@ -257,17 +269,8 @@ class Model:
             None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, size),
         )  # fmt: skip
         parts: list[torch.Tensor] = []
-        if step.decodes:
-            n = step.decodes
-            cached = self._gather(pool, codec, step.tables, n, step.length)
-            # The query heads that share a key head take the place of the query's length: no key is repeated.
-            out = functional.scaled_dot_product_attention(
-                x[:n, :heads].view(n, kv, heads // kv, size),
-                cached[:, :, :kv].transpose(1, 2),
-                cached[:, :, kv:].transpose(1, 2),
-                attn_mask=step.mask,
-            )
-            parts.append(out.reshape(n, heads * size))
+        if step.decodes is not None:
+            parts.append(self._attend_cached(x[: len(step.decodes.positions), :heads], pool, codec, step.decodes))
         for first, last, blocks, length, mask in step.prompts:
             own = x[first:last].unsqueeze(0)
             seen = own[:, :, heads:]
@@ -286,6 +289,27 @@ class Model:
             )
             parts.append(out.transpose(1, 2).reshape(last - first, heads * size))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_cached(
+        self, query: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, decodes: _Decodes
+    ) -> torch.Tensor:
+        """[n, heads, head_size] -> [n, heads * head_size]."""
+        positions, tables, length, mask = decodes
+        if self._paged:
+            from engines.reference.kernels import paged_attention
+
+            return paged_attention(query, pool, codec, tables, positions, self._kv_heads, self._block)
+        n, heads, size = query.shape
+        kv = self._kv_heads
+        cached = self._gather(pool, codec, tables, n, length)
+        # The query heads that share a key head take the place of the query's length: no key is repeated.
+        out = functional.scaled_dot_product_attention(
+            query.reshape(n, kv, heads // kv, size),
+            cached[:, :, :kv].transpose(1, 2),
+            cached[:, :, kv:].transpose(1, 2),
+            attn_mask=mask,
+        )
+        return out.reshape(n, heads * size)
 
     def _gather(
         self, pool: torch.Tensor, codec: KvCodec | None, blocks: torch.Tensor, rows: int, length: int

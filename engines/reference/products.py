@@ -10,7 +10,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from engines.reference.fused import compiling, one_kernel, tuned_kernel
+from engines.reference.fused import compiling, one_kernel
 
 # Sums of so many products of two int8 are below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
@@ -21,6 +21,8 @@ _MANY_ROWS = 32
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, in] @ weight [out, in].T, both of one type. Columns of the result may be contiguous, not rows."""
+    if _one_recorded(x, weight):
+        return _row_product(x, weight, None, x.dtype)
     # On a CPU, weights as the left factor are up to twice as fast in 16 bits, and slower in 32.
     if weight.dtype == torch.float32 or weight.is_cuda:
         return functional.linear(x, weight)
@@ -29,6 +31,17 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if len(x) >= _MANY_ROWS and not _has_instructions(weight.dtype):
         return functional.linear(x.float(), weight.float()).to(x.dtype)
     return torch.mm(weight, x.t()).t()
+
+
+def _one_recorded(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a graph is made for one row: libraries' kernels, made for tiles of many, leave memory waiting."""
+    return len(x) == 1 and weight.is_cuda and compiling()
+
+
+def _row_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    from engines.reference.kernels import row_product
+
+    return row_product(x, weight, scale, dtype)
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
@@ -63,6 +76,8 @@ def e4m3_product(
     if weight.dtype != torch.float8_e4m3fn:
         product = multiply(x.to(weight.dtype), weight)
         return product if scale is None else (product * scale).to(dtype)
+    if _one_recorded(x, weight):
+        return _row_product(x, weight, scale, dtype)
     one = _one(x.device)
     return torch._scaled_mm(x, weight.t(), scale_a=one if scale is None else scale, scale_b=one, out_dtype=dtype)
 
@@ -80,16 +95,9 @@ def int8_operand(codes: torch.Tensor) -> torch.Tensor:
 
 def int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x @ weight.T for int8 x, exact in int32; times a scale [out], in float32, rounded once to `dtype`."""
-    # For one row the library's kernel, made for tiles of many, takes twice as long as reading the weight does.
-    if len(x) == 1 and compiling() and weight.dtype == torch.int8:
-        return _one_row(x, weight, scale, dtype)
+    if _one_recorded(x, weight):
+        return _row_product(x, weight, scale, dtype)
     return _scaled(_int8_sums(x, weight), scale, dtype)
-
-
-@tuned_kernel
-def _one_row(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    sums = (weight.int() * x.int()).sum(-1, dtype=torch.int32)
-    return (sums * scale).to(dtype).unsqueeze(0)
 
 
 @one_kernel
