@@ -132,9 +132,9 @@ def _multiply(  # type: ignore[no-untyped-def]
     # Unrolled, so that all of a row is asked for before any of it is needed.
     for first in tl.static_range(0, IN, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        left = tl.load(x + at, mask=at < IN, other=0.0)
-        right = tl.load(weight + row * weight_stride + at, mask=at < IN, other=0.0)
-        sums += left.to(SUM) * right.to(SUM)
+        # Nobody reads it again before the next step: the cache is for others.
+        own = tl.load(weight + row * weight_stride + at, mask=at < IN, other=0.0, eviction_policy="evict_first")
+        sums += own.to(SUM) * tl.load(x + at, mask=at < IN, other=0.0).to(SUM)
     total = tl.sum(sums)
     if scale is not None:
         total = total.to(tl.float32) * tl.load(scale + (row if SCALED_BY_ROW else 0))
