@@ -36,6 +36,7 @@ WORKERS = (
     | {
         f"engines.reference.{name}"
         for name in (
+            "attention",
             "branches",
             "codes",
             "fused",

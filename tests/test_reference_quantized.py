@@ -17,10 +17,11 @@ from engines.base import DataType, Mapping
 from engines.errors import InputDataError
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
 from engines.reference import runtime as runtime_module
+from engines.reference.attention import Span
 from engines.reference.fused import rms_norm
 from engines.reference.hf_weights import HfFolder, UnifiedFolder
 from engines.reference.layer import run_layer
-from engines.reference.model import Model, Span
+from engines.reference.model import Model
 from engines.reference.products import multiply
 from engines.reference.request import Request
 from engines.reference.rope import rotary_tables

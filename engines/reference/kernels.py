@@ -67,7 +67,8 @@ def _tokens_at_once(device: torch.device, nbytes: int) -> int:
     return tokens
 
 
-@triton.jit
+# Compiled once, and not again for a width of tables that 16 divides.
+@triton.jit(do_not_specialize=["width"])
 def _attend(  # type: ignore[no-untyped-def]
     query, query_stride, pool, pool_stride, scales, tables, width, positions, out, softmax_scale,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,

@@ -22,7 +22,8 @@ import torch.distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engines.errors import HostError, TrtpipeError
-from engines.reference.model import Model, Span
+from engines.reference.attention import Span
+from engines.reference.model import Model
 from engines.reference.ranks import Apart
 from engines.reference.weights import Weights, load_weights
 from engines.tensorrt_llm.checkpoint import CheckpointConfig

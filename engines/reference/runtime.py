@@ -18,8 +18,9 @@ from engines.build_config import BuildConfig
 from engines.devices import find_device, named_memory_errors
 from engines.errors import InputDataError, UsageError, suggestion
 from engines.files import read_json
+from engines.reference.attention import Span
 from engines.reference.cache import BlockPool
-from engines.reference.model import Model, Span
+from engines.reference.model import Model
 from engines.reference.parallel import ParallelModel
 from engines.reference.request import FloatArray, Output, Request, RequestRefused
 from engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs

@@ -1,0 +1,267 @@
+"""Attention over a paged cache: who sees what in a step, and the pool that keys and values live in.
+
+The pool is [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's keys in front of its
+values: a token is written at its slot in one go, and a block is gathered as one row. A quantized cache holds codes. The
+tokens of a prompt see those of their own step as they are, like TensorRT-LLM's context attention; a decoding token sees
+everything through the cache, itself included, like its XQA kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from engines.quant import KvCacheQuantAlgo
+from engines.reference.fused import can_compile, rotate_and_keep
+from engines.reference.graphs import Decode
+from engines.reference.kv_codec import KvCodec
+from engines.reference.rope import rotary_tables
+from engines.reference.weights import LayerShard, rank_heads
+from engines.tensorrt_llm.checkpoint import CheckpointConfig
+
+# For steps of any length: cuDNN's attention, which a GPU would take, spends 50 ms on each that it has not met.
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of one request to run in this step.
+
+    tokens  the token ids
+    start   position of the first one; those before it are in the cache
+    blocks  the request's blocks, enough for start + len(tokens) positions
+    logits  for how many of the last tokens logits are wanted
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    logits: int
+
+
+class _Prompt(NamedTuple):
+    """A span of several tokens: rows [first, last) of the step, and how they see the cache."""
+
+    first: int
+    last: int
+    # Blocks and length of everything up to the span's end; None when the span is all there is.
+    blocks: torch.Tensor | None
+    length: int
+    mask: torch.Tensor | None
+
+
+class _Decodes(NamedTuple):
+    """The spans of one token: the first rows of the step."""
+
+    positions: torch.Tensor  # [n]
+    tables: torch.Tensor  # [n * width], their blocks
+    length: int  # of the longest of them, or more
+    mask: torch.Tensor | None  # additive [n, 1, 1, length]; None where nothing is to be hidden
+
+
+class Step(NamedTuple):
+    """What attention needs to know, computed once and used by every layer."""
+
+    cos: torch.Tensor  # [T, 1, head_size]
+    sin: torch.Tensor
+    slots: torch.Tensor  # [T, 1]
+    decodes: _Decodes | None
+    prompts: list[_Prompt]
+
+
+class Attention:
+    """Of a model of `shards` parts of layers, in `dtype`, over `num_blocks` blocks and one more, up to `max_positions`.
+
+    Raises CheckpointError for a rotary scaling that cannot be computed.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shards: int,
+        max_positions: int,
+        num_blocks: int,
+        tokens_per_block: int,
+    ) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._heads, self._kv_heads = rank_heads(config)
+        self._block = tokens_per_block
+        self._per_token = 2 * self._kv_heads * config.head_size
+        self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_positions))
+        held = dtype if config.quantization.kv_cache_quant_algo is None else torch.int8
+        # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives. The block behind the
+        # last is where a replayed step writes what nobody asked for.
+        shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
+        self._pool = torch.zeros(shape, dtype=held, device=device)
+        self._scratch = torch.empty(0, dtype=held, device=device)
+        self._paged = self._has_paged_attention()
+
+    def clear(self, spans: Sequence[Span]) -> None:
+        """Zero the blocks begun but not filled in this step: their rest must not keep what others left there."""
+        begun: list[int] = []
+        for span in spans:
+            stop = span.start + len(span.tokens)
+            if 0 < stop % self._block <= len(span.tokens):
+                begun.append(span.blocks[stop // self._block])
+        if begun:
+            self._pool.index_fill_(1, torch.tensor(begun, device=self._device), 0)
+
+    def plan(self, spans: Sequence[Span]) -> Step:
+        """Of any step; spans of one token come first."""
+        size = self._block
+        decodes = 0
+        while decodes < len(spans) and len(spans[decodes].tokens) == 1:
+            decodes += 1
+        positions = [span.start for span in spans[:decodes]]
+        slots = [s.blocks[s.start // size] * size + s.start % size for s in spans[:decodes]]
+        parts = [torch.tensor(slots, dtype=torch.long)]
+        where = [torch.tensor(positions, dtype=torch.long)]
+        prompts: list[_Prompt] = []
+        row = decodes
+        for span in spans[decodes:]:
+            count = len(span.tokens)
+            prompts.append(self._plan_prompt(span, row))
+            at = np.arange(span.start, span.start + count)
+            blocks = np.asarray(span.blocks)
+            parts.append(torch.from_numpy(blocks[at // size] * size + at % size))
+            where.append(torch.from_numpy(at))
+            row += count
+        position = torch.cat(where).to(self._device)
+        seen = None
+        if decodes:
+            length = max(positions) + 1
+            tables = [block for s in spans[:decodes] for block in _fit(s.blocks, -(-length // size))]
+            places = position[:decodes]
+            mask = self._mask(places, length) if min(positions) + 1 < length else None
+            seen = _Decodes(places, torch.tensor(tables, device=self._device), length, mask)
+        return Step(
+            cos=self._cos[position].unsqueeze(1),
+            sin=self._sin[position].unsqueeze(1),
+            slots=torch.cat(parts).to(self._device)[:, None],
+            decodes=seen,
+            prompts=prompts,
+        )
+
+    def plan_decode(self, step: Decode) -> Step:
+        """Of a step that only decodes, in a way that may be recorded."""
+        length = len(step.tables) // len(step.ids) * self._block
+        decodes = _Decodes(step.positions, step.tables, length, self._mask(step.positions, length))
+        cos, sin = (table[step.positions].unsqueeze(1) for table in (self._cos, self._sin))
+        return Step(cos, sin, step.slots[:, None], decodes, prompts=[])
+
+    def _has_paged_attention(self) -> bool:
+        """Whether decoding tokens see the cache where it lies. Elsewhere it is gathered for them first."""
+        if self._device.type != "cuda" or not can_compile():
+            return False
+        e4m3 = self._config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+        return not e4m3 or torch.cuda.get_device_capability(self._device) >= (8, 9)
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | None:
+        """What hides from tokens at `positions` [n] what is behind them, [n, 1, 1, length]."""
+        if self._paged:
+            return None
+        beyond = torch.arange(length, device=self._device) > positions[:, None]
+        mask = torch.zeros(len(positions), 1, 1, length, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(beyond[:, None, None], -torch.inf)
+
+    def _plan_prompt(self, span: Span, row: int) -> _Prompt:
+        count = len(span.tokens)
+        length = span.start + count
+        if span.start == 0:
+            return _Prompt(row, row + count, None, length, None)
+        blocks = torch.tensor(span.blocks[: -(-length // self._block)], device=self._device)
+        mask = torch.full((count, length), -torch.inf, dtype=self._dtype, device=self._device).triu_(span.start + 1)
+        return _Prompt(row, row + count, blocks, length, mask)
+
+    def attend(
+        self, step: Step, first_shard: int, layer: Sequence[LayerShard], place: int, qkv: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, features of q, k and v] -> [T, features of q], for the heads of shard `place` of a layer.
+
+        first_shard  how many shards the layers before it have
+        """
+        heads, kv, size = self._heads, self._kv_heads, self._config.head_size
+        pool, codec = self._pool[first_shard + place], layer[place].kv_codec
+        # Keys lie right behind the queries, so both are rotated at once.
+        x = rotate_and_keep(
+            qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin,
+            None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, size),
+        )  # fmt: skip
+        parts: list[torch.Tensor] = []
+        if step.decodes is not None:
+            parts.append(self._attend_cached(x[: len(step.decodes.positions), :heads], pool, codec, step.decodes))
+        parts += [self._attend_prompt(x[one.first : one.last], pool, codec, one) for one in step.prompts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_prompt(
+        self, own: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, prompt: _Prompt
+    ) -> torch.Tensor:
+        """[n, heads of queries, keys and values, head_size] -> [n, heads * head_size]."""
+        n, heads, kv = len(own), self._heads, self._kv_heads
+        own = own.unsqueeze(0)
+        seen = own[:, :, heads:]
+        if prompt.blocks is not None:
+            cached = self._gather(pool, codec, prompt.blocks, 1, prompt.length)
+            if codec is not None:
+                cached[:, -n:] = seen
+            seen = cached
+        out = functional.scaled_dot_product_attention(
+            own[:, :, :heads].transpose(1, 2),
+            seen[:, :, :kv].transpose(1, 2),
+            seen[:, :, kv:].transpose(1, 2),
+            attn_mask=prompt.mask,
+            is_causal=prompt.mask is None,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).reshape(n, -1)
+
+    def _attend_cached(
+        self, query: torch.Tensor, pool: torch.Tensor, codec: KvCodec | None, decodes: _Decodes
+    ) -> torch.Tensor:
+        """[n, heads, head_size] -> [n, heads * head_size]."""
+        positions, tables, length, mask = decodes
+        if self._paged:
+            from engines.reference.kernels import paged_attention
+
+            return paged_attention(query, pool, codec, tables, positions, self._kv_heads, self._block)
+        n, heads, size = query.shape
+        kv = self._kv_heads
+        cached = self._gather(pool, codec, tables, n, length)
+        # The query heads that share a key head take the place of the query's length: no key is repeated.
+        out = functional.scaled_dot_product_attention(
+            query.reshape(n, kv, heads // kv, size),
+            cached[:, :, :kv].transpose(1, 2),
+            cached[:, :, kv:].transpose(1, 2),
+            attn_mask=mask,
+        )
+        return out.reshape(n, heads * size)
+
+    def _gather(
+        self, pool: torch.Tensor, codec: KvCodec | None, blocks: torch.Tensor, rows: int, length: int
+    ) -> torch.Tensor:
+        """Cached tokens of `rows` requests, [rows, length, 2 * kv_heads, head_size]; valid until the next call."""
+        if pool.is_cuda:
+            # index_select takes three times as long for few blocks.
+            out = pool[blocks]
+        else:
+            wanted = len(blocks) * self._block * self._per_token
+            if self._scratch.numel() < wanted:
+                # A fresh buffer each time would cost more in page faults than the copy itself.
+                self._scratch = self._scratch.new_empty(wanted + wanted // 2)
+            out = self._scratch[:wanted].view(len(blocks), -1)
+            torch.index_select(pool, 0, blocks, out=out)
+        tokens = out.view(rows, -1, 2 * self._kv_heads, self._config.head_size)[:, :length]
+        return tokens if codec is None else codec.decode(tokens, self._dtype)
+
+
+def _fit(blocks: Sequence[int], width: int) -> list[int]:
+    """The first `width` blocks. A shorter row repeats a block of its own, hidden by the mask: a NaN in another
+    request's block would come through."""
+    return [*blocks[:width], *[blocks[0]] * (width - len(blocks))]
