@@ -42,7 +42,7 @@ def test_accuracy() -> None:
 def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
     row = {
         "protocol": "grpc", "concurrency": 256, "tokens_per_s": 9500.0, "ttft_p50_ms": 41.0, "itl_p50_ms": None,
-        "itl_p99_ms": 12.25, "failed": 2, "valid": False,
+        "itl_p99_ms": 12.25, "failed": 2, "valid": False, "pattern": "steady",
     }  # fmt: skip
     waves = {**row, "pattern": "waves", "tokens_per_s": 19_000.0, "failed": 0, "valid": True}
     result = {
@@ -50,13 +50,22 @@ def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
         "bf16": {"in_process": {"256": {"waves": 16000.0, "steady": 8000.0}}, "served": []},
     }
     text = page.render({"engine": section(result)})
+    assert "| precision | in flight | waves | over bf16 | steady | over bf16 |" in text
     assert "| fp8 | 256 | 20,000 | 1.25 | 10,000 | 1.25 |" in text
     steady = "| fp8 | Triton gRPC | 256 | steady | 9,500 | 95.0% | 41 | - / 12.2 |"
-    assert f"{steady} INVALID: the client was the limit 2 failed |" in text
+    assert f"{steady} INVALID: the client was the limit, 2 failed |" in text
     assert "| fp8 | Triton gRPC | 256 | waves | 19,000 | 95.0% | 41 | - / 12.2 |  |" in text
-    assert "Prompts came" in text
-    result["fp8"]["served"] = [{**one, "seed": number} for number, one in enumerate((row, waves))]
-    assert "Prompts came" not in page.render({"engine": section(result)})
+    assert "had room for 278 chunks" in text
+
+
+def test_a_cache_of_8_bits_beside_the_same_weights_without() -> None:
+    result = {
+        name: {"in_process": {"256": {"waves": speed, "steady": speed}}, "served": []}
+        for name, speed in (("fp8-kv", 21_000.0), ("fp8", 20_000.0))
+    }
+    text = page.render({"kv_cache": section(result)})
+    assert "| precision | in flight | waves | over fp8 | steady | over fp8 |" in text
+    assert "| fp8-kv | 256 | 21,000 | 1.05 | 21,000 | 1.05 |" in text
 
 
 def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
@@ -94,7 +103,13 @@ def test_two_gpus() -> None:
 
 
 def test_what_was_not_run_is_always_told() -> None:
-    assert "TensorRT engines" in page.render({})
+    nothing = page.render({})
+    assert "TensorRT engines" in nothing
+    assert "**Two GPUs**" in nothing
+    speeds = {"fp8": {"in_process": {}, "served": []}}
+    there = page.render({"kv_cache": section(speeds)})
+    assert "**The speed of an FP8 KV cache**" in nothing
+    assert "**The speed of an FP8 KV cache**" not in there
 
 
 def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:

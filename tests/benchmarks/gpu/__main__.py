@@ -30,7 +30,7 @@ from pipeline import config, http_streams
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
 
-SECTIONS = ("accuracy", "engine", "reference", "quantize", "parallel")
+SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "parallel")
 
 
 def main() -> int:

@@ -18,6 +18,16 @@ ABSENT = """\
   runs in the reference runtime alone.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
 """
+# The same of sections that are not there yet.
+MISSING = {
+    "kv_cache": """\
+- **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
+""",
+    "parallel": """\
+- **Two GPUs**: ranks over NCCL, and vLLM at tp=2. In their place, on a CPU and in every run of the tests: the same
+  ranks in processes of their own over gloo, against the same shards in one process and the checkpoint of one rank.
+""",
+}
 
 
 def render(kept: Mapping[str, Any]) -> str:
@@ -29,7 +39,7 @@ def render(kept: Mapping[str, Any]) -> str:
     for name, writer in WRITERS.items():
         if name in kept:
             parts.append(writer(kept[name], kept[name]["result"]))
-    return "\n".join([*parts, ABSENT])
+    return "\n".join([*parts, ABSENT]) + "".join(words for name, words in MISSING.items() if name not in kept)
 
 
 def _where(section: Mapping[str, Any]) -> str:
@@ -89,31 +99,7 @@ def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    inside, served = [], []
-    room = section["machine"].get("http_streams")
-    said = "" if room is None else f" Triton's HTTP server\nhad room for {room:,} chunks (docs/serving.md)."
-    for name, one in result.items():
-        for level, speed in one["in_process"].items():
-            plain = result.get("bf16", {}).get("in_process", {}).get(level)
-            ratio = [f"{speed[way] / plain[way]:.2f}" if plain else "" for way in ("waves", "steady")]
-            inside.append(
-                f"| {name} | {level} | {speed['waves']:,.0f} | {ratio[0]} | {speed['steady']:,.0f} | {ratio[1]} |"
-            )
-        for row in one["served"]:
-            pattern = row.get("pattern", "steady")
-            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])][pattern]
-            gaps = f"{_ms(row['itl_p50_ms'])} / {_ms(row['itl_p99_ms'])}"
-            served.append(
-                f"| {name} | {PROTOCOLS[row['protocol']]} | {row['concurrency']} | {pattern} "
-                f"| {row['tokens_per_s']:,.0f} | {kept:.1%} | {row['ttft_p50_ms']:.0f} | {gaps} "
-                f"| {_doubts(row)} |"
-            )
-    # Rows from before each load had prompts of its own.
-    if any("seed" not in row for one in result.values() for row in one["served"]):
-        said += (
-            " Prompts came\nback from load to load, and vLLM had three quarters of each in its cache: steady loads, "
-            "and all fronts but the first,\nhad less to compute than was asked of them."
-        )
+    room = section["machine"]["http_streams"]
     return "\n".join(
         [
             "## Speed: vLLM from our folders, alone and behind our fronts\n",
@@ -121,24 +107,69 @@ def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "A Llama of Llama 3 8B's shapes and random weights, 128 tokens in and 128 out, a closed loop of so many "
             "requests\nin flight. Waves: all start, and so end, together. Steady: they are spread over a request's "
             "time, as the load tester\nspreads them, so that prompts are computed beside the tokens of others.\n",
-            "In the engine's process, without a server, tokens a second and over bf16's:\n",
-            "| precision | in flight | waves | over bf16 | steady | over bf16 |",
-            "|---|---|---|---|---|---|",
-            *inside,
-            "",
-            f"The same engine served: tritonserver, our backend, the load tester on the same machine.{said}\n",
-            "| precision | front | in flight | | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *served,
-            "",
+            *_speeds(result, "bf16"),
+            "The same engine served: tritonserver, our backend, the load tester on the same machine. Triton's HTTP "
+            f"server\nhad room for {room:,} chunks (docs/serving.md).\n",
+            *_fronts(result),
             _commands(section),
         ]
     )
 
 
+def _kv_cache(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "## Speed: vLLM with an FP8 KV cache\n",
+            _where(section),
+            "The same model and loads; the same FP8 weights with a cache of 8 and of 16 bits.\n",
+            *_speeds(result, "fp8"),
+            "Served:\n",
+            *_fronts(result),
+            _commands(section),
+        ]
+    )
+
+
+def _speeds(result: Mapping[str, Any], plain: str) -> list[str]:
+    """In the engine's own process, beside those of `plain`."""
+    rows = []
+    for name, one in result.items():
+        for level, speed in one["in_process"].items():
+            beside = result.get(plain, {}).get("in_process", {}).get(level)
+            ratio = [f"{speed[way] / beside[way]:.2f}" if beside else "" for way in ("waves", "steady")]
+            rows.append(
+                f"| {name} | {level} | {speed['waves']:,.0f} | {ratio[0]} | {speed['steady']:,.0f} | {ratio[1]} |"
+            )
+    return [
+        f"In the engine's process, without a server, tokens a second and over {plain}'s:\n",
+        f"| precision | in flight | waves | over {plain} | steady | over {plain} |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
+def _fronts(result: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, one in result.items():
+        for row in one["served"]:
+            kept = row["tokens_per_s"] / one["in_process"][str(row["concurrency"])][row["pattern"]]
+            gaps = f"{_ms(row['itl_p50_ms'])} / {_ms(row['itl_p99_ms'])}"
+            rows.append(
+                f"| {name} | {PROTOCOLS[row['protocol']]} | {row['concurrency']} | {row['pattern']} "
+                f"| {row['tokens_per_s']:,.0f} | {kept:.1%} | {row['ttft_p50_ms']:.0f} | {gaps} | {_doubts(row)} |"
+            )
+    return [
+        "| precision | front | in flight | | tok/s | of in-process | TTFT p50 ms | ITL p50 / p99 ms | |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
 def _doubts(row: Mapping[str, Any]) -> str:
-    valid = "" if row["valid"] else "INVALID: the client was the limit "
-    return valid + (f"{row['failed']} failed" if row["failed"] else "")
+    client = ["INVALID: the client was the limit"] if not row["valid"] else []
+    return ", ".join([*client, *([f"{row['failed']} failed"] if row["failed"] else [])])
 
 
 def _reference(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -227,5 +258,6 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 WRITERS = {
-    "accuracy": _accuracy, "engine": _engine, "reference": _reference, "quantize": _quantize, "parallel": _parallel,
+    "accuracy": _accuracy, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference, "quantize": _quantize,
+    "parallel": _parallel,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,24 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 def engine(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """vLLM from our folders: stepped in its own process, then behind each of our fronts, on the same load."""
-    for dtype in ("fp8", "bf16", "fp8-kv"):
-        whole = dtype != "fp8-kv"
-        levels, protocols = (BUSY, ("grpc", "http", "completions")) if whole else (BUSY[:1], ("grpc",))
-        asked = [(n, protocol, seconds) for protocol in protocols for n in levels for seconds in (SECONDS, None)]
+    _vllm(place, model, ("fp8", "bf16"), LEVELS, BUSY, ("grpc", "http", "completions"), out, keep)
+
+
+def kv_cache(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
+    """vLLM with an FP8 KV cache beside the same weights without."""
+    _vllm(place, model, ("fp8-kv", "fp8"), BUSY, BUSY[:1], ("grpc",), out, keep)
+
+
+def _vllm(
+    place: Place, model: Path, precisions: Sequence[str], levels: Sequence[int], busy: Sequence[int],
+    protocols: Sequence[str], out: dict[str, Any], keep: Keep,
+) -> None:  # fmt: skip
+    asked = [(n, protocol, seconds) for protocol in protocols for n in busy for seconds in (SECONDS, None)]
+    for dtype in precisions:
         if len(out.get(dtype, {}).get("served", ())) == len(asked):
             continue
         run = place.build(model, dtype, "vllm")
-        with place.served(run.name, LEVELS if whole else levels, SECONDS) as inside:
+        with place.served(run.name, levels, SECONDS) as inside:
             out[dtype] = {"in_process": inside, "served": []}
             keep()
             for one in asked:
