@@ -73,12 +73,11 @@ def test_each_request_sees_its_own_tokens_and_no_others(
     if codec is not None:
         seen = codec.decode(seen, dtype)
     # What nobody may read: a block that no request has, and what a block's last owner left behind the newest token.
-    if codec is None:
-        cached[spare] = torch.nan
+    poison = torch.nan if codec is None else 127  # among e4m3 codes this is a NaN too
+    cached[spare] = poison
     for request, position in enumerate(positions.tolist()):
         last = position // block
-        if codec is None:
-            cached[tables[request, last], position % block + 1 :] = torch.nan
+        cached[tables[request, last], position % block + 1 :] = poison
         tables[request, last + 1 :] = spare
     on_device = None if codec is None else KvCodec(codec.algo, codec.scale.to(DEVICE))
     answer = paged_attention(
