@@ -25,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from engines.errors import TrtpipeError
 from engines.nvidia import Gpu, read_gpus
 from pipeline import config, http_streams
 from tests.benchmarks.gpu import page, sections
@@ -125,4 +126,7 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except TrtpipeError as error:
+        sys.exit(f"error: {error}")
