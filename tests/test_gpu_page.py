@@ -102,6 +102,15 @@ def test_two_gpus() -> None:
     assert "vLLM on two GPUs from the FP8 folder: 200 at 1 tok/s." in text
 
 
+def test_two_ranks_on_one_gpu() -> None:
+    pair = {
+        "to": "the same shards in one process", "kl": 0.0, "top1": 1.0, "places": 1280, "largest": 0.0, "answers": 8,
+        "of": 8,
+    }  # fmt: skip
+    text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "tokens_per_s": {}}})})
+    assert "| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | 8 of 8 |" in text
+
+
 def test_what_was_not_run_is_always_told() -> None:
     nothing = page.render({})
     assert "TensorRT engines" in nothing

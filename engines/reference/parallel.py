@@ -45,6 +45,9 @@ class _Part(NamedTuple):
 class ParallelModel:
     """`Model` over the tp_ranks of the checkpoint in `folder`, on devices cuda:0 to cuda:tp_size-1 or the CPU.
 
+    Where there are fewer GPUs ranks share them, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1: it is
+    slow, each waits for the other's turn.
+
     `num_blocks` is asked when the weights are there. Raises as `load_weights` does, and HostError where a rank does
     not start.
     """
@@ -117,7 +120,7 @@ class ParallelModel:
 
 
 def _device(kind: str, rank: int) -> str:
-    return f"cuda:{rank}" if kind == "cuda" else kind
+    return f"cuda:{rank % torch.cuda.device_count()}" if kind == "cuda" else kind
 
 
 def _join(

@@ -7,7 +7,8 @@ are kept with its date, machine, versions and commands in the JSON; the page is 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
         [--resume] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
 
-SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one. `--resume` goes on with
+SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one, where `shared_gpu` needs
+NCCL 2.30 (of an older torch: a newer libnccl.so.2 by LD_PRELOAD). `--resume` goes on with
 sections that broke off today, on this machine and with these versions. On a host of several GPUs two of these may run
 at once, each with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the other one does, for the page.
 """
@@ -31,7 +32,7 @@ from pipeline import config, http_streams
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
 
-SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "parallel")
+SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
 
 
 def main() -> int:

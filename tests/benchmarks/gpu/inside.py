@@ -301,18 +301,18 @@ def _mean(pairs: list[tuple[float, float, int]]) -> dict[str, float]:
     return {"kl": divergence / places, "top1": same / places, "places": places}
 
 
-def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def ranks(engine: str, alone: str, prompts: list[list[int]], new: int, levels: list[int]) -> dict[str, Any]:
     """A tensor-parallel engine over NCCL, the same shards in one process, and the engine of one rank.
 
-    Every place of every prompt and greedy answer is compared.
+    Every place of every prompt and greedy answer is compared; tokens a second are measured at `levels`.
     """
     import torch
 
-    apart = Reference(Path(engine), kv_cache_tokens=TOKENS)
+    apart = Reference(Path(engine), kv_cache_tokens=TOKENS, apart=True)
     answers = _greedy(apart, prompts, new)
     rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
     theirs = _context_logits(apart, rows)
-    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, [1, 64], None), "pairs": []}
+    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, levels, None), "pairs": []}
     apart.runtime.close()
     for name, folder in (("the same shards in one process", engine), ("one rank", alone)):
         one = Reference(Path(folder), kv_cache_tokens=TOKENS, apart=False)
@@ -325,7 +325,7 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int) -> dict[s
         answered = sum(a == b for a, b in zip(same, answers, strict=True))
         out["pairs"].append({"to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts)})
         if folder == alone:
-            out["tokens_per_s_of_one"] = loop.measure(one, [1, 64], None)
+            out["tokens_per_s_of_one"] = loop.measure(one, levels, None)
         del one
         torch.cuda.empty_cache()
     return out

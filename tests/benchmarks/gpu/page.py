@@ -219,15 +219,24 @@ def _quantize(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     )
 
 
+def _shared_gpu(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            "## Two ranks on one GPU\n",
+            _where(section),
+            "Our checkpoint of two ranks, executed by the reference runtime with a process a rank, over NCCL; both on "
+            "the one GPU, where\nthey wait for each other's turn, so that nothing of it is a speed. Eight prompts and "
+            "greedy answers.\n",
+            *_agreement(result),
+            _commands(section),
+        ]
+    )
+
+
 def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    pairs, speeds = [], []
+    speeds = []
     for name in ("bf16", "fp8"):
         one = result[name]
-        for pair in one["pairs"]:
-            pairs.append(
-                f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
-                f"| {pair['answers']} of {pair['of']} |"
-            )
         for level in one["tokens_per_s"]:
             two, alone = one["tokens_per_s"][level]["waves"], one["tokens_per_s_of_one"][level]["waves"]
             speeds.append(f"| {name} | {level} | {two:,.0f} | {alone:,.0f} | {two / alone:.2f} |")
@@ -237,12 +246,8 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "## Two GPUs\n",
             _where(section),
             "Our checkpoint of two ranks, executed by the reference runtime with a process and a GPU a rank, over "
-            "NCCL; against the\nsame shards one after the other in one process, and the checkpoint of one rank. Eight "
-            "prompts and greedy answers.\n",
-            "| precision | against | mean KL | same likeliest token | largest difference of a logit | same answers |",
-            "|---|---|---|---|---|---|",
-            *pairs,
-            "",
+            "NCCL. Eight prompts and\ngreedy answers.\n",
+            *_agreement(result),
             "| precision | in flight | tok/s on two | tok/s on one | ratio |",
             "|---|---|---|---|---|",
             *speeds,
@@ -257,7 +262,24 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     )
 
 
+def _agreement(result: Mapping[str, Any]) -> list[str]:
+    """Of ranks apart with the same shards one after the other in one process, and with the checkpoint of one rank."""
+    rows = [
+        f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
+        f"| {pair['answers']} of {pair['of']} |"
+        for name in ("bf16", "fp8")
+        if name in result
+        for pair in result[name]["pairs"]
+    ]
+    return [
+        "| precision | against | mean KL | same likeliest token | largest difference of a logit | same answers |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+    ]
+
+
 WRITERS = {
     "accuracy": _accuracy, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference, "quantize": _quantize,
-    "parallel": _parallel,
+    "shared_gpu": _shared_gpu, "parallel": _parallel,
 }  # fmt: skip

@@ -64,7 +64,13 @@ class Place:
         )
         return time.perf_counter() - began
 
-    def inside(self, what: str, python: str | None = None, **arguments: Any) -> Any:
+    def inside(
+        self,
+        what: str,
+        python: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> Any:
         """Run a function of `inside` in the engine's environment, or in that of `python`; what it returns."""
         number = len(list((self.scratch / "logs").glob("*.log")))
         log, result = (self.scratch / "logs" / f"{number}-{what}{suffix}" for suffix in (".log", ".json"))
@@ -73,7 +79,12 @@ class Place:
         command = [python or self.engine_python, "-m", "tests.benchmarks.gpu.inside", what, str(result)]
         with log.open("wb") as out:
             done = subprocess.run(
-                [*command, json.dumps(arguments)], cwd=ROOT, env=self.environment, stdout=out, stderr=out, check=False
+                [*command, json.dumps(arguments)],
+                cwd=ROOT,
+                env={**self.environment, **(environment or {})},
+                stdout=out,
+                stderr=out,
+                check=False,
             )
         print(f"  {time.perf_counter() - began:.1f} s", flush=True)
         if done.returncode:

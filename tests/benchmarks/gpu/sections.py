@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +142,35 @@ def quantize(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None
     out.update(place.inside("quantized", sys.executable, model=str(model), scratch=str(place.scratch), samples=512))
 
 
+def shared_gpu(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
+    """Two ranks of our runtime over NCCL, which from 2.30 on lets them share a GPU: what they compute, not how fast."""
+    _ranks(place, model, [], {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, out, keep)
+
+
 def parallel(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """Two GPUs: our runtime over NCCL from a checkpoint of two ranks, and vLLM from the folder."""
     place.trtpipe("probe")
     probed = sorted((place.scratch / "home" / "gpus").rglob("*.yaml"))
+    out["probe"] = [path.read_text(encoding="utf-8") for path in probed]
+    _ranks(place, model, [1, 64], {}, out, keep)
+    run = place.build(model, "fp8", "vllm", "tp=2")
+    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256])
+    place.forget()
+
+
+def _ranks(
+    place: Place, model: Path, levels: list[int], environment: Mapping[str, str], out: dict[str, Any], keep: Keep
+) -> None:
+    """A checkpoint of two ranks, over NCCL, against the same in one process and that of one rank."""
     random = np.random.default_rng(1)
     prompts = random.integers(2, 100_000, (8, 128)).tolist()
-    out["probe"] = [path.read_text(encoding="utf-8") for path in probed]
     for dtype in ("bf16", "fp8"):
         if dtype in out:
             continue
         two = place.build(model, dtype, "reference", "tp=2") / "engine"
         one = place.build(model, dtype, "reference") / "engine"
-        out[dtype] = place.inside("ranks", engine=str(two), alone=str(one), prompts=prompts, new=64)
+        out[dtype] = place.inside(
+            "ranks", environment=environment, engine=str(two), alone=str(one), prompts=prompts, new=32, levels=levels
+        )
         keep()
         place.forget()
-    run = place.build(model, "fp8", "vllm", "tp=2")
-    out["vllm_fp8"] = place.inside("vllm_throughput", engine=str(run / "engine"), levels=[1, 256])
-    place.forget()
