@@ -9,6 +9,7 @@ from pipeline.bench.work.loads import Closed
 from pipeline.bench.work.work import Work
 from pipeline.load_files import find_load
 from tests.benchmarks.gpu import page
+from tests.benchmarks.gpu.__main__ import left_out
 from tests.benchmarks.gpu.place import write_load
 
 MACHINE = {
@@ -119,6 +120,15 @@ def test_what_was_not_run_is_always_told() -> None:
     there = page.render({"kv_cache": section(speeds)})
     assert "**The speed of an FP8 KV cache**" in nothing
     assert "**The speed of an FP8 KV cache**" not in there
+
+
+def test_what_cannot_run_on_a_machine_is_left_out_with_the_reason() -> None:
+    assert left_out("parallel", 1, [2, 30, 3]) == "this machine has one GPU"
+    assert left_out("parallel", 2, [2, 28, 9]) == ""
+    assert left_out("shared_gpu", 1, [2, 30, 3]) == ""
+    assert left_out("shared_gpu", 1, [2, 28, 9]) == "NCCL 2.28.9 lets no ranks share a GPU, 2.30 does"
+    assert left_out("shared_gpu", 2, [2, 30, 3]) == "this machine has a GPU for each rank"
+    assert left_out("engine", 1, [2, 28, 9]) == ""
 
 
 def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:

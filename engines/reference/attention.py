@@ -74,7 +74,9 @@ class Step(NamedTuple):
 
 
 class Attention:
-    """Of a model of `shards` parts of layers, in `dtype`, over `num_blocks` blocks and one more, up to `max_positions`.
+    """The attention of all layers, which have `shards` parts between them, in `dtype`, up to `max_positions`.
+
+    Over `num_blocks` blocks and one more, which no request has.
 
     Raises CheckpointError for a rotary scaling that cannot be computed.
     """

@@ -7,10 +7,10 @@ are kept with its date, machine, versions and commands in the JSON; the page is 
     python -m tests.benchmarks.gpu SCRATCH --engine-python PYTHON --smollm2 FOLDER [--only accuracy,engine,..]
         [--resume] [--json FILE.json] [--report FILE.md] [--beside SECTIONS]
 
-SCRATCH needs 60 GB of disk. `parallel` needs two GPUs and is left out on a machine of one, where `shared_gpu` needs
-NCCL 2.30 (of an older torch: a newer libnccl.so.2 by LD_PRELOAD). `--resume` goes on with
-sections that broke off today, on this machine and with these versions. On a host of several GPUs two of these may run
-at once, each with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the other one does, for the page.
+SCRATCH needs 60 GB of disk. `parallel` needs two GPUs, and `shared_gpu` one and NCCL 2.30 (for an older torch a newer
+libnccl.so.2 by LD_PRELOAD); where they cannot run they are left out with a word. `--resume` goes on with sections that
+broke off today, on this machine and with these versions. On a host of several GPUs two of these may run at once, each
+with its CUDA_VISIBLE_DEVICES, SCRATCH and JSON; `--beside` is what the other one does, for the page.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
 
 SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
+# From it on ranks may share a GPU.
+SHARING_NCCL = [2, 30]
 
 
 def main() -> int:
@@ -46,6 +48,9 @@ def main() -> int:
     options.add_argument("--json", type=Path, default=Path("docs/measurements/h200.json"))
     options.add_argument("--report", type=Path, default=Path("docs/measurements/h200.md"))
     chosen = options.parse_args()
+    wanted = chosen.only.split(",")
+    for name in set(wanted) - set(SECTIONS):
+        options.error(f"no section is called '{name}'; there are {', '.join(SECTIONS)}")
     scratch: Path = chosen.scratch.resolve()
     (scratch / "logs").mkdir(parents=True, exist_ok=True)
     (scratch / "reports").mkdir(exist_ok=True)
@@ -55,12 +60,13 @@ def main() -> int:
     if gpu is None:
         raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
     kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}
-    for name in chosen.only.split(","):
-        if name == "parallel" and len(gpus) < 2:
-            print("parallel: this machine has one GPU", flush=True)
-            continue
+    for name in wanted:
         place = Place(scratch, chosen.engine_python, gpu)
         found = place.inside("machine")
+        reason = left_out(name, len(gpus), found["nccl"])
+        if reason:
+            print(f"{name} is left out: {reason}", flush=True)
+            continue
         keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
         if name == "accuracy":
             sections.accuracy(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
@@ -72,6 +78,17 @@ def main() -> int:
         keeper.keep()
         chosen.report.write_text(page.render(kept), encoding="utf-8")
     return 0
+
+
+def left_out(name: str, gpus: int, nccl: list[int]) -> str:
+    """Why the section cannot be measured on so many GPUs and with that NCCL, or nothing."""
+    if name == "parallel" and gpus < 2:
+        return "this machine has one GPU"
+    if name == "shared_gpu" and gpus > 1:
+        return "this machine has a GPU for each rank"
+    if name == "shared_gpu" and nccl < SHARING_NCCL:
+        return f"NCCL {'.'.join(map(str, nccl))} lets no ranks share a GPU, {'.'.join(map(str, SHARING_NCCL))} does"
+    return ""
 
 
 class Keeper:

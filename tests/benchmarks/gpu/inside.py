@@ -6,6 +6,7 @@ needs more than torch, transformers and vLLM.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
@@ -368,8 +369,16 @@ def machine() -> dict[str, Any]:
         "bandwidth_gbs": probe.bandwidth(torch),
         "versions": {name: importlib.metadata.version(name) for name in names if name in there},
         "cuda": torch.version.cuda,
+        "nccl": nccl_version(),
         "python": sys.version.split()[0],
     }
+
+
+def nccl_version() -> list[int]:
+    """Of the library that is loaded; torch tells the one that it was built with."""
+    code = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    return [code.value // 10_000, code.value // 100 % 100, code.value % 100]
 
 
 def main() -> None:

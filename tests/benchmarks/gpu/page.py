@@ -24,8 +24,8 @@ MISSING = {
 - **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
 """,
     "parallel": """\
-- **Two GPUs**: ranks over NCCL, and vLLM at tp=2. In their place, on a CPU and in every run of the tests: the same
-  ranks in processes of their own over gloo, against the same shards in one process and the checkpoint of one rank.
+- **Two GPUs**: ranks over NCCL, and vLLM at tp=2. In their place, on a CPU and in every run of the tests: ranks in
+  processes of their own over gloo against the same shards in one process, and these against transformers.
 """,
 }
 
