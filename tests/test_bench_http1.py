@@ -1,52 +1,23 @@
-"""The reader of HTTP/1.1 event streams: bytes fed by hand however they were cut, and servers of bytes on loopback."""
+"""The reader of HTTP/1.1 event streams: bytes fed by hand however they were cut."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-import os
-import socket
 import time
 from bisect import bisect_left
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.errors import HostError, UsageError
-from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.http1 import MAX_HEAD, HttpConnection, HttpSender, error_text, pieces
 from pipeline.bench.wire.http_setup import Site
-from pipeline.bench.wire.sse import SseDecoder, events
+from pipeline.bench.wire.sse import events
 from pipeline.bench.wire.transport import BadAnswer
-from tests.loops import run
-from tests.wires import Wire
-
-
-class Asked(Exchange):
-    """A request that counts its ends."""
-
-    __slots__ = ("ends", "over")
-
-    def __init__(self, message: bytes = b"POST / HTTP/1.1\r\n\r\n") -> None:
-        super().__init__("r", message, input_tokens=1, max_tokens=8)
-        self.ends = 0
-        self.over = asyncio.Event()
-        self.on_ended = self._end
-
-    def _end(self, exchange: Exchange) -> None:
-        self.ends += 1
-        self.over.set()
-
-    @property
-    def failed(self) -> tuple[str, str]:
-        assert self.ends == 1
-        assert self.failure is not None
-        return self.failure.kind, self.failure.message
+from tests.wires import Asked, Wire, cut
 
 
 class Bench:
@@ -153,12 +124,6 @@ def answers(draw: st.DrawFn, *, keeps: bool | None = None) -> Answer:
     else:
         wire += body
     return Answer(wire, begins, body, [(data, places[end - 1]) for data, end in found], framing == "close", keeps)
-
-
-def cut(wire: bytes, places: list[int]) -> list[bytes]:
-    """In reads, none of which is empty."""
-    ends = sorted({0, len(wire), *(place % len(wire) for place in places)})
-    return [wire[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def check(bench: Bench, asked: Asked, answer: Answer, reads: list[bytes]) -> None:
@@ -383,85 +348,6 @@ def test_words_of_an_error_that_are_no_text() -> None:
     assert error_text(b"\xff\xfe") == "\ufffd\ufffd"
 
 
-def test_events_that_end_within_a_line() -> None:
-    for tail in (b"data: b", b"data: b\n", b"data: b\r\n", b"d"):
-        asked = Asked()
-        asked.receive(b"data: a\n\n" + tail, 1)
-        with pytest.raises(BadAnswer, match="ended within an event, after 1 events") as caught:
-            events(asked)
-        assert caught.value.kind == "TruncatedStream"
-
-
-@pytest.mark.parametrize("read", [b"data: a\n\n", b"data: a\r\n\r\n", b"data: a\r\n\n", b"data: a\n\r\n"])
-def test_a_line_may_end_in_both_ways(read: bytes) -> None:
-    assert SseDecoder().feed(read) == [b"a"]
-    decoder = SseDecoder()
-    assert [event for byte in read for event in decoder.feed(bytes([byte]))] == [b"a"]
-
-
-def test_comments_other_fields_and_several_data_lines() -> None:
-    assert SseDecoder().feed(b": hi\nid: 3\ndata:a\ndata: b\n\n\n") == [b"a\nb"]
-
-
-@pytest.mark.parametrize("line", [b"<html>gateway</html>", b"datum: a", b"{", b"Data: a", b" data: a"])
-def test_what_is_no_line_of_an_event_stream_is_no_answer(line: bytes) -> None:
-    for body in (line, line + b"\n\ndata: a\n\n", b"data: a\n\n" + line + b"\ndata: a\n\n"):
-        asked = Asked()
-        asked.receive(body, 1)
-        with pytest.raises(BadAnswer, match="no line of an event stream") as caught:
-            events(asked)
-        assert caught.value.kind == "MalformedResponse"
-
-
-def test_an_error_that_comes_with_a_good_status_is_told() -> None:
-    for body in (b'{"error": {"message": "overloaded"}}', b'{\n "error": "overloaded"\n}\n'):
-        asked = Asked()
-        asked.receive(body, 1)
-        with pytest.raises(BadAnswer, match=r"^overloaded$") as caught:
-            events(asked)
-        assert caught.value.kind == "ServerError"
-
-
-@pytest.mark.parametrize("end", [b"", b"\n", b"\r", b"\r\n"])
-def test_the_last_event_of_openai_needs_no_line_end(end: bytes) -> None:
-    asked = Asked()
-    asked.receive(b"data: a\n\ndata: [DONE]" + end, 1)
-    assert events(asked) == [(b"a", 1), (b"[DONE]", 1)]
-
-
-EVENT_PIECES = st.sampled_from([b"data: 1", b"data: ", b"data:", b"\n", b"\n\n", b"\r\n", b": hi", b"x", b"0"])
-
-
-@given(
-    st.lists(st.lists(EVENT_PIECES, max_size=5).map(b"".join) | st.sampled_from([b"data: a\n\n", b"data: bc\n\n"])),
-    st.lists(st.integers(0, 200)),
-    st.sampled_from([b"0\r\n\r\n", b"0\r\n", b"00\r\n\r\n", b"0\r\na: b\r\n\r\n", b""]),
-)
-@example(chunks=[b"data: a\n\n"] * 2, cuts=[12], end=b"0\r\n\r\n")  # cut before the line end after a chunk
-def test_events_are_the_same_however_the_body_is_read(chunks: list[bytes], cuts: list[int], end: bytes) -> None:
-    """Of one chunk an event, which is read in one go, and of any other body."""
-    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk) + end
-    exchange = Exchange("r", b"", input_tokens=1, max_tokens=1)
-    exchange.chunked = True
-    for number, piece in enumerate(cut(body, cuts) if body else []):
-        exchange.receive(piece, 10 * number)
-    exchange.end(10_000)
-
-    decoder = SseDecoder()
-    try:
-        expected = [(event, stamp) for piece, stamp in pieces(exchange) for event in decoder.feed(piece)]
-        decoder.check_tail()
-    except ValueError:
-        with pytest.raises(BadAnswer, match="no line of an event stream"):
-            events(exchange)
-        return
-    if decoder.unfinished:
-        with pytest.raises(BadAnswer, match="the body ended within an event"):
-            events(exchange)
-    else:
-        assert events(exchange) == expected
-
-
 # A request's life
 
 
@@ -503,189 +389,3 @@ def test_only_the_first_end_counts() -> None:
     asked.end(5)
     asked.fail("Timeout", "too late")
     assert (asked.ends, asked.end_ns, asked.failure) == (1, 5, None)
-
-
-# Connections
-
-
-class Server:
-    """Answers every request by `answer`, or closes where that is empty."""
-
-    def __init__(self) -> None:
-        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\ndata: a\n\n"
-        self.requests: list[bytes] = []
-        self.connections: list[asyncio.StreamWriter] = []
-        self.greets = True  # otherwise it closes what it has accepted
-        self.idle_close = asyncio.Event()
-        self.port = 0
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections.append(writer)
-        try:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                while self.greets:
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    self.requests.append(head)
-                    writer.write(self.answer)
-                    if not self.answer or b"close" in self.answer:
-                        break
-        finally:
-            writer.close()
-
-
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Server, HttpSender]]:
-    made = Server()
-    server = await asyncio.start_server(made._accept, "127.0.0.1", 0)
-    made.port = server.sockets[0].getsockname()[1]
-    sender = HttpSender(Site.of(f"http://127.0.0.1:{made.port}"))
-    try:
-        yield made, sender
-    finally:
-        await sender.close()
-        server.close()
-        for writer in made.connections:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-
-async def answered(sender: HttpSender, *asked: Asked) -> None:
-    sender.start(asked)
-    await asyncio.gather(*(one.over.wait() for one in asked))
-
-
-@pytest.mark.loopback
-def test_as_many_connections_as_requests_at_once() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            for count, connections in [(1, 1), (1, 1), (3, 3), (2, 3), (3, 3), (130, 130)]:
-                asked = [Asked() for _ in range(count)]
-                await answered(sender, *asked)
-                assert [one.failure for one in asked] == [None] * count
-                assert len(server.connections) == connections
-            assert len(server.requests) == 140
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_connections_are_there_before_the_requests() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            await sender.warm(70)
-            await sender.warm(5)
-            while len(server.connections) < 70:  # accepted by the kernel, perhaps not yet by the server
-                await asyncio.sleep(0.001)
-            asked = [Asked() for _ in range(70)]
-            sender.start(asked)
-            assert None not in [one.sent_ns for one in asked], "with a connection at hand a request leaves at once"
-            await asyncio.gather(*(one.over.wait() for one in asked))
-            assert len(server.connections) == 70
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_a_server_that_closes_after_each_answer() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            server.answer = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: a\n\n"
-            for _ in range(3):
-                asked = Asked()
-                await answered(sender, asked)
-                assert asked.failure is None
-            assert len(server.connections) == 3
-            server.answer = b""
-            await answered(sender, asked := Asked())
-            assert asked.failed == ("ConnectionLost", "the server closed it (after 0 reads)")
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-@pytest.mark.parametrize("connections", [0, 2])
-def test_connections_that_the_server_closed_while_nobody_looked_are_not_used(connections: int) -> None:
-    """Servers close what is idle; prompts of the next level are made meanwhile, and the loop does not turn."""
-
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            await sender.warm(2)
-            while len(server.connections) < 2:
-                await asyncio.sleep(0.001)
-            for writer in server.connections:
-                with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as own:
-                    own.shutdown(socket.SHUT_RDWR)
-            await sender.warm(connections)
-            asked = [Asked(), Asked()]
-            await answered(sender, *asked)
-            assert [one.failure for one in asked] == [None, None]
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_a_server_that_closes_what_it_accepts_does_not_hold_us_for_ever() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            server.greets = False
-            with contextlib.suppress(HostError):
-                await asyncio.wait_for(sender.warm(200), 20)
-            await answered(sender, asked := Asked())
-            assert asked.failed[0] == "ConnectionLost"
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_a_request_cancelled_before_it_has_a_connection_is_never_sent() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            given_up = Asked(b"the first\r\n\r\n")
-            sender.start([given_up])
-            sender.cancel(given_up)
-            await answered(sender, Asked(b"the second\r\n\r\n"))
-            assert server.requests == [b"the second\r\n\r\n"]
-            assert (given_up.ends, given_up.sent_ns) == (0, None)
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_nobody_listens() -> None:
-    async def scenario() -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        sender = HttpSender(Site.of(f"http://127.0.0.1:{port}"))
-        await answered(sender, asked := Asked())
-        assert asked.failed[0] == "ConnectFailed"
-        assert "refused" in asked.failed[1]
-        with pytest.raises(HostError, match=rf"http://127\.0\.0\.1:{port} takes no connections any more: .*refused"):
-            await sender.warm(2)
-        await sender.close()
-
-    run(scenario())
-
-
-@pytest.mark.loopback
-def test_what_is_in_flight_at_the_close_is_abandoned() -> None:
-    async def scenario() -> None:
-        async with serving() as (server, sender):
-            server.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\ndata: a\n\n"  # and no end
-            asked, late = Asked(), Asked()
-            sender.start([asked])
-            while not asked.data:
-                await asyncio.sleep(0.001)
-            sender.start([late])
-            await sender.close()
-            await asked.over.wait()
-            assert asked.failed[0] == "ConnectionLost"
-            assert late.sent_ns is None
-
-    run(scenario())
-
-
-def test_tls_is_for_the_library() -> None:
-    with pytest.raises(UsageError, match=r"https://x is TLS, .*; use --transport tritonclient"):
-        HttpSender(Site.of("https://x"))

@@ -1,19 +1,49 @@
-"""A transport without a socket, for protocols that a test feeds by hand, and a gRPC server's answer as bytes."""
+"""A transport without a socket and a request, for protocols that a test feeds by hand, and a gRPC server's answer."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
 from time import monotonic_ns
 from typing import Any
 
 from hpack import Encoder
 
+from pipeline.bench.exchange import Exchange
 from pipeline.h2 import frames
 from pipeline.h2.frames import frame
 
 HEAD = Encoder().encode([(":status", "200"), ("content-type", "application/grpc")], huffman=True)
 TAIL = Encoder().encode([("grpc-status", "0"), ("grpc-message", "")])
+
+
+def cut(wire: bytes, places: list[int]) -> list[bytes]:
+    """In reads, none of which is empty."""
+    ends = sorted({0, len(wire), *(place % len(wire) for place in places)})
+    return [wire[start:end] for start, end in itertools.pairwise(ends)]
+
+
+class Asked(Exchange):
+    """A request that counts its ends."""
+
+    __slots__ = ("ends", "over")
+
+    def __init__(self, message: bytes = b"POST / HTTP/1.1\r\n\r\n") -> None:
+        super().__init__("r", message, input_tokens=1, max_tokens=8)
+        self.ends = 0
+        self.over = asyncio.Event()
+        self.on_ended = self._end
+
+    def _end(self, exchange: Exchange) -> None:
+        self.ends += 1
+        self.over.set()
+
+    @property
+    def failed(self) -> tuple[str, str]:
+        assert self.ends == 1
+        assert self.failure is not None
+        return self.failure.kind, self.failure.message
 
 
 class Wire(asyncio.Transport):
