@@ -80,6 +80,10 @@ class Graphs:
             self._recorded[key] = _Recorded(self._run, *key, self._pool, together)
         return self._recorded[key].replay(together.pin_memory())[: len(ids)]
 
+    def forget(self) -> None:
+        """Let all that is recorded go."""
+        self._recorded.clear()
+
 
 def fill_up(
     ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Sequence[int]], tokens_per_block: int, spare: int

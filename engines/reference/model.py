@@ -91,6 +91,12 @@ class Model:
         """Logits [n, vocab_size] of n spans of one token each, in a way that may be recorded."""
         return self._logits(self._run(step.ids, self._attention.plan_decode(step)))
 
+    def close(self) -> None:
+        """Forget the recorded steps: NCCL waits for every graph that calls a communicator before it ends that."""
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.forget()
+
     def _run(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         hidden, update = self._embed(ids), None
         first = 0

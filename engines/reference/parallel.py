@@ -81,7 +81,7 @@ class ParallelModel:
             self._model = Model(config, weights, ranks=Apart(0, size), **sizes)
             self._hear()
         except BaseException:
-            self.close()
+            self._end()
             raise
 
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -91,13 +91,18 @@ class ParallelModel:
 
     def close(self) -> None:
         """End the other ranks."""
+        self._model.close()
+        self._end()
+
+    def _end(self) -> None:
         self._closing = True
         for pipe in self._pipes:
             pipe.close()
-        for process in self._processes:
-            process.wait()
+        # Before they are waited for: NCCL may end a communicator only in all ranks at once.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        for process in self._processes:
+            process.wait()
 
     def _tell(self, what: Any) -> None:
         for pipe in self._pipes:
@@ -154,6 +159,7 @@ def follow(pipe: Connection) -> None:
         while True:
             model.forward(pipe.recv())
     except EOFError:
+        model.close()
         torch.distributed.destroy_process_group()
 
 

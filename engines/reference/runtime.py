@@ -186,8 +186,7 @@ class Runtime:
 
     def close(self) -> None:
         """End the processes of other ranks; nothing may be asked of it afterwards."""
-        if isinstance(self._model, ParallelModel):
-            self._model.close()
+        self._model.close()
 
     def stats(self) -> dict[str, int]:
         """Counters of the last step and the state after it.
