@@ -134,7 +134,7 @@ def about(gpus: tuple[Gpu, ...], found: dict[str, Any], beside: str) -> dict[str
             "driver": gpus[0].driver, "cores": os.cpu_count(), "python": platform.python_version(),
             "bandwidth_gbs": found["bandwidth_gbs"], "cuda": found["cuda"], "http_streams": http_streams.capacity(),
         },
-        "versions": {**found["versions"], **versions()},
+        "versions": {**found["versions"], **versions(), "nccl": ".".join(map(str, found["nccl"]))},
     }  # fmt: skip
 
 
