@@ -92,13 +92,21 @@ def test_quantizing() -> None:
 def test_two_gpus() -> None:
     pair = {
         "to": "one rank", "kl": 0.00012, "top1": 0.999, "places": 1536, "largest": 0.0625, "answers": 7, "of": 8,
+        "decoded": {"steps": 230, "equal": 12, "largest": 0.125},
     }  # fmt: skip
     speed = {"1": {"waves": 200.0, "steady": 1.0}}
-    one = {"pairs": [pair], "tokens_per_s": speed, "tokens_per_s_of_one": {"1": {"waves": 160.0, "steady": 1.0}}}
+    again = {"steps": 256, "equal": 256, "largest": 0.0}
+    one = {
+        "pairs": [pair],
+        "again": again,
+        "tokens_per_s": speed,
+        "tokens_per_s_of_one": {"1": {"waves": 160.0, "steady": 1.0}},
+    }
     result = {"probe": ["name: h200\n"], "bf16": one, "fp8": one, "vllm_fp8": speed}
     text = page.render({"parallel": section(result, gpus=2)})
     assert "2 x NVIDIA H200 (SM90)" in text
-    assert "| fp8 | one rank | 0.000120 | 99.90% | 0.0625 | 7 of 8 |" in text
+    assert "| fp8 | one rank | 0.000120 | 99.90% | 0.0625 | 12 of 230 steps, else 0.125 at most | 7 of 8 |" in text
+    assert "| fp8 | itself, once more | | | | 256 of 256 steps, else 0 at most | |" in text
     assert "| bf16 | 1 | 200 | 160 | 1.25 |" in text
     assert "vLLM on two GPUs from the FP8 folder: 200 at 1 tok/s." in text
 
@@ -109,7 +117,7 @@ def test_two_ranks_on_one_gpu() -> None:
         "of": 8,
     }  # fmt: skip
     text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "tokens_per_s": {}}})})
-    assert "| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | 8 of 8 |" in text
+    assert "| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | - | 8 of 8 |" in text
 
 
 def test_what_was_not_run_is_always_told() -> None:

@@ -268,15 +268,39 @@ def _context_logits(one: Reference, tokens: Any) -> list[Any]:
 
 
 def _greedy(one: Reference, prompts: list[list[int]], new: int) -> list[list[int]]:
-    made: list[list[int]] = [[] for _ in prompts]
+    return [_tokens(outputs) for outputs in _decoded(one, prompts, new)]
+
+
+def _tokens(outputs: list[Any]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def _decoded(one: Reference, prompts: list[list[int]], new: int, *, logits: bool = False) -> list[list[Any]]:
+    """What each prompt's steps put out, with their logits if asked for."""
     from engines.reference.request import Request
 
     for number, prompt in enumerate(prompts):
-        one.runtime.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
+        wanted = Request(id=number, prompt=tuple(prompt), max_tokens=new, return_generation_logits=logits)
+        one.runtime.submit(wanted)
+    said: list[list[Any]] = [[] for _ in prompts]
     while one.runtime.has_work:
         for output in one.runtime.step():
-            made[output.id] += output.tokens
-    return made
+            said[output.id].append(output)
+    return said
+
+
+def _steps(ours: list[list[Any]], theirs: list[list[Any]]) -> dict[str, float]:
+    """Of the steps up to where two answers part: how many there are, in how many all logits are equal, and how far
+    they are from each other at most."""
+    steps = equal = 0
+    largest = 0.0
+    for pair in zip(ours, theirs, strict=True):
+        for a, b in zip(*pair, strict=True):
+            difference = float(np.abs(a.generation_logits - b.generation_logits).max())
+            steps, equal, largest = steps + 1, equal + (difference == 0), max(largest, difference)
+            if a.tokens != b.tokens:
+                break
+    return {"steps": steps, "equal": equal, "largest": largest}
 
 
 def _whole(a: Any, b: Any) -> tuple[float, float, int]:
@@ -305,26 +329,35 @@ def _mean(pairs: list[tuple[float, float, int]]) -> dict[str, float]:
 def ranks(engine: str, alone: str, prompts: list[list[int]], new: int, levels: list[int]) -> dict[str, Any]:
     """A tensor-parallel engine over NCCL, the same shards in one process, and the engine of one rank.
 
-    Every place of every prompt and greedy answer is compared; tokens a second are measured at `levels`.
+    Every place of every prompt and greedy answer is compared, once read and once decoded; the first also with itself.
+    Tokens a second are measured at `levels`.
     """
     import torch
 
-    apart = Reference(Path(engine), kv_cache_tokens=TOKENS, apart=True)
-    answers = _greedy(apart, prompts, new)
+    settings = {"kv_cache_tokens": TOKENS, "enable_kv_cache_reuse": False}
+    apart = Reference(Path(engine), apart=True, **settings)
+    said = _decoded(apart, prompts, new, logits=True)
+    out: dict[str, Any] = {"again": _steps(said, _decoded(apart, prompts, new, logits=True)), "pairs": []}
+    answers = [_tokens(outputs) for outputs in said]
     rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
     theirs = _context_logits(apart, rows)
-    out: dict[str, Any] = {"tokens_per_s": loop.measure(apart, levels, None), "pairs": []}
+    out["tokens_per_s"] = loop.measure(apart, levels, None)
     apart.runtime.close()
     for name, folder in (("the same shards in one process", engine), ("one rank", alone)):
-        one = Reference(Path(folder), kv_cache_tokens=TOKENS, apart=False)
-        same = _greedy(one, prompts, new)
+        one = Reference(Path(folder), apart=False, **settings)
+        steps = _decoded(one, prompts, new, logits=True)
         pairs, largest = [], 0.0
         for ours, their in zip(_context_logits(one, rows), theirs, strict=True):
             a, b = torch.from_numpy(ours), torch.from_numpy(their)
             pairs.append(_whole(a.log_softmax(-1), b.log_softmax(-1)))
             largest = max(largest, float((a - b).abs().max()))
-        answered = sum(a == b for a, b in zip(same, answers, strict=True))
-        out["pairs"].append({"to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts)})
+        answered = sum(_tokens(outputs) == answer for outputs, answer in zip(steps, answers, strict=True))
+        out["pairs"].append(
+            {
+                "to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts),
+                "decoded": _steps(said, steps),
+            }
+        )  # fmt: skip
         if folder == alone:
             out["tokens_per_s_of_one"] = loop.measure(one, levels, None)
         del one

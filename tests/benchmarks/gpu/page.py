@@ -24,8 +24,9 @@ MISSING = {
 - **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
 """,
     "parallel": """\
-- **Two GPUs**: ranks over NCCL, and vLLM at tp=2. In their place, on a CPU and in every run of the tests: ranks in
-  processes of their own over gloo against the same shards in one process, and these against transformers.
+- **Two GPUs**: a GPU for each rank over NCCL, vLLM at tp=2, and what `probe` says of NCCL. In their place, on a CPU
+  and in every run of the tests: ranks in processes of their own over gloo against the same shards in one process, and
+  these against transformers; where it could be run, two ranks over NCCL on one GPU (above).
 """,
 }
 
@@ -264,19 +265,31 @@ def _parallel(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 def _agreement(result: Mapping[str, Any]) -> list[str]:
     """Of ranks apart with the same shards one after the other in one process, and with the checkpoint of one rank."""
-    rows = [
-        f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
-        f"| {pair['answers']} of {pair['of']} |"
-        for name in ("bf16", "fp8")
-        if name in result
-        for pair in result[name]["pairs"]
-    ]
+    rows = []
+    for name in ("bf16", "fp8"):
+        if name in result:
+            rows += [
+                f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
+                f"| {_decoded(pair.get('decoded'))} | {pair['answers']} of {pair['of']} |"
+                for pair in result[name]["pairs"]
+            ]
+            if "again" in result[name]:
+                rows.append(f"| {name} | itself, once more | | | | {_decoded(result[name]['again'])} | |")
     return [
-        "| precision | against | mean KL | same likeliest token | largest difference of a logit | same answers |",
-        "|---|---|---|---|---|---|",
+        "The first three figures are of the logits behind every token of prompts and answers, all read at once; then "
+        "those of\ndecoding, up to where two answers part. The weights are random and many logits nearly equal: "
+        "rounding alone, which\ntwo ways to split a sum do not share, changes likeliest tokens.\n",
+        "| precision | against | mean KL | same likeliest token | largest difference of a logit | equal when decoded "
+        "| same answers |",
+        "|---|---|---|---|---|---|---|",
         *rows,
         "",
     ]
+
+
+def _decoded(steps: Mapping[str, Any] | None) -> str:
+    """A measurement before 2026-11-25 has none."""
+    return f"{steps['equal']:,} of {steps['steps']:,} steps, else {steps['largest']:.3g} at most" if steps else "-"
 
 
 WRITERS = {

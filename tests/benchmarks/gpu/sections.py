@@ -89,21 +89,22 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 def engine(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
     """vLLM from our folders: stepped in its own process, then behind each of our fronts, on the same load."""
-    _vllm(place, model, ("fp8", "bf16"), LEVELS, BUSY, ("grpc", "http", "completions"), out, keep)
+    _vllm(place, model, dict.fromkeys(("fp8", "bf16"), ("grpc", "http", "completions")), LEVELS, BUSY, out, keep)
 
 
 def kv_cache(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
-    """vLLM with an FP8 KV cache beside the same weights without."""
-    _vllm(place, model, ("fp8-kv", "fp8"), BUSY, BUSY[:1], ("grpc",), out, keep)
+    """vLLM with an FP8 KV cache beside the same weights without, whose fronts are in `engine`."""
+    _vllm(place, model, {"fp8-kv": ("grpc",), "fp8": ()}, BUSY, BUSY[:1], out, keep)
 
 
 def _vllm(
-    place: Place, model: Path, precisions: Sequence[str], levels: Sequence[int], busy: Sequence[int],
-    protocols: Sequence[str], out: dict[str, Any], keep: Keep,
+    place: Place, model: Path, protocols: Mapping[str, Sequence[str]], levels: Sequence[int], busy: Sequence[int],
+    out: dict[str, Any], keep: Keep,
 ) -> None:  # fmt: skip
-    asked = [(n, protocol, seconds) for protocol in protocols for n in busy for seconds in (SECONDS, None)]
-    for dtype in precisions:
-        if len(out.get(dtype, {}).get("served", ())) == len(asked):
+    """`protocols` by precision."""
+    for dtype, fronts in protocols.items():
+        asked = [(n, protocol, seconds) for protocol in fronts for n in busy for seconds in (SECONDS, None)]
+        if dtype in out and len(out[dtype]["served"]) == len(asked):
             continue
         run = place.build(model, dtype, "vllm")
         with place.served(run.name, levels, SECONDS) as inside:
