@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from engines.reference.request import Output
 from pipeline.bench.work.loads import Closed
 from pipeline.bench.work.work import Work
 from pipeline.load_files import find_load
 from tests.benchmarks.gpu import page
 from tests.benchmarks.gpu.__main__ import left_out
+from tests.benchmarks.gpu.inside import compare_steps
 from tests.benchmarks.gpu.place import write_load
 
 MACHINE = {
@@ -118,6 +122,15 @@ def test_two_ranks_on_one_gpu() -> None:
     }  # fmt: skip
     text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "tokens_per_s": {}}})})
     assert "| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | - | 8 of 8 |" in text
+
+
+def test_steps_are_compared_up_to_where_answers_part() -> None:
+    def answer(*steps: tuple[int, float]) -> list[Output]:
+        return [Output(id=0, tokens=[t], generation_logits=np.full((1, 4), v, np.float32)) for t, v in steps]
+
+    ours = [answer((1, 0.0), (2, 0.5), (3, 1.0)), answer((7, 2.0), (8, 2.0))]
+    theirs = [answer((1, 0.0), (4, 0.25), (3, 9.0)), answer((7, 2.0), (8, 2.0))]
+    assert compare_steps(ours, theirs) == {"steps": 4, "equal": 3, "largest": 0.25}
 
 
 def test_what_was_not_run_is_always_told() -> None:

@@ -289,7 +289,7 @@ def _decoded(one: Reference, prompts: list[list[int]], new: int, *, logits: bool
     return said
 
 
-def _steps(ours: list[list[Any]], theirs: list[list[Any]]) -> dict[str, float]:
+def compare_steps(ours: list[list[Any]], theirs: list[list[Any]]) -> dict[str, float]:
     """Of the steps up to where two answers part: how many there are, in how many all logits are equal, and how far
     they are from each other at most."""
     steps = equal = 0
@@ -337,7 +337,7 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int, levels: l
     settings = {"kv_cache_tokens": TOKENS, "enable_kv_cache_reuse": False}
     apart = Reference(Path(engine), apart=True, **settings)
     said = _decoded(apart, prompts, new, logits=True)
-    out: dict[str, Any] = {"again": _steps(said, _decoded(apart, prompts, new, logits=True)), "pairs": []}
+    out: dict[str, Any] = {"again": compare_steps(said, _decoded(apart, prompts, new, logits=True)), "pairs": []}
     answers = [_tokens(outputs) for outputs in said]
     rows = np.array([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)])
     theirs = _context_logits(apart, rows)
@@ -355,7 +355,7 @@ def ranks(engine: str, alone: str, prompts: list[list[int]], new: int, levels: l
         out["pairs"].append(
             {
                 "to": name, **_mean(pairs), "largest": largest, "answers": answered, "of": len(prompts),
-                "decoded": _steps(said, steps),
+                "decoded": compare_steps(said, steps),
             }
         )  # fmt: skip
         if folder == alone:
