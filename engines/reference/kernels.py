@@ -18,10 +18,10 @@ from engines.reference.kv_codec import KvCodec
 _TOKENS, _STAGES = 128, 2
 # Rows that a tensor core multiplies at least.
 _ROWS = 16
-# Of 32 threads, in a program of it.
+# Numbers of a weight's row that a program of `row_product` reads at once.
+_COLUMNS = 2048
+# Of 32 threads, in a program of either.
 _WARPS = 4
-# Numbers of a weight's row that a program of `row_product` reads at once, and its warps.
-_COLUMNS, _ROW_WARPS = 1024, 2
 
 
 def paged_attention(
@@ -118,7 +118,7 @@ def row_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | Non
     _multiply[(features,)](
         x, weight, weight.stride(0), scale, out, columns,
         SUM=tl.int32 if weight.dtype == torch.int8 else tl.float32, SCALED_BY_ROW=scale is not None and len(scale) > 1,
-        AT_ONCE=_COLUMNS, num_warps=_ROW_WARPS,
+        AT_ONCE=_COLUMNS, num_warps=_WARPS,
     )  # fmt: skip
     return out
 
