@@ -110,7 +110,7 @@ def test_two_gpus() -> None:
     text = page.render({"parallel": section(result, gpus=2)})
     assert "2 x NVIDIA H200 (SM90)" in text
     assert "| fp8 | one rank | 0.000120 | 99.90% | 0.0625 | 12 of 230 steps, else 0.125 at most | 7 of 8 |" in text
-    assert "| fp8 | itself, once more | | | | 256 of 256 steps, else 0 at most | |" in text
+    assert "| fp8 | itself, once more | | | | all 256 steps | |" in text
     assert "| bf16 | 1 | 200 | 160 | 1.25 |" in text
     assert "vLLM on two GPUs from the FP8 folder: 200 at 1 tok/s." in text
 
@@ -118,10 +118,13 @@ def test_two_gpus() -> None:
 def test_two_ranks_on_one_gpu() -> None:
     pair = {
         "to": "the same shards in one process", "kl": 0.0, "top1": 1.0, "places": 1280, "largest": 0.0, "answers": 8,
-        "of": 8,
+        "of": 8, "decoded": {"steps": 256, "equal": 255, "largest": 0.25},
     }  # fmt: skip
-    text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "tokens_per_s": {}}})})
-    assert "| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | - | 8 of 8 |" in text
+    again = {"steps": 1256, "equal": 1256, "largest": 0.0}
+    text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "again": again, "tokens_per_s": {}}})})
+    told = "255 of 256 steps, else 0.25 at most"
+    assert f"| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | {told} | 8 of 8 |" in text
+    assert "| bf16 | itself, once more | | | | all 1,256 steps | |" in text
 
 
 def test_steps_are_compared_up_to_where_answers_part() -> None:

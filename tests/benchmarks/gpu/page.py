@@ -270,11 +270,10 @@ def _agreement(result: Mapping[str, Any]) -> list[str]:
         if name in result:
             rows += [
                 f"| {name} | {pair['to']} | {pair['kl']:.6f} | {pair['top1']:.2%} | {pair['largest']:.3g} "
-                f"| {_decoded(pair.get('decoded'))} | {pair['answers']} of {pair['of']} |"
+                f"| {_decoded(pair['decoded'])} | {pair['answers']} of {pair['of']} |"
                 for pair in result[name]["pairs"]
             ]
-            if "again" in result[name]:
-                rows.append(f"| {name} | itself, once more | | | | {_decoded(result[name]['again'])} | |")
+            rows.append(f"| {name} | itself, once more | | | | {_decoded(result[name]['again'])} | |")
     return [
         "The first three figures are of the logits behind every token of prompts and answers, all read at once; then "
         "those of\ndecoding, up to where two answers part. The weights are random and many logits nearly equal: "
@@ -287,9 +286,10 @@ def _agreement(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _decoded(steps: Mapping[str, Any] | None) -> str:
-    """A measurement before 2026-11-25 has none."""
-    return f"{steps['equal']:,} of {steps['steps']:,} steps, else {steps['largest']:.3g} at most" if steps else "-"
+def _decoded(steps: Mapping[str, Any]) -> str:
+    if steps["equal"] == steps["steps"]:
+        return f"all {steps['steps']:,} steps"
+    return f"{steps['equal']:,} of {steps['steps']:,} steps, else {steps['largest']:.3g} at most"
 
 
 WRITERS = {
