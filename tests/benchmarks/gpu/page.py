@@ -278,7 +278,7 @@ def _agreement(result: Mapping[str, Any]) -> list[str]:
         "The first three figures are of the logits behind every token of prompts and answers, all read at once; then "
         "those of\ndecoding, up to where two answers part. The weights are random and many logits nearly equal: "
         "rounding alone, which\ntwo ways to split a sum do not share, changes likeliest tokens. That is no reason "
-        "for the same shards to differ, which\nran in the process that rank 0 had run in before.\n",
+        "for the same shards to differ.\n",
         "| precision | against | mean KL | same likeliest token | largest difference of a logit | equal when decoded "
         "| same answers |",
         "|---|---|---|---|---|---|---|",
