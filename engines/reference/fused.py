@@ -57,7 +57,7 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         if compiled is None:
             # Rounding between two operations as they do one by one. How a sum is split must not be what was fastest
-            # when it was compiled: two ranks, or one server and the next, would differ in its last bits.
+            # when it was compiled: two ranks, or one server and the next, would differ in last bits.
             compiled = torch.compile(function, options={"emulate_precision_casts": True, "deterministic": True})
         # For any number of rows, all else as it is: numbers that are not known cost a division for each element.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
