@@ -9,23 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from engines.errors import InputDataError
-
 # Smaller files are copied, so that editing a linked config.json in place cannot change an artefact.
 LINK_FROM_BYTES = 1 << 20
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises InputDataError naming the file for anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise InputDataError(f"{what} {path} is not JSON", why=str(error), remedy="replace it") from None
-    if not isinstance(value, dict):
-        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not an object", remedy="replace it")
-    return value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 
 from engines.base import Checkpoint, DataType
-from engines.files import place, read_json, write_json
+from engines.files import place, write_json
 from engines.hf_folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
+from engines.json_input import read_json
 from engines.safetensors_file import ITEMSIZE
 from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, Piece, TensorPlan, source_shapes
 from engines.tensorrt_llm.convert import Progress, check_source, rewrite

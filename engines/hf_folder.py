@@ -14,7 +14,7 @@ from typing import Any
 from engines.base import DataType
 from engines.errors import InputDataError, suggestion
 from engines.families import FAMILIES
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.safetensors_file import SafetensorsError, TensorEntry, read_header
 
 INDEX_NAME = "model.safetensors.index.json"

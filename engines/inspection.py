@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError, TrtpipeError
-from engines.files import read_json
 from engines.hf_folder import INDEX_NAME, ModelConfig, locate_tensors, read_model_config
+from engines.json_input import read_json
 from engines.quant import Quantization
 from engines.quantize import unified
 from engines.safetensors_file import TensorEntry, read_header

@@ -14,7 +14,8 @@ from typing import Any
 from engines.backend import Target
 from engines.build_config import BuildConfig
 from engines.errors import ArtefactRefused
-from engines.files import read_json, write_json
+from engines.files import write_json
+from engines.json_input import read_json
 from engines.nvidia import Gpu
 from engines.toolchain import version_key
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from engines.errors import InputDataError, UsageError
-from engines.files import read_json
+from engines.json_input import read_json
 from pipeline.folders import write_whole
 from pipeline.manifest import Record
 from pipeline.plan import Plan

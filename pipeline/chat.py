@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engines.errors import InputDataError
-from engines.files import read_json
+from engines.json_input import read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = dict[str, str]

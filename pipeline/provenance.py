@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import ArtefactRefused, InputDataError
-from engines.files import read_json
+from engines.json_input import read_json
 from pipeline import __version__
 from pipeline.digests import combined
 from pipeline.manifest import Manifest, Record

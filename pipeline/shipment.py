@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.passport import Passport, passport_from, read_passport
 from pipeline import __version__
 from pipeline.manifest import Record

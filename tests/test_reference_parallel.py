@@ -17,7 +17,8 @@ import torch
 
 from engines.base import DataType, Mapping
 from engines.errors import TrtpipeError
-from engines.files import read_json, write_json
+from engines.files import write_json
+from engines.json_input import read_json
 from engines.reference.request import Request
 from engines.reference.runtime import Runtime
 from engines.tensorrt_llm.checkpoint import EmbeddingSharding, rank_file

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.errors import InputDataError, UsageError, suggestion
-from engines.files import read_json
 from engines.hf_folder import read_model_config
+from engines.json_input import read_json
 from engines.process import Progress, run_worker
 
 DEVICES = ("auto", "cpu", "cuda")

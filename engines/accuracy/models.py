@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from engines.errors import InputDataError
-from engines.files import read_json
 from engines.hf_folder import locate_tensors
+from engines.json_input import read_json
 from engines.reference.hf_weights import HfFolder, UnifiedFolder
 from engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
 from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, EmbeddingSharding, read_config

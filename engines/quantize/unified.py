@@ -12,9 +12,10 @@ from typing import Any
 
 from engines.base import DataType, Mapping
 from engines.errors import InputDataError
-from engines.files import read_json, write_json
+from engines.files import write_json
 from engines.hf_export import config_in, copy_companions, whole
 from engines.hf_folder import ModelConfig
+from engines.json_input import read_json
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
 from engines.tensorrt_llm.checkpoint import TensorPlan, config_json, parse_config, source_shapes
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from engines.backend import Target, Workshop, refuse_others
 from engines.base import Checkpoint, Engine
 from engines.build_config import BuildConfig
-from engines.files import place, read_json, write_json
+from engines.files import place, write_json
+from engines.json_input import read_json
 from engines.tensorrt_llm.checkpoint import rank_file, read_config
 from engines.toolchain import Toolchain
 

@@ -17,7 +17,7 @@ from engines.base import DataType
 from engines.build_config import BuildConfig
 from engines.devices import find_device, named_memory_errors
 from engines.errors import InputDataError, UsageError, suggestion
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.reference.attention import Span
 from engines.reference.cache import BlockPool
 from engines.reference.model import Model

@@ -11,7 +11,7 @@ from engines.base import Checkpoint, Engine
 from engines.build_config import BuildConfig
 from engines.errors import ArtefactRefused, HostError, StageFailed
 from engines.executor import Task
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.tensorrt_llm.checkpoint import LOADERS, rank_file, read_config
 from engines.tensorrt_llm.options import arguments
 from engines.toolchain import Toolchain

@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 from engines.base import DataType, Mapping
 from engines.errors import InputDataError, UsageError, suggestion
-from engines.files import read_json
 from engines.hf_folder import ModelConfig
+from engines.json_input import read_json
 from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import triton_repo
 from engines.errors import InputDataError
-from engines.files import read_json
+from engines.json_input import read_json
 from pipeline.chat import compile_template, read_template
 from pipeline.gateway.failure import wrong
 

@@ -12,7 +12,7 @@ from engines.backend import Target, Workshop
 from engines.base import Checkpoint, DataType
 from engines.build_config import NOT_IN_ENGINE, BuildConfig
 from engines.executor import Executor
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.passport import Passport, make_passport
 from pipeline import host
 from pipeline.accuracy import JSON_NAME

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import TrtpipeError
-from engines.files import read_json
+from engines.json_input import read_json
 from engines.nvidia import Gpu
 from engines.passport import NAME as PASSPORT
 from engines.passport import Passport, objections, read_passport

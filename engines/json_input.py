@@ -1,0 +1,138 @@
+"""Reading of JSON that others wrote, within limits of size, depth, number of values and digits.
+
+Every JSON file and line that a command reads comes through here: a parser without limits can be made to take all
+memory, to recurse past Python's limit, or to spend minutes on one number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engines.errors import InputDataError
+
+# The largest files with a use: tokenizer.json of Gemma 3 has 33 MB and a million values.
+MAX_BYTES = 64 << 20
+# A value takes some 80 bytes of memory, so that no file takes much more than 300 MB.
+MAX_VALUES = 2_500_000
+# One line of a JSONL file: a prompt of a million tokens has some 5 MB.
+MAX_LINE_BYTES = 16 << 20
+# Nesting of arrays and objects. Hugging Face's and our own files have less than 12.
+MAX_DEPTH = 64
+# 2^64 has 20 digits. Python takes quadratic time to read more.
+MAX_DIGITS = 64
+
+# An escape that may be half of a pair; Python's parser takes it, and whatever writes it later fails.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+Pairs = Callable[[list[tuple[str, Any]]], Any]
+
+
+def parse_json(
+    text: str | bytes, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, pairs: Pairs | None = None
+) -> Any:
+    """The value of a JSON text.
+
+    max_values  bound on arrays, objects and commas, before anything is parsed; commas in strings count as well
+    pairs       makes an object of its (key, value) pairs, as `json.loads` takes it
+
+    Raises ValueError, whose words are about the text alone, for whatever is wrong with it.
+    """
+    if len(text) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        opened = text.count("[") + text.count("{")
+        if opened + text.count(",") > max_values:
+            raise ValueError(f"it holds more than {max_values:,} values")
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    if opened > MAX_DEPTH and _deeper(value):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def load_json(
+    path: Path, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, pairs: Pairs | None = None
+) -> Any:
+    """The value of a JSON file. Raises OSError, or ValueError as `parse_json` does."""
+    return parse_json(read_bounded(path, max_bytes), max_bytes=max_bytes, max_values=max_values, pairs=pairs)
+
+
+def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> dict[str, Any]:
+    """The JSON object in `path`. Raises InputDataError naming the file for anything else."""
+    try:
+        value = load_json(path, max_bytes=max_bytes, max_values=max_values)
+    except OSError as error:
+        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise InputDataError(f"{what} {path} is not JSON", why=str(error), remedy="replace it") from None
+    if not isinstance(value, dict):
+        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not an object", remedy="replace it")
+    return value
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises OSError, or ValueError for a larger file, a pipe or a device."""
+    with _open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes:,} bytes")
+    return data
+
+
+def bounded_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes without the line end) of each line of a regular file that is not blank.
+
+    Raises OSError, or ValueError for a line of more than `max_bytes`.
+    """
+    with _open_regular(path) as file:
+        number = 0
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if len(line) > max_bytes:
+                raise ValueError(f"line {number} has more than {max_bytes:,} bytes")
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it holds a number of more than {MAX_DIGITS} digits")
+    return int(digits)
+
+
+def _deeper(value: Any) -> bool:
+    """Whether arrays and objects are nested more than MAX_DEPTH deep. A loop: recursion is what this guards."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """A regular file, open for reading. A pipe that nobody writes to is refused instead of waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")

@@ -1,0 +1,76 @@
+"""JSON that others wrote: read within limits, and refused in words that say which limit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engines.errors import InputDataError
+from engines.json_input import MAX_DEPTH, bounded_lines, load_json, parse_json, read_json
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES)
+def test_what_is_within_the_limits_reads_as_python_reads_it(value: object) -> None:
+    try:
+        text = json.dumps(value)
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    assert parse_json(text) == json.loads(text) == parse_json(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * MAX_DEPTH + "]" * MAX_DEPTH, None),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than 64 deep"),
+        ('{"a":' * 200_000 + "1" + "}" * 200_000, "nested more than 64 deep"),
+        ('"' + "[" * 1000 + '"', None),
+        ("9" * 64, None),
+        ("-" + "9" * 100_000, "more than 64 digits"),
+        ("[" + "[]," * 2_000_000 + "1]", "more than 2,500,000 values"),
+        ('"\\ud83d\\ude00"', None),
+        ('{"\\ud800": 1}', "half of a surrogate pair"),
+        ("[" + '"x"' * 2, "Expecting ',' delimiter"),
+        (b"\xff\xfe", "utf-8"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_limit_is_told_by_name(text: str | bytes, words: str | None) -> None:
+    if words is None:
+        assert parse_json(text) == json.loads(text)
+    else:
+        with pytest.raises(ValueError, match=words):
+            parse_json(text)
+
+
+def test_a_text_over_its_size_is_not_parsed() -> None:
+    with pytest.raises(ValueError, match="more than 9 bytes"):
+        parse_json(b"[1, 2, 3, 4]", max_bytes=9)
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="not a regular file"):
+        load_json(tmp_path / "config.json")
+    with pytest.raises(InputDataError, match="config"):
+        read_json(tmp_path / "config.json", "config")
+
+
+def test_lines_are_numbered_as_an_editor_does_and_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\r\n\n  \n{"b": 2}')
+    assert list(bounded_lines(path)) == [(1, b'{"a": 1}'), (4, b'{"b": 2}')]
+    path.write_bytes(b"[1]\n" + b"x" * 101 + b"\n")
+    with pytest.raises(ValueError, match="line 2 has more than 100 bytes"):
+        list(bounded_lines(path, max_bytes=100))
