@@ -23,7 +23,7 @@ from pipeline.diagnosis import explain
 from pipeline.folders import sync, write_whole
 from pipeline.manifest import Origin, Record, differences
 from pipeline.plan import Plan
-from pipeline.stages import Job, Stage, stages_of
+from pipeline.stages import MAKES, Job, Stage, stages_of
 from pipeline.store import KEY_DIGITS, Artefact, Store
 from pipeline.trust import NOBODY, Trust
 
@@ -69,7 +69,8 @@ def execute(
     """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
 
     `perform` runs them elsewhere. `given` are artefacts from elsewhere, by what their stages make: these do not run.
-    Of other artefacts from elsewhere those are reused that `trust` names. Raises TrtpipeError; what was finished before a failure is kept.
+    Of other artefacts from elsewhere those are reused that `trust` admits. Raises TrtpipeError; what was finished
+    before a failure is kept.
     """
     made = dict(given or {})
     stages = _still_needed(stages_until(stages_of(plan), until), made)
@@ -81,9 +82,7 @@ def execute(
             host.check(plan)
     run.start(plan, store)
     if perform is None:
-        perform = partial(
-            satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust
-        )
+        perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust)
     for name, artefact in made.items():
         if artefact.origin is not None:
             reporter.note(f"{name}: {artefact.origin.describe()}")
@@ -274,10 +273,13 @@ class RunFolder:
         found = self._entries().get(stage)
         return None if found is None else found[1]
 
-    def origins(self, plan: Plan) -> dict[str, Origin]:
+    def origins(self) -> dict[str, Origin]:
         """Where the target's artefacts were brought from, by what their stages make; not those that were made here."""
-        found = {stage.makes: self.origin(stage.name) for stage in stages_of(plan)}
-        return {makes: origin for makes, origin in found.items() if origin is not None}
+        return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
+
+    def imports(self) -> list[str]:
+        """A phrase for each artefact of the target that was made elsewhere."""
+        return [f"the {makes} was {origin.describe()}" for makes, origin in self.origins().items()]
 
     def find(self, stage: str, store: Store, *, verify: bool = False) -> Artefact | None:
         """What the stage made last, or was brought in its place, if it is whole."""

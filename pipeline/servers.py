@@ -6,8 +6,10 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from engines.errors import UsageError, suggestion
+from engines.json_input import load_json
 from pipeline import gateway_process, tritonserver
 from pipeline.folders import write_whole
 from pipeline.store import Store
@@ -22,11 +24,13 @@ class Served:
 
     name    of the target it comes from, and what the gateway calls it
     prefix  what the names of its models begin with; empty where it is alone
+    imported  a phrase for each artefact behind it that was made elsewhere
     """
 
     name: str
     repository: Path
     prefix: str = ""
+    imported: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Path:
@@ -72,12 +76,8 @@ def running(store: Store) -> list[Server]:
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            served = tuple(Served(**{**one, "repository": Path(one["repository"])}) for one in raw.pop("served"))
-            server = Server(
-                **{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])}
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            server = read_server(path)
+        except (OSError, ValueError):
             path.unlink(missing_ok=True)
             continue
         if tritonserver.alive(server.pid):
@@ -87,6 +87,20 @@ def running(store: Store) -> list[Server]:
                 gateway_process.end(server.gateway_pid)
             forget(store, server)
     return out
+
+
+def read_server(path: Path) -> Server:
+    """The record of a server. Raises OSError, or ValueError for something else."""
+    try:
+        raw = load_json(path)
+        served = tuple(_served(one) for one in raw.pop("served"))
+        return Server(**{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+def _served(raw: dict[str, Any]) -> Served:
+    return Served(**{**raw, "repository": Path(raw["repository"]), "imported": tuple(raw.get("imported", ()))})
 
 
 def find_running(store: Store, name: str | None) -> Server:

@@ -4,7 +4,7 @@ either the whole artefact or nothing that is taken for one.
     $TRTPIPE_HOME/
       artefacts/<stage>/<key>/manifest.json    key: the first 32 digits of the record's SHA-256
                              /files/...        what the stage made
-      imported/<stage>/<key>.<origin>/...      the same, of what was made elsewhere; origin: digest of source and content
+      imported/<stage>/<key>.<origin>/...      the same, made elsewhere; origin: digest of source and content
       <either>/<stage>/.<name>.<random>        being made, or left by a kill
       damaged/                                 entries that failed their check, kept for a look
       incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings

@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engines.errors import ArtefactRefused, InputDataError
+from engines.errors import ArtefactRefused
 from engines.json_input import read_bounded
 from pipeline.manifest import Record
 from pipeline.store import Artefact, Store
@@ -44,19 +43,19 @@ NOBODY = Trust()
 
 
 def signed(artefact: Artefact, makes: str, keys: Sequence[Path]) -> bool:
-    """Whether one of `keys` has signed a provenance in which `makes` is this very artefact."""
+    """Whether one of `keys` has signed a provenance in which `makes` is this very artefact.
+
+    Raises InputDataError for a key that cannot be read.
+    """
+    from pipeline.provenance import stages
     from pipeline.signatures import verify_envelope
 
     try:
         statement = verify_envelope(read_bounded(artefact.path.parent / ENVELOPE, MAX_ENVELOPE_BYTES), keys)
-        return subjects(statement).get(makes) == artefact.manifest.content
-    except (OSError, ValueError, ArtefactRefused, InputDataError):
+        told = stages(statement)[makes]
+        # The key too: of another model's build the same bytes would be the wrong ones.
+        return (told["digest"]["sha256"], told["annotations"]["key"]) == (
+            artefact.manifest.content, artefact.manifest.record.key,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, ArtefactRefused):
         return False
-
-
-def subjects(statement: Any) -> dict[str, str]:
-    """The artefacts of a provenance statement, name -> digest. Raises InputDataError for something else."""
-    try:
-        return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
-    except (KeyError, TypeError) as error:
-        raise InputDataError("this is not a provenance statement", why=f"{type(error).__name__}: {error}") from None

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
