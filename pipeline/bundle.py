@@ -87,7 +87,7 @@ def unpack(
         with tarfile.open(path) as tar:
             index = _read_index(tar, path)
             plan = planned(index, f"{path}: {INDEX}")
-            check_provenance(index, trust_keys)
+            check_provenance(index, str(path), trust_keys)
             absent = {"checkpoint", "tokenizer"} - index["artefacts"].keys()
             if absent:
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")

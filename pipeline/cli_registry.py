@@ -64,14 +64,15 @@ def pull(
     wanted, store, reporter = ship.choose(only), Store(default_home()), console.BuildReporter()
     registry = open_registry(url)
     with reporter.stage("pull", target) as progress:
-        shipped, arrived = ship.pull(
+        shipped = ship.pull(
             target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
         )
     console.result(
         f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
         f"{console.size(shipped.there)} was here"
     )
-    if {"engine", "tokenizer"} <= arrived.artefacts.keys():
+    arrived = shipped.arrived
+    if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
         execute(arrived.plan, store, reporter, given=arrived.artefacts)
         console.result(f"next: trtpipe serve {target}")
     store.digests.save()

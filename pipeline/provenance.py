@@ -31,7 +31,8 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:trtpipe:build:v1"
 # What two statements of one target have in common.
-SAID = ("stages", "settings", "subjects", "times")
+SAID = ("stages", "settings", "subjects")
+WHERE_AND_WHEN = ("host", "startedOn", "finishedOn", "imported")
 TYPES = [STATEMENT, PREDICATE, BUILD_TYPE]
 # In a run folder, beside what a pull has brought: the stages that ran elsewhere.
 FILE = "provenance.json"
@@ -165,16 +166,16 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
 
 def _said(told: Statement) -> tuple[Any, ...]:
     """SAID: not who wrote it down, nor in which order."""
-    definition, details = told["predicate"]["buildDefinition"], told["predicate"]["runDetails"]
+    definition = told["predicate"]["buildDefinition"]
     inner = {**definition, "resolvedDependencies": _sorted(definition["resolvedDependencies"])}
-    return _made(told), inner, _sorted(told["subject"]), details["metadata"]
+    return _made(told), inner, _sorted(told["subject"])
 
 
 def _made(told: Statement) -> dict[str, Any]:
-    """Its stages, without who brought them from where."""
+    """Its stages, without where and when they ran: the repository of a target that was pulled is made again here."""
     out = {}
     for name, entry in stages(told).items():
-        notes = {key: value for key, value in entry["annotations"].items() if key != "imported"}
+        notes = {key: value for key, value in entry["annotations"].items() if key not in WHERE_AND_WHEN}
         out[name] = {**entry, "annotations": notes}
     return out
 

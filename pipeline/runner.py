@@ -200,7 +200,7 @@ def why(last: Record | None, wanted: Record) -> str:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """For `status`: current, stale or missing, and why."""
+    """For `status`: current, stale, missing, or imported, and why."""
 
     stage: str
     state: str
@@ -209,12 +209,20 @@ class StageStatus:
 
 
 def status(plan: Plan, store: Store) -> list[StageStatus]:
-    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it."""
+    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it.
+
+    What was imported is used by `build --from`; a plain build makes its own.
+    """
     run = RunFolder.of(plan.target)
     out: list[StageStatus] = []
     known: dict[str, str] = {}
     stages = stages_of(plan)
     for stage in stages:
+        brought = run.find(stage.name, store)
+        if brought is not None and brought.origin is not None:
+            known[stage.makes] = brought.manifest.content
+            out.append(StageStatus(stage.name, "imported", brought.origin.describe(), brought.path))
+            continue
         stale = [maker.name for maker in stages if maker.makes in stage.inputs and maker.makes not in known]
         if stale:
             out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
@@ -225,13 +233,6 @@ def status(plan: Plan, store: Store) -> list[StageStatus]:
             out.append(StageStatus(stage.name, "unknown", str(error), None))
             continue
         artefact = store.find(record)
-        origin = run.origin(stage.name)
-        if artefact is None and origin is not None:
-            artefact = store.of(origin).find(record)
-            if artefact is not None:
-                known[stage.makes] = artefact.manifest.content
-                out.append(StageStatus(stage.name, "imported", origin.describe(), artefact.path))
-                continue
         if artefact is None:
             last, damage = run.last(stage.name), store.fault(record)
             reason = f"damaged: {damage}" if damage else why(last, record)

@@ -127,12 +127,18 @@ def planned(index: Index, where: str) -> Plan:
     return plan
 
 
-def check_provenance(index: Index, keys: Sequence[Path] = ()) -> None:
+def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> None:
     """Whether the index's provenance holds together and is that of its artefacts, and signed by one of `keys`, if any.
 
     Raises as `provenance.verified` and `provenance.check_chain` do.
     """
-    check_chain(verified(index.get("provenance"), keys), index["artefacts"])
+    if "provenance" not in index:
+        raise InputDataError(
+            f"{where} is not complete",
+            why="it holds no provenance",
+            remedy="make it again with this version of trtpipe",
+        )
+    check_chain(verified(index["provenance"], keys), index["artefacts"])
 
 
 def passport_of(index: Index) -> Passport:

@@ -119,7 +119,7 @@ def test_what_arrives_is_what_was_sent(
 ) -> None:
     before = content(Path("runs") / TARGET)
     sent = ship.push(TARGET, registry(), made)
-    assert sent.artefacts == ("tokenizer", "engine", "repository")
+    assert sent.artefacts == ("tokenizer", "engine")
     assert sent.there == 0
     assert ship.push(TARGET, registry(), made).moved == 0, "all of it is there"
     assert registry().targets() == [TARGET]
@@ -127,10 +127,12 @@ def test_what_arrives_is_what_was_sent(
     store = elsewhere(tmp_path, monkeypatch)
     got = ship.pull(TARGET, registry(), store)
     after = content(Path("runs") / TARGET)
-    assert after == {name: data for name, data in before.items() if not name.startswith(("model/", "checkpoint/"))}
-    # The repository holds the engine's files and the tokenizer's: they travel once.
-    assert got.there > 0
+    assert after == {name: data for name, data in before.items() if name.startswith(("tokenizer/", "engine/"))}
     assert got.moved == sent.moved
+    assert got.arrived is not None
+    execute(got.arrived.plan, store, Recorder(), given=got.arrived.artefacts)
+    repository = {name: data for name, data in before.items() if name.startswith("repository/")}
+    assert {name: data for name, data in content(Path("runs") / TARGET).items() if name in repository} == repository
     again = ship.pull(TARGET, registry(), store)
     assert (again.moved, again.artefacts) == (0, got.artefacts)
     assert not list((store.home / "incoming").iterdir())
@@ -145,8 +147,10 @@ def test_a_checkpoint_alone(
     assert sorted(path.name for path in (Path("runs") / TARGET / "checkpoint").iterdir()) == [
         "config.json", "rank0.safetensors",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match=r"has no repository of tiny\.cpu\.bf16; there are: tokenizer, che"):
-        ship.pull(TARGET, registry(), store, ("repository",))
+    with pytest.raises(UsageError, match=r"has no scales of tiny\.cpu\.bf16; there are: tokenizer, che|checkpoint, t"):
+        ship.pull(TARGET, registry(), store, ("scales",))
+    with pytest.raises(UsageError, match="nothing of a target is called 'repository'"):
+        ship.choose("repository")
 
 
 def test_what_broke_off_goes_on_where_it_was(
@@ -238,7 +242,7 @@ def test_looking_for_a_target(made: Store, registry: Callable[[], Registry]) -> 
     ship.push(TARGET, registry(), made)
     (found,) = ship.search(registry())
     assert (found.target, found.model, found.passport.gpu) == (TARGET, "tiny", "cpu")
-    assert found.artefacts == ("tokenizer", "engine", "repository")
+    assert sorted(found.artefacts) == ["engine", "tokenizer"]
     assert ship.precision(found.passport) == "bfloat16"
     assert [len(ship.search(registry(), model=word)) for word in ("TINY", "llama")] == [1, 0]
     assert [len(ship.search(registry(), gpu=word)) for word in ("cpu", "h100")] == [1, 0]
@@ -400,10 +404,15 @@ def change(index: dict[str, Any], place: str, value: Any) -> None:
         ("artefacts.engine.files.0.sha256", "VICTIM", "sha256: String should match pattern"),
         ("artefacts.engine.files.0.size", -1, "size: Input should be greater than or equal to 0"),
         ("artefacts.engine.files.0.size", "3", "size: Input should be a valid integer"),
-        ("artefacts.engine.files.0.path", "../../out", "it leads out of its folder"),
+        ("artefacts.engine.files.0.path", "../../out.json", "it leads out of its folder"),
+        ("artefacts.engine.files.0.path", "model.py", "the engine holds model.py: only data is taken"),
+        ("artefacts.engine.files.0.path", "lib/libx.so", "the engine holds lib/libx.so: only data is taken"),
+        ("artefacts.engine.files.0.path", "passport.json", "it names a file of the engine twice"),
+        ("artefacts.engine.content", "0" * 64, "the engine is 000000000000, the provenance says"),
+        ("artefacts.engine.record.settings.build.max_batch_size", 3, "the record of the engine is"),
         ("artefacts.engine.files", None, "artefacts.engine.files: Field required"),
         ("artefacts.engine.record.stage", "../../out", "record.stage: String should match pattern"),
-        ("artefacts.engine.record.stage", "convert", "the engine of .* does not come from convert"),
+        ("artefacts.engine.record.stage", "convert", "the record of the engine is"),
         ("artefacts.engine.record.colour", 1, "record.colour: Extra inputs are not permitted"),
         ("model.name", "../../out", "model.name: String should match pattern"),
         ("model.name", "other", "it is of other.cpu.bf16, and says tiny.cpu.bf16"),
@@ -416,7 +425,7 @@ def change(index: dict[str, Any], place: str, value: Any) -> None:
         ("passport.gpu", "h100", "gpu: its passport says h100, its settings cpu"),
         ("passport.sms", [90], r"sms: its passport says \(90,\), its settings None"),
         ("passport.rank_bytes", 1, "its passport is not the engine's passport.json"),
-        ("provenance", None, "this is no provenance"),
+        ("provenance", None, "it holds no provenance"),
     ],
 )
 def test_an_index_that_is_not_to_be_believed(made: Store, tmp_path: Path, place: str, value: Any, why: str) -> None:
@@ -444,7 +453,7 @@ def test_what_is_pushed_later_comes_to_what_is_there(made: Store, tmp_path: Path
     passport = there.index(TARGET)["passport"]
     ship.push(TARGET, there, made, ("checkpoint",))
     index = there.index(TARGET)
-    assert sorted(index["artefacts"]) == ["checkpoint", "engine", "repository", "tokenizer"]
+    assert sorted(index["artefacts"]) == ["checkpoint", "engine", "tokenizer"]
     assert index["passport"] == passport
     with pytest.raises(UsageError, match=f"{TARGET} has no scales; it has: checkpoint"):
         ship.push(TARGET, there, made, ("checkpoint", "scales"))
@@ -463,7 +472,9 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     store = elsewhere(tmp_path, monkeypatch)
     ship.pull(TARGET, open_registry(shelf), store)
     found = provenance.verify(RunFolder.of(TARGET), store)
-    assert found.lines == lines, "also of the stages that ran elsewhere"
+    brought = f", imported from {shelf}, not built here"
+    told = [line + brought if line.startswith(("tokenizer", "engine")) else line for line in lines]
+    assert found.lines == told[:4] + found.lines[4:], "also of the stages that ran elsewhere"
     assert found.elsewhere == ["model", "checkpoint"]
     (Path("runs") / TARGET / provenance.FILE).unlink()
     with pytest.raises(

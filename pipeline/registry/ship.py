@@ -47,12 +47,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """What a push or a pull has moved, and what was there before; bytes."""
+    """What a push or a pull has moved, and what was there before, in bytes; of a pull also what has arrived."""
 
     target: str
     artefacts: tuple[str, ...]
     moved: int
     there: int
+    arrived: Bundle | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def push(
 def pull(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None, *, any_machine: bool = False,
     trust_keys: Sequence[Path] = (), progress: Progress = lambda done, total: None,
-) -> tuple[Shipped, Bundle]:  # fmt: skip
+) -> Shipped:  # fmt: skip
     """Bring a target here: into the store, apart from what is made here, with a run folder. Everything of it, or the
     artefacts `wanted`.
 
@@ -149,8 +150,10 @@ def pull(
         shutil.rmtree(folder, ignore_errors=True)
         fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
     link(plan, artefacts, store, index["provenance"])
-    shipped = Shipped(target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there)
-    return shipped, Bundle(plan=plan, artefacts=artefacts)
+    return Shipped(
+        target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there,
+        arrived=Bundle(plan=plan, artefacts=artefacts),
+    )  # fmt: skip
 
 
 def search(
@@ -187,7 +190,7 @@ def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ())
         raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
     # Version 0.1 also carried repositories.
     index["artefacts"] = {name: entry for name, entry in index["artefacts"].items() if name != "repository"}
-    check_provenance(index, trust_keys)
+    check_provenance(index, where, trust_keys)
     return index
 
 
