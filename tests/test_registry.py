@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import requests
 
 from engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
 from pipeline.gc import find_garbage
-from pipeline.registry import fetch, files, oci_upload, parts, ship
+from pipeline.registry import oci_upload, parts, ship
+from pipeline.registry import s3 as s3_registry
 from pipeline.registry.address import open_registry
 from pipeline.registry.base import Blob, Registry
 from pipeline.runner import RunFolder, execute
@@ -158,16 +159,16 @@ def test_what_broke_off_goes_on_where_it_was(
 ) -> None:
     ship.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
-    monkeypatch.setattr(fetch, "CHUNK", 1000)
     weak = registry()
     asked: list[tuple[str, int]] = []
     read = type(weak).read
 
-    def breaking(self: Any, blob: Blob, start: int, stop: int) -> bytes:
+    def breaking(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
         asked.append((blob.sha256, start))
-        if blob.size > 5000 and start >= 5000:
+        data = b"".join(read(self, blob, start))
+        yield data[:5000]
+        if len(data) > 5000:
             raise HostError("the line is cut")
-        return read(self, blob, start, stop)
 
     monkeypatch.setattr(type(weak), "read", breaking)
     with pytest.raises(HostError, match="the line is cut"):
@@ -180,7 +181,9 @@ def test_what_broke_off_goes_on_where_it_was(
     asked.clear()
     monkeypatch.setattr(type(weak), "read", read)
     monkeypatch.setattr(
-        type(weak), "read", lambda self, blob, *rest: (asked.append((blob.sha256, rest[0])), read(self, blob, *rest))[1]
+        type(weak),
+        "read",
+        lambda self, blob, start=0: (asked.append((blob.sha256, start)), read(self, blob, start))[1],
     )
     ship.pull(TARGET, registry(), store)
     assert min(start for sha256, start in asked if sha256 == left.name) == 5000
@@ -226,9 +229,9 @@ def test_a_file_that_is_not_what_its_digest_says(
     weak = registry()
     read = type(weak).read
 
-    def flipped(self: Any, blob: Blob, start: int, stop: int) -> bytes:
-        data = read(self, blob, start, stop)
-        return bytes([data[0] ^ 1]) + data[1:]
+    def flipped(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        data = b"".join(read(self, blob, start))
+        yield bytes([data[0] ^ 1]) + data[1:]
 
     monkeypatch.setattr(type(weak), "read", flipped)
     with pytest.raises(InputDataError, match="is damaged: its digest is another; pull again"):
@@ -276,7 +279,7 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
         monkeypatch.setenv(key, value)
     part = 5 << 20
     monkeypatch.setattr(parts, "PART", part)
-    monkeypatch.setattr(files, "PART", part)
+    monkeypatch.setattr(s3_registry, "PART", part)
     monkeypatch.setattr(parts, "AT_ONCE", 1)
     data = random.Random(7).randbytes(3 * part + 1000)
     (tmp_path / "file").write_bytes(data)
@@ -307,7 +310,8 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
     assert sent == [1, 2, 3, 4], "what was there is not sent again"
     assert moved == [part] * 3 + [1000]
     assert there.has(blob)
-    assert there.read(blob, 0, blob.size) == data
+    assert b"".join(there.read(blob)) == data
+    assert b"".join(there.read(blob, 70_000)) == data[70_000:]
     assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
 
 
@@ -327,18 +331,18 @@ def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
 
     def opened() -> Any:
         registry: Any = open_registry(f"oci://{oci}/team/uploads{lost}")
-        ask = registry._client.do_request
+        ask = registry._client.request
 
-        def breaking(url: str, method: str = "GET", **rest: Any) -> Any:
+        def breaking(method: str, url: str, **rest: Any) -> Any:
             if method == "PATCH":
                 place = rest["headers"]["Content-Range"]
                 if place.startswith(f"{2 * chunk}-") and broken[0]:
                     broken[0] -= 1
-                    raise requests.ConnectionError("the line is cut")
+                    raise httpx.ReadError("the line is cut")
                 sent.append(place)
-            return ask(url, method, **rest)
+            return ask(method, url, **rest)
 
-        registry._client.do_request = breaking
+        registry._client.request = breaking
         return registry
 
     moved: list[int] = []
@@ -353,7 +357,8 @@ def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
     assert sent == [f"{n * chunk}-{min(len(data), (n + 1) * chunk) - 1}" for n in range(4)]
     assert sum(moved) == len(data)
     assert there.has(blob)
-    assert there.read(blob, 0, blob.size) == data
+    assert b"".join(there.read(blob)) == data
+    assert b"".join(there.read(blob, 70_000)) == data[70_000:]
     assert not list((tmp_path / "home" / "uploads").iterdir())
 
 
@@ -361,7 +366,7 @@ def test_a_file_that_somebody_has_removed(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputDataError, match=r"lacks the file sha256:0000000000\w\w: somebody has removed it; push"):
-        registry().read(Blob("0" * 64, 5), 0, 5)
+        b"".join(registry().read(Blob("0" * 64, 5)))
 
 
 def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:

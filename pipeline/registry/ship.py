@@ -223,7 +223,7 @@ def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
     if len(found) != 1 or found[0]["size"] > PASSPORT_BYTES:
         raise InputDataError(f"{where} is damaged", why=f"its engine has no {PASSPORT}")
     blob = Blob(found[0]["sha256"], found[0]["size"])
-    data = registry.read(blob, 0, blob.size)
+    data = b"".join(registry.read(blob))
     if hashlib.sha256(data).hexdigest() != blob.sha256:
         raise damaged(PASSPORT, registry)
     if parse_json(data) != index["passport"]:
