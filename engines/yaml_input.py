@@ -10,6 +10,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from engines.errors import InputDataError
 from engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 
 # The largest file of configs/ has 20 kB.
@@ -55,6 +56,19 @@ def load_yaml(path: Path, *, repeats: bool = False) -> Any:
     return parse_yaml(read_bounded(path, MAX_BYTES), repeats=repeats)
 
 
+def read_yaml(path: Path, what: str, *, repeats: bool = False) -> dict[str, Any]:
+    """The mapping in the YAML file `path`. Raises InputDataError naming the file for anything else."""
+    try:
+        value = load_yaml(path, repeats=repeats)
+    except OSError as error:
+        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise InputDataError(f"{what} {path} is not YAML", why=str(error), remedy="replace it") from None
+    if not isinstance(value, dict):
+        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not a mapping", remedy="replace it")
+    return value
+
+
 def _check_events(text: str) -> None:
     """Raises YamlError for more than MAX_DEPTH levels or MAX_VALUES values, before any of them is made.
 
@@ -66,6 +80,7 @@ def _check_events(text: str) -> None:
     opened: list[list[Any]] = []
     known: dict[str, tuple[int, int]] = {}
     values = 0
+    event: Any
     for event in yaml.parse(text, _base()):
         line = event.start_mark.line + 1
         size = levels = 0

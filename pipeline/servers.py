@@ -7,13 +7,17 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines.errors import UsageError, suggestion
-from pipeline import gateway_process, tritonserver
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.json_input import read_json
+from pipeline import config, gateway_process, tritonserver
 from pipeline.folders import write_whole
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from triton_repo.combine import model_names
 from triton_repo.render import TOKENIZER_FOLDER
+
+# Of Linux, where it is configured highest.
+MAX_PID = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +76,10 @@ def running(store: Store) -> list[Server]:
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            served = tuple(Served(**{**one, "repository": Path(one["repository"])}) for one in raw.pop("served"))
-            server = Server(
-                **{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])}
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            path.unlink(missing_ok=True)
+            server = _read(path)
+        except (OSError, ValueError, InputDataError):
+            with contextlib.suppress(OSError):
+                path.unlink()
             continue
         if tritonserver.alive(server.pid):
             out.append(server)
@@ -87,6 +88,16 @@ def running(store: Store) -> list[Server]:
                 gateway_process.end(server.gateway_pid)
             forget(store, server)
     return out
+
+
+def _read(path: Path) -> Server:
+    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
+    server = config.build(Server, read_json(path, "record"), str(path))
+    # By the number processes are asked for and ended, by the name files are removed.
+    pids = [server.pid] if server.gateway_pid is None else [server.pid, server.gateway_pid]
+    if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
+        raise ValueError(f"{path} is of another server")
+    return server
 
 
 def find_running(store: Store, name: str | None) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,17 @@ from engines.yaml_input import MAX_BYTES, YamlError, load_yaml, parse_yaml
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-MERGED = "a0: &a0 {x: 1}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)
-)
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 
 
 @pytest.fixture(params=["libyaml", "python"])
-def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both loaders: PyYAML may be built without libyaml."""
+    yaml_input._loader.cache_clear()
     if request.param == "python":
-        yaml_input._loader.cache_clear()
         monkeypatch.setattr(yaml_input, "_base", lambda: yaml.SafeLoader)
-        request.addfinalizer(yaml_input._loader.cache_clear)
+    yield
+    yaml_input._loader.cache_clear()
 
 
 @pytest.mark.parametrize(
