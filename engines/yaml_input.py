@@ -103,7 +103,7 @@ def _check_events(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _, _ in opened):
                 raise YamlError(f"'{event.anchor}' is a part of itself, on line {line}", line)
-            size, levels = known.get(event.anchor, (1, 0))
+            size, levels = known.get(str(event.anchor), (1, 0))
         else:
             continue
         values += size
