@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engines.errors import InputDataError
-from engines.json_input import read_json
+from engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = dict[str, str]
+# The longest of the hub has 20 kB.
+MAX_TEMPLATE_BYTES = 1 << 20
 RAW = "pass --raw to send the text as it is"
 # Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -24,9 +26,11 @@ def read_template(tokenizer: Path) -> str | None:
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputDataError(f"{file} is not UTF-8", why=str(error), remedy=RAW) from None
+        except ValueError as error:
+            raise InputDataError(f"{file} is no chat template", why=str(error), remedy=RAW) from None
     template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.errors import HostError
+from engines.errors import HostError, InputDataError
 from engines.json_input import load_json
 from pipeline.manifest import read_manifest
 from pipeline.runner import RunFolder
@@ -88,7 +88,7 @@ def _require_readable_servers(store: Store) -> None:
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
             read_server(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, InputDataError) as error:
             raise _unreadable(path, error, "remove it if that server is gone") from None
 
 

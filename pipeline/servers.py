@@ -6,16 +6,18 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from engines.errors import UsageError, suggestion
-from engines.json_input import load_json
-from pipeline import gateway_process, tritonserver
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.json_input import read_json
+from pipeline import config, gateway_process, tritonserver
 from pipeline.folders import write_whole
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from triton_repo.combine import model_names
 from triton_repo.render import TOKENIZER_FOLDER
+
+# Of Linux, where it is configured highest.
+MAX_PID = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,9 @@ def running(store: Store) -> list[Server]:
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
             server = read_server(path)
-        except (OSError, ValueError):
-            path.unlink(missing_ok=True)
+        except (OSError, ValueError, InputDataError):
+            with contextlib.suppress(OSError):
+                path.unlink()
             continue
         if tritonserver.alive(server.pid):
             out.append(server)
@@ -90,17 +93,13 @@ def running(store: Store) -> list[Server]:
 
 
 def read_server(path: Path) -> Server:
-    """The record of a server. Raises OSError, or ValueError for something else."""
-    try:
-        raw = load_json(path)
-        served = tuple(_served(one) for one in raw.pop("served"))
-        return Server(**{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-def _served(raw: dict[str, Any]) -> Served:
-    return Served(**{**raw, "repository": Path(raw["repository"]), "imported": tuple(raw.get("imported", ()))})
+    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
+    server = config.build(Server, read_json(path, "record"), str(path))
+    # By the number processes are asked for and ended, by the name files are removed.
+    pids = [server.pid] if server.gateway_pid is None else [server.pid, server.gateway_pid]
+    if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
+        raise ValueError(f"{path} is of another server")
+    return server
 
 
 def find_running(store: Store, name: str | None) -> Server:
