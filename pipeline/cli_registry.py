@@ -126,12 +126,11 @@ def provenance(
 
     from pipeline import console
     from pipeline.folders import write_whole
-    from pipeline.provenance import statement
-    from pipeline.signatures import sign_statement
+    from pipeline.provenance import signed, statement
     from pipeline.store import Store, default_home
 
     made = statement(_run(target), Store(default_home()))
-    written = made if sign_key is None else json.loads(sign_statement(made, sign_key))
+    written = signed(made, sign_key)
     if out is None:
         console.result_json(written)
     else:

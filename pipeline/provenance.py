@@ -23,7 +23,7 @@ from pipeline import __version__
 from pipeline.digests import combined
 from pipeline.manifest import Manifest, Record
 from pipeline.runner import RunFolder
-from pipeline.signatures import PAYLOAD_TYPE
+from pipeline.signatures import PAYLOAD_TYPE, sign_statement
 from pipeline.stages import stages_of
 from pipeline.store import Store
 
@@ -268,6 +268,11 @@ def verified(told: Any, keys: Sequence[Path]) -> Statement:
             remedy="have it pushed or exported with --sign-key, or leave --trust-key out",
         )  # fmt: skip
     return verify_envelope(json.dumps(told).encode(), keys)
+
+
+def signed(told: Statement, key: Path | None) -> Any:
+    """The statement in the envelope of a signature by the private key (PEM); the statement itself without one."""
+    return told if key is None else parse_json(sign_statement(told, key))
 
 
 def is_envelope(told: Any) -> bool:

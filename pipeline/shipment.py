@@ -23,9 +23,8 @@ from pipeline.manifest import Record
 from pipeline.model_ref import ModelRef
 from pipeline.plan import Plan, resolve
 from pipeline.provenance import FILE as PROVENANCE
-from pipeline.provenance import Statement, check_chain, is_envelope, statement, verified
+from pipeline.provenance import check_chain, is_envelope, signed, statement, verified
 from pipeline.runner import RunFolder
-from pipeline.signatures import sign_statement
 from pipeline.stages import Stage, stages_of
 from pipeline.stages.build import BUILD, draft_passport
 from pipeline.store import Artefact, Store
@@ -68,14 +67,10 @@ def describe(
         "settings": raw["settings"],
         "passport": dataclasses.asdict(passport),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
-        "provenance": _signed(statement(run, store), sign_key),
+        "provenance": signed(statement(run, store), sign_key),
     }
     store.digests.save()
     return index, made
-
-
-def _signed(told: Statement, key: Path | None) -> Any:
-    return told if key is None else json.loads(sign_statement(told, key))
 
 
 def check_index(index: Any, where: str, again: str = "export") -> Index:

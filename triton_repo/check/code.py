@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 import configs
 from engines.json_input import read_bounded
+from engines.yaml_input import read_yaml
 from triton_repo.check.faults import Fault, Report
 from triton_repo.check.models import Model, read_models
 
@@ -95,6 +94,6 @@ def _digest(data: bytes) -> str:
 
 @cache
 def _known() -> set[str]:
-    rows = yaml.safe_load(KNOWN.read_text(encoding="utf-8"))
+    rows = read_yaml(KNOWN, "list of scripts")
     nvidia = {digest for digests in rows.values() for digest in digests}
     return nvidia | {_digest(path.read_bytes()) for path in TEMPLATES.rglob("*.py")}
