@@ -119,7 +119,10 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
     ] = False,
 ) -> None:
-    """Print the log of a server, running or not."""
+    """Print the log of a server, running or not.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import console, serve
 
     for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
@@ -135,7 +138,7 @@ def reload(
     from pipeline import console, serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
-    console.result("\n".join(f"{renewed.name} serves {one.repository}" for one in loaded))
+    console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
 def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
@@ -143,7 +146,7 @@ def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all i
     from pipeline import console, serve
 
     ended = serve.stop(own_store(), name)
-    console.result("\n".join(f"stopped {server.name}" for server in ended) or "no server is running")
+    console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
 
 
 def check(
@@ -222,7 +225,10 @@ def generate(
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
 ) -> None:
-    """Stream an answer from a running server."""
+    """Stream an answer from a running server.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import chat, console, servers
     from pipeline.generate import Sampling, stream
 
