@@ -50,7 +50,8 @@ for _command in (
     cli_serve.logs, cli_serve.reload, cli_serve.stop, cli_serve.check, cli_serve.top, cli_serve.monitoring,
     cli_serve.generate, cli_bench.compare, cli_facts.models, cli_facts.gpus, cli_facts.probe, cli_facts.toolchains,
     cli_facts.passport, cli_build.export, cli_build.import_, cli_registry.push, cli_registry.pull, cli_registry.search,
-    cli_registry.provenance, cli_registry.verify_provenance, cli_build.gc, cli_facts.doctor,
+    cli_registry.provenance, cli_registry.verify_provenance, cli_build.gc,
+    cli_build.scrub, cli_facts.doctor,
 ):  # fmt: skip
     app.command(name=_command.__name__.strip("_").replace("_", "-"))(_command)
 app.add_typer(cli_bench.app, name="bench")

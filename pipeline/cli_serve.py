@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_words import Json, ServerName, Target, TargetName, Targets, own_store
+from pipeline.cli_words import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
 
 
 def serve(
@@ -35,6 +35,7 @@ def serve(
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
     ] = None,
+    allow_model_code: AllowModelCode = False,
     restart: Annotated[
         int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
     ] = 0,
@@ -57,6 +58,7 @@ def serve(
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
+        allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
     running, process = serve.launch(found, store, options, console.note)
@@ -95,9 +97,14 @@ def ps(as_json: Json = False) -> None:
     ]
     columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
     if as_json:
-        console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
+        imported = [[phrase for one in s.served for phrase in one.imported] for s in running]
+        told = [dict(zip(columns, row, strict=True)) for row in rows]
+        console.result_json([{**one, "imported": more} for one, more in zip(told, imported, strict=True)])
     elif rows:
         console.table(columns, rows)
+        for one in (served for server in running for served in server.served):
+            for phrase in one.imported:
+                console.result(f"{one.name}: {phrase}")
     else:
         console.result("no server is running")
 
@@ -122,11 +129,12 @@ def logs(
 def reload(
     target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
     server: ServerName = None,
+    allow_model_code: AllowModelCode = False,
 ) -> None:
     """Load a target's repository as it is now into a running server, model by model, without ending it."""
     from pipeline import console, serve
 
-    renewed, loaded = serve.reload(own_store(), server, target)
+    renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
     console.result("\n".join(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
@@ -144,18 +152,25 @@ def check(
         str | None, typer.Option(help="The release that will serve it, of `trtpipe toolchains`; found out if left out.")
     ] = None,
     here: Annotated[bool, typer.Option("--here", help="Also ask whether this machine's GPUs can serve it.")] = False,
+    allow_model_code: AllowModelCode = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a model repository before Triton sees it; fails when something is."""
+    """Say what is wrong with a model repository before Triton sees it; fails when something is.
+
+    Code that is of no known template is named: `serve` refuses it without --allow-model-code.
+    """
     import dataclasses
 
     from pipeline import config, console, host
     from pipeline.runner import RUNS
     from triton_repo.check import check_repository, require_sound
+    from triton_repo.check.code import foreign_code
 
     folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
     release = None if toolchain is None else config.find_toolchain(toolchain)
     faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
+    if folder.is_dir() and not allow_model_code:
+        faults += foreign_code(folder)
     if as_json:
         console.result_json([dataclasses.asdict(fault) for fault in faults])
     else:

@@ -29,6 +29,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             path.rmdir()
         partial.rename(path)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -49,11 +50,23 @@ def write_together(texts: Mapping[Path, str]) -> None:
     try:
         for path, text in texts.items():
             partial[path].write_text(text, encoding="utf-8")
+            sync(partial[path])
         for path in texts:
             partial[path].replace(path)
+        for folder in {path.parent for path in texts}:
+            sync(folder)
     except OSError as error:
         for left in partial.values():
             with contextlib.suppress(OSError):
                 left.unlink()
         # Of the file that was asked for, not of ours.
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, outlive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -52,6 +52,7 @@ class LaunchOptions:
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    allow_model_code     whether code of no known template may run
     """
 
     server: str = "auto"
@@ -67,6 +68,7 @@ class LaunchOptions:
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
     engine_python: str = sys.executable
+    allow_model_code: bool = False
 
 
 def find_repository(target: str | None) -> tuple[str, Path]:
@@ -88,6 +90,13 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         f"'{target}' is neither a target in ./runs nor a model repository",
         remedy="run `trtpipe build`, or see `ls runs`",
     )
+
+
+def imports(target: str, repository: Path) -> tuple[str, ...]:
+    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
+    run = RunFolder.of(target)
+    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
+    return tuple(run.imports()) if own else ()
 
 
 def check_passport(repository: Path) -> Passport:
@@ -130,6 +139,7 @@ def launch(
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
         called = name if (RUNS / name / "repository").is_dir() else str(repository)
+        guard.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
@@ -145,7 +155,12 @@ def launch(
     folder = store.home / "servers" / name
     alone = len(targets) == 1
     served = tuple(
-        Served(name=target, repository=repository, prefix="" if alone else f"{target}.")
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+        )
         for target, repository in targets
     )
     gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
@@ -307,7 +322,9 @@ def link_models(served: Sequence[Served], folder: Path) -> Path:
     return models
 
 
-def reload(store: Store, name: str | None, target: str | None) -> tuple[Server, list[Served]]:
+def reload(
+    store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
+) -> tuple[Server, list[Served]]:
     """Give a running server the repositories its targets have now, model by model, without ending it; with `target`
     that one alone. Returns the server and what was loaded.
 
@@ -323,8 +340,13 @@ def reload(store: Store, name: str | None, target: str | None) -> tuple[Server, 
         fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
     for one in server.served:
         if one.name in fresh:
+            guard.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
             _require_same_kind(one, fresh[one.name])
-    served = tuple(replace(one, repository=fresh.get(one.name, one.repository)) for one in server.served)
+    served = tuple(
+        replace(one, repository=fresh[one.name], imported=imports(target or one.name, fresh[one.name]))
+        if one.name in fresh else one
+        for one in server.served
+    )  # fmt: skip
     link_models(served, store.home / "servers" / server.name)
     renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]

@@ -26,11 +26,13 @@ class Served:
 
     name    of the target it comes from, and what the gateway calls it
     prefix  what the names of its models begin with; empty where it is alone
+    imported  a phrase for each artefact behind it that was made elsewhere
     """
 
     name: str
     repository: Path
     prefix: str = ""
+    imported: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Path:
@@ -76,7 +78,7 @@ def running(store: Store) -> list[Server]:
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
-            server = _read(path)
+            server = read_server(path)
         except (OSError, ValueError, InputDataError):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -90,7 +92,7 @@ def running(store: Store) -> list[Server]:
     return out
 
 
-def _read(path: Path) -> Server:
+def read_server(path: Path) -> Server:
     """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
     server = config.build(Server, read_json(path, "record"), str(path))
     # By the number processes are asked for and ended, by the name files are removed.

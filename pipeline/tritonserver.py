@@ -28,12 +28,11 @@ from pathlib import Path
 
 import triton_repo
 from engines.errors import HostError, StageFailed, UsageError
-from engines.process import tail
+from engines.process import python_command, tail
 from triton_repo.launch import ServerOptions, region_prefix, server_command
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
-PROJECT = WIRE.parents[2]
 # Which module executes an engine, by the runtime of its passport.
 RUNTIMES = {"reference": "engines.reference.runtime", "vllm": "engines.vllm_runtime"}
 READY_SECONDS = 600.0
@@ -187,9 +186,7 @@ def prepare_backends(
         shutil.copyfile(BACKEND / name, ours / name)
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
-        "command": [python, "-m", "engines.reference.process", "--runtime", RUNTIMES[runtime]],
-        # Of another environment's Python it is not to be expected that this project is installed there.
-        "python_path": "" if python == sys.executable else str(PROJECT),
+        "command": [*python_command("engines.reference.process", python), "--runtime", RUNTIMES[runtime]],
         # The server's own library folders must not reach torch.
         "library_path": os.environ.get("LD_LIBRARY_PATH"),
     }
@@ -215,7 +212,7 @@ def start_local(
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
         "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
     }
     return _spawn(server_command(options), environment, models, log)
 
@@ -244,7 +241,7 @@ def start_docker(
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return _spawn([sys.executable, "-m", "pipeline.docker_server", json.dumps(spec)], {}, models, log)
+    return _spawn([*python_command("pipeline.docker_server"), json.dumps(spec)], {}, models, log)
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:

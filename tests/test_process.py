@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def test_a_worker_gets_its_job_as_json(log: Path) -> None:
     with pytest.raises(StageFailed, match=r"working failed \(exit status 1\): .*No module named engines.nothing"):
         run_worker("engines.nothing", {"text": "a 'b' \"c\""}, log, what="working")
     words = shlex.split(log.read_text().splitlines()[0])
-    assert words[-3:-1] == ["-m", "engines.nothing"]
+    assert words[-4:-1] == [sys.executable, str(process.LAUNCHER), "engines.nothing"]
     assert json.loads(words[-1]) == {"text": "a 'b' \"c\""}
 
 

