@@ -81,7 +81,7 @@ def campaign(world: World, name: str, runs: Iterable[int], run: Callable[[Iterab
     """Run a target with the mutations of these numbers; the faults, of each cause that with the smallest input."""
     target = TARGETS[name]
     found: dict[str, Fault] = {}
-    with world.entered():
+    with world.entered(target.home):
         for index in runs:
             case = mutated(world, name, index)
             fault = _fault(world, target, case, run(case.arguments))
@@ -155,7 +155,7 @@ def again(folder: Path) -> None:
             replace(world.root / case.file, case.how)
         elif (folder / "input").exists():
             shutil.copy(folder / "input", world.root / case.file)
-        with world.entered():
+        with world.entered(TARGETS[case.target].home):
             outcome = run_here(case.arguments)
         print(f"trtpipe {' '.join(case.arguments)}    with {case.file} {case.how}")
         print(outcome.trace or outcome.err)

@@ -21,6 +21,7 @@ class Target:
     changes    folders that the command changes, which are made anew for each run
     makes      what else it makes in the working folder
     wrong      says what is wrong with what a successful command has made; None for nothing
+    home       the store: the one that the target was built in, or `elsewhere`, which is empty
     share      runs of this one, beside those of others
     alone      run within the test's process only, where no child is started and no server is waited for
     """
@@ -30,6 +31,7 @@ class Target:
     changes: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     wrong: Callable[[World], str | None] = lambda world: None
+    home: str = "home"
     share: int = 1
     alone: bool = False
 
@@ -54,6 +56,7 @@ def other_export(world: World) -> str | None:
 STORE = ("home/artefacts/**/*", "home/digests.json", "home/roots/*", f"work/runs/{TARGET}/*.json")
 MANIFESTS = ("home/artefacts/*/*/manifest.json", "home/digests.json", "home/roots/*", f"work/runs/{TARGET}/*.json")
 BOTH = ("home", "work/runs")
+ELSEWHERE = ("elsewhere", "work/runs")
 TARGETS: dict[str, Target] = {
     "inspect": Target(arguments=("inspect", "hf"), files=("work/hf/*",), share=3),
     "inspect-checkpoint": Target(arguments=("inspect", "checkpoint"), files=("work/checkpoint/*",), share=3),
@@ -72,6 +75,7 @@ TARGETS: dict[str, Target] = {
     "build-store": Target(arguments=("build", *MODEL), files=STORE, changes=BOTH, wrong=other_artefacts, share=2),
     "build-manifest": Target(arguments=("build", *MODEL), files=MANIFESTS, changes=BOTH, wrong=other_artefacts),
     "gc": Target(arguments=("gc",), files=(*MANIFESTS, "home/servers/*"), changes=BOTH, share=2),
+    "scrub": Target(arguments=("scrub",), files=STORE, changes=("home",)),
     "export": Target(
         arguments=("export", TARGET, "-o", "new.tar"), files=STORE, changes=BOTH, makes=("new.tar",),
         wrong=other_export,
@@ -82,9 +86,21 @@ TARGETS: dict[str, Target] = {
     "build-from": Target(
         arguments=("build", "--from", "out.tar"), files=("work/out.tar",), changes=BOTH, wrong=other_artefacts, share=2
     ),
+    "import-elsewhere": Target(
+        arguments=("import", "out.tar"), files=("work/out.tar",), changes=ELSEWHERE, home="elsewhere",
+        wrong=other_artefacts, share=3,
+    ),
+    "build-from-elsewhere": Target(
+        arguments=("build", "--from", "out.tar"), files=("work/out.tar",), changes=ELSEWHERE, home="elsewhere",
+        wrong=other_artefacts,
+    ),
     "push": Target(arguments=("push", TARGET, "other"), files=STORE, changes=BOTH, makes=("other",)),
     "pull": Target(
         arguments=("pull", TARGET, "shelf"), files=("work/shelf/**/*",), changes=BOTH, wrong=other_artefacts, share=2
+    ),
+    "pull-elsewhere": Target(
+        arguments=("pull", TARGET, "shelf"), files=("work/shelf/**/*",), changes=ELSEWHERE, home="elsewhere",
+        wrong=other_artefacts, share=2,
     ),
     "search": Target(arguments=("search", "shelf"), files=("work/shelf/**/*",)),
     "provenance": Target(arguments=("provenance", TARGET), files=MANIFESTS),

@@ -38,6 +38,7 @@ class World:
         self.root, self._as_made = folder / "world", folder / "as-made"
         self.work, self.home = self.root / "work", self.root / "home"
         self.work.mkdir(parents=True)
+        (self.root / "elsewhere").mkdir()
         with self.entered(), isolated():
             _furnish(self)
         shutil.copytree(self.root, self._as_made, symlinks=True)
@@ -46,12 +47,12 @@ class World:
         self._around = {path.name for path in (*folder.iterdir(), *self.root.iterdir())}
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """As the current folder and TRTPIPE_HOME, without programs."""
+    def entered(self, home: str = "home") -> Iterator[None]:
+        """As the current folder, with that TRTPIPE_HOME, without programs."""
         before = Path.cwd()
         os.chdir(self.work)
         try:
-            with mock.patch.dict(os.environ, {"TRTPIPE_HOME": str(self.home), "PATH": ""}):
+            with mock.patch.dict(os.environ, {"TRTPIPE_HOME": str(self.root / home), "PATH": ""}):
                 yield
         finally:
             os.chdir(before)
