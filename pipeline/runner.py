@@ -305,6 +305,14 @@ class RunFolder:
         partial.replace(link)
         sync(self.path)
 
+    def drop_imports(self, *, keep: str) -> None:
+        """Forget what was brought from elsewhere, but for what came from the source `keep`."""
+        stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
+        raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
+        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
+        for stage in stale:
+            (self.path / MAKES[stage]).unlink(missing_ok=True)
+
     def stages(self) -> list[str]:
         """The stages that have made something in this version's words."""
         return list(self._entries())

@@ -187,6 +187,8 @@ def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store, told: Any)
     if is_envelope(told):
         for artefact in artefacts.values():
             write_whole(artefact.path.parent / ENVELOPE, json.dumps(told) + "\n")
+    for source in {artefact.origin.source for artefact in artefacts.values() if artefact.origin is not None}:
+        run.drop_imports(keep=source)
     for stage in stages_of(plan):
         if stage.makes in artefacts:
             run.update(stage, artefacts[stage.makes])

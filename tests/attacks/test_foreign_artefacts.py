@@ -199,6 +199,18 @@ def test_a_signed_target_comes_through_a_registry(honest: Store, tmp_path: Path,
         ship.pull(TARGET, shelf, Store(tmp_path / "third"), trust_keys=(public,))
 
 
+def test_two_origins_are_never_mixed_in_one_target(honest: Store, tmp_path: Path) -> None:
+    shelf = open_registry(str(tmp_path / "shelf"))
+    ship.push(TARGET, shelf, honest)
+    path = bundle.pack(TARGET, honest, tmp_path / "out.tar")
+    store = victim(tmp_path)
+    ship.pull(TARGET, shelf, store)
+    arrived = bundle.unpack(path, store)
+    assert bundle.imported(TARGET, store) == arrived
+    assert {origin.source for origin in RunFolder.of(TARGET).origins().values()} == {str(path)}
+    assert not (RunFolder.of(TARGET).path / "engine").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
