@@ -6,8 +6,10 @@ loaded, so we write down and compare.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +109,35 @@ def read_passport(folder: Path) -> Passport:
         )
     try:
         return passport_from(read_json(path, "passport"))
-    except (TypeError, KeyError) as error:
+    except TypeError as error:
         raise ArtefactRefused(
             f"{path} is of another version", why=str(error), remedy="build the engine again"
         ) from None
 
 
 def passport_from(raw: dict[str, Any]) -> Passport:
-    """Out of what `Passport.write` writes. Raises KeyError or TypeError for something else."""
-    return Passport(**{**raw, "sms": None if raw["sms"] is None else tuple(raw["sms"])})
+    """Out of what `Passport.write` writes. Raises TypeError for something else."""
+    import pydantic  # here: an engine's process reads none, and may run where pydantic is not installed
+
+    unknown = raw.keys() - {one.name for one in fields(Passport)}
+    if unknown:
+        raise TypeError(f"unknown key '{min(unknown)}'")
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple.
+        passport: Passport = _adapter().validate_json(json.dumps(raw), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise TypeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if min(passport.tp_size, passport.pp_size) < 1 or passport.rank_bytes < 0:
+        raise TypeError("tp_size, pp_size and rank_bytes are not sizes")
+    return passport
+
+
+@cache
+def _adapter() -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(Passport)
 
 
 def require_target(passport: Passport, target: Target, folder: Path) -> None:

@@ -127,7 +127,7 @@ def _check_argument(path: Path, where: str, value: Any, fact: Argument, report: 
         return
     if fact.type == "bool" and not (isinstance(value, bool) or str(value).lower() in values.TEXT_WORDS):
         told = "true or false"
-    elif fact.type == "int" and (number is None or number != int(number)):
+    elif fact.type == "int" and (number is None or not number.is_integer()):
         told = "a whole number"
     elif fact.type == "float" and number is None:
         told = "a number"
