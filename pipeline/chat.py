@@ -66,6 +66,8 @@ class ChatTemplate:
                     messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
                 )
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program, and may fail in any way
             raise InputDataError(
                 f"the chat template of {self._owner} cannot be applied",
