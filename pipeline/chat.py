@@ -59,6 +59,10 @@ class ChatTemplate:
     def __reduce__(self) -> Any:
         return ChatTemplate, (self._source, self._special, self._owner)
 
+    def compile(self) -> None:
+        """Compile it now. Raises jinja2.TemplateError."""
+        self._compiled  # noqa: B018
+
     def __call__(self, messages: list[Message]) -> str:
         try:
             return str(

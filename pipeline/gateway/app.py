@@ -14,12 +14,11 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from pipeline.gateway.access import read_keys
 from pipeline.gateway.answers import Answer, Order
 from pipeline.gateway.board import Board
-from pipeline.gateway.connections import UNFINISHED_BYTES, Connections
+from pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from pipeline.gateway.failure import Failure, wrong
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.gateway.preparation import no_model
@@ -85,7 +84,7 @@ class Gateway:
         self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.board.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
-        preparing = self.prompts.prepare(ENDPOINTS[request.scope["path"]], await request.body())
+        preparing = self.prompts.prepare(ENDPOINTS[request.scope["path"]], request.scope[BODY])
         try:
             prepared = await asyncio.wait_for(preparing, self.options.timeout_s)
         except asyncio.TimeoutError:
@@ -199,11 +198,6 @@ def build(
     @app.exception_handler(Failure)
     async def failed(request: Request, failure: Failure) -> Response:
         return refuse(request, failure)
-
-    @app.exception_handler(ClientDisconnect)
-    async def left(request: Request, error: ClientDisconnect) -> Response:
-        gateway.count(request.scope["path"], 499)
-        return Response(status_code=499)
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

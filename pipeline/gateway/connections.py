@@ -46,6 +46,8 @@ ENDED_AT_ONCE, ENDED_PAUSE_SECONDS = 100, 0.01
 # What the parser is given at once, so that a head is measured before it is much too large.
 SLICE_BYTES = 8 << 10
 
+# Under this name the body is in the request's scope. ASGI's own way to it, and starlette's, would copy it five times.
+BODY = "trtpipe.body"
 # Path and `authorization` of a request with a body -> how many bytes its body may have. Raises Failure.
 Admit = Callable[[str, str], int]
 # Path and status of a request that the application does not see.
@@ -221,9 +223,8 @@ class Connection(HttpToolsProtocol):
         body = self._body
         self._release()
         self._deadline = math.inf
+        self.scope[BODY] = body  # type: ignore[literal-required]
         super().on_headers_complete()  # starts the application
-        if body:
-            super().on_body(bytes(body))
         super().on_message_complete()
 
     # What uvicorn calls

@@ -22,7 +22,7 @@ from pipeline.gateway.access import KEYS_VARIABLE
 from pipeline.gateway.failure import Failure, wrong
 from pipeline.gateway.options import GatewayOptions
 from pipeline.gateway.preparation import KINDS
-from pipeline.gateway.prompt_process import LARGE_SECONDS, LENGTHS, MEMORY_BYTES, SMALL_SECONDS
+from pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
 from pipeline.gateway.requests import ChatOptions, CompletionOptions
 
 # A text of this size is tokenised in some 10 ms, which is what a process of its own costs.
@@ -88,8 +88,8 @@ class ForkServer:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def fork(self) -> socket.socket:
-        """The socket of a new prompt process. Raises Failure 503."""
+    def fork(self, size: bytes) -> socket.socket:
+        """The socket of a new prompt process, for SMALL or LARGE requests. Raises Failure 503."""
         try:
             self.start()
             assert self._control is not None
@@ -98,7 +98,7 @@ class ForkServer:
             with contextlib.ExitStack() as unsent:
                 unsent.callback(ours.close)
                 with theirs:
-                    socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+                    socket.send_fds(self._control, [size], [theirs.fileno()])
                 unsent.pop_all()
         except OSError as error:
             raise _unavailable(error.strerror or str(error)) from None
@@ -123,7 +123,7 @@ class Prompts:
     def __init__(self, options: GatewayOptions, forks: ForkServer) -> None:
         self._lanes = {model.name: _Lane(forks) for model in options.models}
 
-    async def prepare(self, endpoint: str, body: bytes) -> Prepared:
+    async def prepare(self, endpoint: str, body: bytearray) -> Prepared:
         """Raises Failure for a request that cannot be answered."""
         model = self._guess(body)
         head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
@@ -137,7 +137,7 @@ class Prompts:
         _, kept = KINDS[endpoint]
         return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
 
-    def _guess(self, body: bytes) -> str:
+    def _guess(self, body: bytearray) -> str:
         """The model that a request is most likely for: only its prompt process reads the body."""
         *others, last = self._lanes
         return next((name for name in others if json.dumps(name).encode() in body), last)
@@ -157,36 +157,45 @@ class _Lane:
         self._large = asyncio.Semaphore(LARGE_TOGETHER)
         self._waiting = 0
 
-    async def ask(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    async def ask(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
         """The reply to a job. Raises Failure."""
         if len(body) <= SMALL_BYTES:
             async with self._turn:
-                return await self._ask_small({**job, "large": False}, body)
+                reply, ids = await self._ask_small(job, body)
+        else:
+            reply, ids = await self._ask_large(job, body)
+        if "failure" in reply:
+            raise Failure(**reply["failure"])
+        if "fault" in reply:
+            raise RuntimeError("a prompt process failed; the log says why")
+        return reply, ids
+
+    async def _ask_large(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
         if self._waiting >= LARGE_WAITING:
             raise Failure(429, "too many large requests are waiting", code="overloaded", retry_after=1)
         self._waiting += 1
         try:
             async with self._large:
-                with self._forks.fork() as process:
-                    return await _exchange(process, {**job, "large": True}, body)
+                with self._forks.fork(LARGE) as process:
+                    return await _exchange(process, job, body)
         except (OSError, EOFError):
-            raise self._ended(LARGE_SECONDS) from None
+            raise self._ended(LARGE) from None
         finally:
             self._waiting -= 1
 
-    async def _ask_small(self, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    async def _ask_small(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
         used = self._small is not None
+        if self._small is None:
+            self._small = self._forks.fork(SMALL)
         try:
-            if self._small is None:
-                self._small = self._forks.fork()
             return await _exchange(self._small, job, body)
         except (OSError, EOFError):
             self.close()
-            if used:  # it may have ended before: a new one tells
+            if used:  # it may have ended before this job: a new one tells
                 return await self._ask_small(job, body)
-            raise self._ended(SMALL_SECONDS) from None
-        except asyncio.CancelledError:
-            self.close()  # its reply would be taken for the next one's
+            raise self._ended(SMALL) from None
+        except BaseException:
+            self.close()  # what is left of this reply would be taken for the next one
             raise
 
     def close(self) -> None:
@@ -194,11 +203,11 @@ class _Lane:
             self._small.close()
             self._small = None
 
-    def _ended(self, seconds: float) -> Failure:
+    def _ended(self, size: bytes) -> Failure:
         """Why a prompt process has ended during a job."""
         if not self._forks.running:
             return _unavailable("it has ended, and is started again")
-        limits = f"{seconds:g} s of processor time or {MEMORY_BYTES >> 20} MB of memory"
+        limits = f"{SECONDS[size]:g} s of processor time or {MEMORY_BYTES >> 20} MB of memory"
         return wrong(f"the prompt of this request takes more than {limits} to make", code="prompt_too_costly")
 
 
@@ -206,19 +215,15 @@ def _unavailable(why: str) -> Failure:
     return Failure(503, f"the process that makes prompts is not available: {why}", code="overloaded", retry_after=1)
 
 
-async def _exchange(process: socket.socket, job: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    """Raises Failure, or OSError or EOFError when the process has ended."""
+async def _exchange(process: socket.socket, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
+    """Raises OSError or EOFError when the process has ended."""
     head = json.dumps(job).encode()
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(process, LENGTHS.pack(len(head), len(body)) + head + body)
+    await loop.sock_sendall(process, LENGTHS.pack(len(head), len(body)) + head)
+    await loop.sock_sendall(process, body)
     sizes = LENGTHS.unpack(await _receive(process, LENGTHS.size))
     reply = parse_json(await _receive(process, sizes[0]))
-    ids = await _receive(process, sizes[1])
-    if "failure" in reply:
-        raise Failure(**reply["failure"])
-    if "fault" in reply:
-        raise RuntimeError("a prompt process failed; the log says why")
-    return reply, ids
+    return reply, await _receive(process, sizes[1])
 
 
 async def _receive(process: socket.socket, size: int) -> bytes:
