@@ -36,21 +36,12 @@ def serve(
         str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
     ] = None,
     allow_model_code: AllowModelCode = False,
-    restart: Annotated[
-        int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
-    ] = 0,
+    restart: Annotated[int, typer.Option(help="How often a server that ends by itself is started again.")] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
-) -> None:
+) -> int | None:
     """Serve a model repository with a real tritonserver, after one request has been answered."""
-    from engines.errors import UsageError
-    from pipeline import console, serve
+    from pipeline import background, console, serve, watchdog
 
-    if detach and restart:
-        raise UsageError(
-            "--restart does not go with --detach",
-            why="nobody would be left to start it again",
-            remedy="leave --detach out, under a service manager for example",
-        )
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
@@ -61,29 +52,37 @@ def serve(
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
-    running, process = serve.launch(found, store, options, console.note)
 
-    def announce(hint: str) -> None:
-        points = running.endpoints
-        console.table(
-            ("endpoint", "where"),
-            [
-                *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
-                ("gRPC", points.grpc_url),
-                ("metrics", points.metrics_url),
-                ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
-                ("log", running.log),
-            ],
-        )
-        console.result(hint)
+    def work(leave: background.Ready | None) -> None:
+        running, process = serve.launch(found, store, options, console.note)
+
+        def announce() -> None:
+            points = running.endpoints
+            console.table(
+                ("endpoint", "where"),
+                [
+                    *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
+                    ("gRPC", points.grpc_url),
+                    ("metrics", points.metrics_url),
+                    ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
+                    ("log", running.log),
+                ],
+            )
+            if leave is None:
+                console.result("Ctrl-C ends it")
+            else:
+                console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+                leave(running.log)
+
+        watchdog.attend(
+            running, process, store, options, restarts=restart,
+            ready=announce, stopping=lambda: console.note("stopping"), note=console.note,
+        )  # fmt: skip
 
     if detach:
-        announce('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
-        return
-    serve.attend(
-        running, process, store, options, restarts=restart,
-        ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping"), note=console.note,
-    )  # fmt: skip
+        return background.run(work)
+    work(None)
+    return None
 
 
 def ps(as_json: Json = False) -> None:
