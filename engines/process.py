@@ -26,6 +26,8 @@ from engines import errors
 from engines.errors import HostError, StageFailed, TrtpipeError
 
 TAIL_LINES = 5
+# How much of a log is read for them.
+TAIL_BYTES = 64 << 10
 # How long a process may take to end when asked, before it is killed.
 GRACE_SECONDS = 10.0
 # How long a line may wait in the log before it is shown.
@@ -217,6 +219,11 @@ def describe_status(status: int) -> str:
 
 def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:
     """The last lines after byte `begin` of a log that say something, joined into one."""
-    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        text = ""
     telling = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return " | ".join(telling[-lines:])

