@@ -63,6 +63,10 @@ class ChatTemplate:
     def __reduce__(self) -> Any:
         return ChatTemplate, (self._source, self._special, self._owner)
 
+    def compile(self) -> None:
+        """Compile it now. Raises jinja2.TemplateError."""
+        self._compiled  # noqa: B018
+
     def __call__(self, messages: list[Message]) -> str:
         try:
             return str(
@@ -70,6 +74,8 @@ class ChatTemplate:
                     messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
                 )
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program, and may fail in any way
             raise InputDataError(
                 f"the chat template of {self._owner} cannot be applied",

@@ -60,6 +60,9 @@ app.add_typer(cli_serve.deploy, name="deploy")
 
 def main() -> None:
     """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
+    from pipeline import console
+
+    console.prepare()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own words.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
@@ -70,11 +73,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        from pipeline import console
         from pipeline.errors import translate
 
         known = _usage(error) if isinstance(error, CLICK_ERROR) else translate(error)
         if known is None or "--debug" in sys.argv[1:]:
+            sys.excepthook = console.traceback
             raise
         console.error(str(known))
         sys.exit(known.exit_code)

@@ -38,7 +38,8 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
         shipped = ship.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
-        f"{console.size(shipped.there)} was there\nnext, elsewhere: trtpipe pull {target} {url}"
+        f"{console.size(shipped.there)} was there",
+        f"next, elsewhere: trtpipe pull {target} {url}",
     )
 
 
@@ -159,7 +160,7 @@ def verify_provenance(
     if keys and told is None:
         raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
     found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
-    console.result("\n".join([*found.lines, f"the digests of {len(found.lines)} artefacts hold together"]))
+    console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
     if found.elsewhere and told is None:
         console.result(
             f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"

@@ -36,21 +36,12 @@ def serve(
         str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
     ] = None,
     allow_model_code: AllowModelCode = False,
-    restart: Annotated[
-        int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
-    ] = 0,
+    restart: Annotated[int, typer.Option(help="How often a server that ends by itself is started again.")] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
-) -> None:
+) -> int | None:
     """Serve a model repository with a real tritonserver, after one request has been answered."""
-    from engines.errors import UsageError
-    from pipeline import console, serve
+    from pipeline import background, console, serve, watchdog
 
-    if detach and restart:
-        raise UsageError(
-            "--restart does not go with --detach",
-            why="nobody would be left to start it again",
-            remedy="leave --detach out, under a service manager for example",
-        )
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
@@ -61,29 +52,37 @@ def serve(
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
-    running, process = serve.launch(found, store, options, console.note)
 
-    def announce(hint: str) -> None:
-        points = running.endpoints
-        console.table(
-            ("endpoint", "where"),
-            [
-                *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
-                ("gRPC", points.grpc_url),
-                ("metrics", points.metrics_url),
-                ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
-                ("log", running.log),
-            ],
-        )
-        console.result(hint)
+    def work(leave: background.Ready | None) -> None:
+        running, process = serve.launch(found, store, options, console.note)
+
+        def announce() -> None:
+            points = running.endpoints
+            console.table(
+                ("endpoint", "where"),
+                [
+                    *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
+                    ("gRPC", points.grpc_url),
+                    ("metrics", points.metrics_url),
+                    ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
+                    ("log", running.log),
+                ],
+            )
+            if leave is None:
+                console.result("Ctrl-C ends it")
+            else:
+                console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+                leave(running.log)
+
+        watchdog.attend(
+            running, process, store, options, restarts=restart,
+            ready=announce, stopping=lambda: console.note("stopping"), note=console.note,
+        )  # fmt: skip
 
     if detach:
-        announce('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
-        return
-    serve.attend(
-        running, process, store, options, restarts=restart,
-        ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping"), note=console.note,
-    )  # fmt: skip
+        return background.run(work)
+    work(None)
+    return None
 
 
 def ps(as_json: Json = False) -> None:
@@ -119,7 +118,10 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
     ] = False,
 ) -> None:
-    """Print the log of a server, running or not."""
+    """Print the log of a server, running or not.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import console, serve
 
     for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
@@ -135,7 +137,7 @@ def reload(
     from pipeline import console, serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
-    console.result("\n".join(f"{renewed.name} serves {one.repository}" for one in loaded))
+    console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
 def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
@@ -143,7 +145,7 @@ def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all i
     from pipeline import console, serve
 
     ended = serve.stop(own_store(), name)
-    console.result("\n".join(f"stopped {server.name}" for server in ended) or "no server is running")
+    console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
 
 
 def check(
@@ -222,7 +224,10 @@ def generate(
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
 ) -> None:
-    """Stream an answer from a running server."""
+    """Stream an answer from a running server.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import chat, console, servers
     from pipeline.generate import Sampling, stream
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from engines.passport import Passport, read_passport
@@ -24,9 +22,8 @@ from pipeline.executors import DockerExecutor
 from pipeline.gateway import access
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.runner import RUNS, RunFolder
-from pipeline.servers import Served, Server, find_running, forget, remember, running
+from pipeline.servers import Served, Server, end_watcher, find_running, forget, remember, running
 from pipeline.store import Store
-from pipeline.stubs import Stubs
 from pipeline.tritonserver import Endpoints
 from triton_repo.check import check_repository, require_sound
 from triton_repo.combine import model_names, rename_models
@@ -145,7 +142,7 @@ def launch(
     kind = choose_server(options.server, passport)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
-        if server.name == name:
+        if server.name == name and server.watcher != os.getpid():
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
@@ -201,7 +198,7 @@ def launch(
         tritonserver.end(process.pid)
         tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
-            raise explain(error, log, "serve") from None
+            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
         raise
     return server, process
 
@@ -220,7 +217,7 @@ def start_until_ready(
             if not isinstance(error, StageFailed):
                 raise
             if attempt == 2 or START_CRASH not in error.why:
-                raise explain(error, log, "serve") from None
+                raise explain(error, log, "serve", tritonserver.last_start(log)) from None
             note(f"{error}; starting it again")
         else:
             break
@@ -291,7 +288,8 @@ def _gateway_options(
     return chosen
 
 
-def _end(server: Server) -> None:
+def end(server: Server) -> None:
+    """End a server and its gateway. Requests in flight have some seconds to end."""
     if server.gateway_pid is not None:
         gateway_process.end(server.gateway_pid)
     tritonserver.end(server.pid)
@@ -388,78 +386,6 @@ def smoke(server: Server, served: Served) -> None:
         raise StageFailed("the smoke request failed", why=why, remedy=f"the server's log is {server.log}")
 
 
-def attend(
-    server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
-    ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Stay with a server until Ctrl-C, a TERM signal or its own end; mend it `restarts` times: start it again when it
-    has ended by itself, load a model again whose Python process has died.
-
-    `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
-    Raises StageFailed when the server ends by itself once more.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    def look() -> None:
-        nonlocal restarts
-        while lost := stubs.died():  # again after each: a new process has to be known before it can be missed
-            for model in sorted(lost):
-                if restarts == 0:
-                    note(f"a Python process of {model} has died: until the server starts again its requests fail")
-                    continue
-                restarts -= 1
-                note(f"a Python process of {model} has died; loading it again")
-                try:
-                    tritonserver.revive_model(server.endpoints, model, server.log)
-                    note(f"{model} is loaded again")
-                except StageFailed as error:
-                    note(str(error))
-
-    stubs = Stubs(server.pid)
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        ready()
-        while (status := _wait(process, look)) != 0:
-            error = explain(_ended(status, server.log), server.log, "serve")
-            if restarts == 0:
-                raise error
-            restarts -= 1
-            note(f"{error}; starting it again")
-            _end(server)  # what it left running
-            forget(store, server)
-            points = server.endpoints
-            openai = int(server.gateway_url.rpartition(":")[2]) if server.gateway_url else None
-            again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
-            server, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
-            stubs = Stubs(server.pid)
-            note(f"{server.name} serves again")
-    except KeyboardInterrupt:
-        stopping()
-        _end(server)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        forget(store, server)
-
-
-def _wait(process: subprocess.Popen[bytes], look: Callable[[], None]) -> int:
-    """The exit status; until there is one, `look` every second."""
-    while True:
-        try:
-            return process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            look()
-
-
-def _ended(status: int, log: Path) -> StageFailed:
-    return StageFailed(
-        f"tritonserver ended by itself (status {status})",
-        why=tritonserver.failure(log),
-        remedy=f"its log is {log}",
-    )
-
-
 def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
     """The last `lines` of a server's log, and with `follow` what comes after them while the server runs.
 
@@ -516,6 +442,8 @@ def stop(store: Store, name: str | None) -> list[Server]:
         if not servers:
             raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
     for server in servers:
-        _end(server)
+        end_watcher(server)
+        if tritonserver.alive(server.pid):
+            end(server)
         forget(store, server)
     return servers

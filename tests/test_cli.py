@@ -267,7 +267,7 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         ("--seed", 2**64, "--seed is 18446744073709551616; it has to be less than 18446744073709551616"),
         ("--top-p", "5", "--top-p is 5.0; it has to be less than or equal to 1"),
         ("--top-k", "-2", "--top-k is -2; it has to be greater than or equal to -1"),
-        ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than 0"),
+        ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than or equal to 0.01"),
     ):
         assert refused("generate", "Hello", option, value) == told
     assert refused("bench") == "no server is running; run `trtpipe serve`"

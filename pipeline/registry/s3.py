@@ -108,11 +108,9 @@ class S3Registry:
             except FileNotFoundError:
                 raise unknown_target(target, self) from None
         text = bytearray()
-        with contextlib.closing(self._pieces(answer["Body"])) as pieces:
-            for piece in pieces:
+        with self._closing(answer["Body"]) as body:
+            while len(text) <= MAX_INDEX_BYTES and (piece := self._piece(body)):
                 text += piece
-                if len(text) > MAX_INDEX_BYTES:
-                    break
         return parse_index(bytes(text), target, self)
 
     def _open(self, blob: Blob, position: int) -> Generator[bytes, None, None]:
@@ -122,27 +120,29 @@ class S3Registry:
             except FileNotFoundError:
                 raise missing(blob, self) from None
             part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
-        with contextlib.closing(self._pieces(answer["Body"])) as pieces:
+        with self._closing(answer["Body"]) as body:
             if part and not str(answer.get("ContentRange")).startswith(f"bytes {position}-"):
                 raise another_part(self.url)
-            yield from skip(pieces, 0 if part else position)
+            yield from skip(iter(partial(self._piece, body), b""), 0 if part else position)
 
-    def _pieces(self, body: Any) -> Generator[bytes, None, None]:
-        """An object's bytes as they come: a piece at a time, for which there is as long as SLOWEST takes."""
+    @contextlib.contextmanager
+    def _closing(self, body: Any) -> Iterator[Any]:
         from fsspec.asyn import sync
 
-        loop = self._system.loop
         try:
-            while True:
-                try:
-                    piece = sync(loop, _piece, body, timeout=ANSWER_SECONDS + PIECE / SLOWEST)
-                except Exception as error:  # of aiohttp, botocore, fsspec: whatever it is, the line broke
-                    raise Interrupted(f"{self.url} broke off", why=str(error) or "it takes too long") from None
-                if not piece:
-                    return
-                yield piece
+            yield body
         finally:
-            sync(loop, _close, body)
+            sync(self._system.loop, _close, body)
+
+    def _piece(self, body: Any) -> bytes:
+        """The next PIECE of an object, for which there is as long as SLOWEST takes; nothing at its end."""
+        from fsspec.asyn import sync
+
+        try:
+            data: bytes = sync(self._system.loop, _read, body, timeout=ANSWER_SECONDS + PIECE / SLOWEST)
+        except Exception as error:  # of aiohttp, botocore, fsspec: whatever it is, the line broke
+            raise Interrupted(f"{self.url} broke off", why=str(error) or "it takes too long") from None
+        return data
 
     def _call(self, method: str, **named: Any) -> Any:
         """Raises what s3fs and botocore raise, and TimeoutError where it takes too long."""
@@ -157,7 +157,7 @@ class S3Registry:
         return f"{self._prefix}targets/{target}.json"
 
 
-async def _piece(body: Any) -> bytes:
+async def _read(body: Any) -> bytes:
     out = bytearray()
     while len(out) < PIECE and (data := await body.read(PIECE - len(out))):
         out += data

@@ -45,11 +45,14 @@ class _LimitedResponse(AioAWSResponse):  # type: ignore[misc]
     async def _content_prop(self) -> bytes:
         if self._content is None:
             data = bytearray()
-            while piece := await self.raw.content.read(1 << 16):
-                data += piece
-                if len(data) > MAX_ANSWER_BYTES:
-                    self.raw.close()
-                    raise AnswerTooLarge(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+            try:
+                while piece := await self.raw.content.read(1 << 16):
+                    data += piece
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise AnswerTooLarge(f"its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+            except BaseException:
+                self.raw.close()
+                raise
             self._content = bytes(data)
         return self._content
 

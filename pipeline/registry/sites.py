@@ -25,6 +25,8 @@ def may_have_credentials(other: str, registry: str) -> bool:
     tokens from auth.docker.io, registry.gitlab.com from gitlab.com); or the user names it in TRTPIPE_AUTH_HOSTS.
     """
     other, registry = other.lower().rstrip("."), registry.lower().rstrip(".")
+    if not other:
+        return False
     if other == registry or other in os.environ.get(AUTH_HOSTS, "").lower().replace(" ", "").split(","):
         return True
     if _address(registry) or _address(other):
