@@ -22,6 +22,8 @@ from engines.nvidia import Gpu
 from engines.toolchain import version_key
 
 NAME = "passport.json"
+# More than any engine has; whoever deploys one makes something for each.
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +130,10 @@ def passport_from(raw: dict[str, Any]) -> Passport:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         raise TypeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if min(passport.tp_size, passport.pp_size) < 1 or passport.rank_bytes < 0:
-        raise TypeError("tp_size, pp_size and rank_bytes are not sizes")
+    if min(passport.tp_size, passport.pp_size) < 1 or passport.world_size > MAX_RANKS:
+        raise TypeError(f"tp_size {passport.tp_size} and pp_size {passport.pp_size} are no numbers of ranks")
+    if passport.rank_bytes < 0:
+        raise TypeError(f"rank_bytes {passport.rank_bytes} is no size")
     return passport
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.json_input import read_bounded
 
 
 @contextlib.contextmanager
@@ -37,8 +38,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Give `path` that content, at once for every reader; a file that has it already is left alone. Raises OSError."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.read_text(encoding="utf-8") == text:
+    data = text.encode("utf-8")
+    with contextlib.suppress(OSError, ValueError):
+        if read_bounded(path, len(data)) == data:
             return
     write_together({path: text})
 

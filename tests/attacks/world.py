@@ -92,7 +92,7 @@ class World:
             if path.is_symlink() or not path.is_dir():
                 remove(path)
                 path.mkdir(parents=True)
-        elif self._state.get(relative) != _state(path):
+        elif (state := _state(path)) is None or state != self._state.get(relative):
             remove(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, path, follow_symlinks=False)

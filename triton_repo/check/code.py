@@ -61,7 +61,12 @@ def _check_settings(model: Model, report: Report) -> None:
                 "the server starts it", "see what it is first",
             )  # fmt: skip
     for path in model.version_files("model.yaml"):
-        if b"trust_remote_code" in read_bounded(path, MAX_SCRIPT_BYTES):
+        try:
+            asked = b"trust_remote_code" in read_bounded(path, MAX_SCRIPT_BYTES)
+        except (OSError, ValueError) as error:
+            report.warning(RULE, path, "", f"cannot be read: {error}", "it may bring code", "see what it is first")
+            continue
+        if asked:
             report.warning(
                 RULE, path, "trust_remote_code", "lets the model's folder bring code", "the server runs it", "drop it"
             )

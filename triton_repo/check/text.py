@@ -105,6 +105,12 @@ def definitions() -> Any:
     return model_config_pb2
 
 
+def type_name(value: int) -> str:
+    """What Triton calls a tensor's type; its number where that is none of them, which protobuf lets pass."""
+    types = definitions().DataType
+    return str(types.Name(value)) if value in types.values() else str(value)
+
+
 def line_of_word(text: str, field: str, word: str) -> str:
     """`, line N` of the first `field: "word"`; empty when there is none."""
     number = _words(text).get((field, word))
