@@ -121,9 +121,11 @@ def test_the_load_tester_knows_urls_and_nothing_else() -> None:
         "pipeline.bench",
         "pipeline.h2",
         "pipeline.metrics",
+        "pipeline.fetch",
         "pipeline.folders",
         "pipeline.pages",
         "engines.errors",
+        "engines.json_input",
         "engines.process",
     )
     assert offenders("pipeline.bench", *known) == set()
