@@ -22,6 +22,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # A dense Llama has some ten tensors a layer, each a value of the index.
 MOST_INDEX_BYTES, MOST_NAMES = 16 << 20, 200_000
+# Of a file in a folder, on any file system.
+MOST_NAME_LENGTH = 200
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Read by serving; tokenizer.json alone is required.
 TOKENIZER_FILES = (
@@ -182,8 +184,8 @@ def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
         raise InputDataError(f"{index_path} has no usable weight_map", remedy="download the model again")
     located: dict[str, LocatedTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        if Path(shard).name != shard or shard in ("", ".."):
-            raise InputDataError(f"{index_path} names a shard outside its folder ({shard!r})")
+        if Path(shard).name != shard or shard in ("", "..") or len(shard) > MOST_NAME_LENGTH:
+            raise InputDataError(f"{index_path} names a shard outside its folder ({shard[:MOST_NAME_LENGTH]!r})")
         path = folder / shard
         if not path.is_file():
             raise InputDataError(

@@ -6,6 +6,7 @@ memory, to recurse past Python's limit, or to spend minutes on one number.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -117,7 +118,7 @@ def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """The bytes of a regular file. Raises OSError, or ValueError for a larger file, a pipe or a device."""
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
@@ -129,7 +130,7 @@ def bounded_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple
 
     Raises OSError, or ValueError for a line of more than `max_bytes`.
     """
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         number = 0
         while line := file.readline(max_bytes + 1):
             number += 1
@@ -181,10 +182,16 @@ def _check_text(text: str) -> None:
             raise ValueError("it holds half of a surrogate pair, which is no character") from None
 
 
-def _open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. A pipe that nobody writes to is refused instead of waited for."""
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, open for reading. Raises OSError, or ValueError for a pipe or a device.
+
+    A pipe that nobody writes to is not waited for.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("it is not a regular file")

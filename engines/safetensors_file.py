@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError
-from engines.json_input import parse_json
+from engines.json_input import open_regular, parse_json
 
-# A tensor has some 120 bytes and 7 values in a header, and the largest dense Llama, quantized, some 4,000 tensors. The
-# reference implementation reads 100 MB, which would take gigabytes of memory here.
+# A tensor has some 120 bytes in a header and counts as 16 values; the largest dense Llama, quantized, has some 4,000
+# tensors. The reference implementation reads 100 MB, which would take gigabytes of memory here.
 MAX_HEADER_BYTES = 16 << 20
-MAX_HEADER_VALUES = 60_000
+MAX_HEADER_VALUES = 120_000
 
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -57,9 +57,11 @@ def read_header(path: Path) -> SafetensorsFile:
     Raises SafetensorsError.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise SafetensorsError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise SafetensorsError(f"{path} cannot be read", why=str(error)) from None
     with file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)

@@ -112,6 +112,17 @@ def test_ranks_that_disagree_give_no_folder(tmp_path: Path) -> None:
         restore(made, tmp_path / "back")
 
 
+def test_an_architecture_that_no_folder_is_written_for_is_named(tmp_path: Path) -> None:
+    made = checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "out")
+    config = (made / "config.json").read_text()
+    (made / "config.json").write_text(config.replace('"LlamaForCausalLM"', '"MlamaForCausalLM"'))
+    (tmp_path / "back").mkdir()
+    with pytest.raises(
+        CheckpointError, match="of the architecture 'MlamaForCausalLM'; did you mean 'LlamaForCausalLM'"
+    ):
+        restore(made, tmp_path / "back")
+
+
 def test_another_model_s_folder_is_refused_by_name(tmp_path: Path) -> None:
     made = checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "out")
     other = hf_folder(tmp_path / "other", seed=1, num_hidden_layers=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,8 @@ def test_a_git_lfs_pointer_is_called_by_its_name(path: Path) -> None:
 def test_what_is_no_file(path: Path, tmp_path: Path) -> None:
     assert refused(path).endswith("cannot be read: No such file or directory")
     assert refused(tmp_path).endswith("cannot be read: Is a directory")
+    os.mkfifo(path)  # nobody writes to it: reading it would never end
+    assert refused(path).endswith("cannot be read: it is not a regular file")
 
 
 GOOD = json.dumps(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engines.errors import suggestion
 from engines.files import write_json
 from engines.hf_folder import SINGLE_NAME, LocatedTensor, locate_tensors, read_model_config
 from engines.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
@@ -102,6 +103,11 @@ def restore(checkpoint: Path, out: Path) -> None:
     the same values disagree, or padding is not zero.
     """
     config = _read_plain(checkpoint)
+    if config.architecture not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{checkpoint} is of the architecture '{config.architecture}'",
+            remedy=suggestion(config.architecture, MODEL_TYPES),
+        )
     # All of them are compared with what is stored before anything of the size that config.json states is made.
     pieces = list(_pieces(checkpoint, config))
     write_json(out / "config.json", _hf_config(config))

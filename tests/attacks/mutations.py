@@ -6,6 +6,7 @@ Everything is chosen by the generator that is passed in: the same generator give
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -37,6 +38,11 @@ NASTY: tuple[Any, ...] = (
     {"rope_theta": "x"}, [None] * 1000, *RAW,
 )  # fmt: skip
 BITS = 8
+
+
+def nasty(rng: random.Random) -> Any:
+    """One of NASTY, which whoever gets it may change."""
+    return copy.deepcopy(rng.choice(NASTY))
 
 
 def mutate(rng: random.Random, name: str, data: bytes) -> bytes:
@@ -94,7 +100,7 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
     """A JSON value with one change somewhere inside, made in place; or another value."""
     spots = places(value)
     if not spots or rng.random() < 0.05:
-        return rng.choice(NASTY)
+        return nasty(rng)
     container, key = rng.choice(spots)
     kind = rng.randrange(6)
     if kind == 0:
@@ -103,14 +109,13 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
         container[rng.choice(("", "x", "../x", "a\0", str(key) + "x", "x" * 5000))] = container.pop(key)
     elif kind == 2:
         other, name = rng.choice(spots)
-        # A copy: what holds itself is no JSON.
-        container[key] = json.loads(json.dumps(other[name]))
+        container[key] = copy.deepcopy(other[name])  # what holds itself is no JSON
     elif kind == 3 and isinstance(container[key], (list, dict)) and container[key]:
         container[key] = list(container[key]) * rng.choice((2, 1000))
     elif kind == 4 and isinstance(container[key], (int, float)):
         container[key] = rng.choice((-container[key], container[key] + 1, container[key] * 10**9, str(container[key])))
     else:
-        container[key] = rng.choice(NASTY)
+        container[key] = nasty(rng)
     return value
 
 
@@ -135,7 +140,7 @@ def mutate_json(rng: random.Random, data: bytes) -> bytes:
         return mutate_bytes(rng, data)
     if kind == 2 and isinstance(value, dict) and value:  # an entry twice: a dictionary cannot hold it
         name = json.dumps(rng.choice(list(value))).encode()
-        return data.rstrip()[:-1] + b"," + name + b":" + _dumps(rng.choice(NASTY)) + b"}"
+        return data.rstrip()[:-1] + b"," + name + b":" + _dumps(nasty(rng)) + b"}"
     for _ in range(rng.choice((1, 1, 1, 3))):
         value = mutate_value(rng, value)
     return _dumps(value, rng.choice((None, 2)))
