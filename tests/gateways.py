@@ -206,18 +206,23 @@ async def serving(
         await fake.server.stop(None)
 
 
-def run(scenario: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(scenario, 120))
+def run(scenario: Coroutine[Any, Any, T], seconds: float) -> T:
+    return asyncio.run(asyncio.wait_for(scenario, seconds))
 
 
 def ask(
-    script: Script, folder: Path, scenario: Callable[[httpx.AsyncClient, Triton], Awaitable[T]], **options: Any
+    script: Script,
+    folder: Path,
+    scenario: Callable[[httpx.AsyncClient, Triton], Awaitable[T]],
+    *,
+    seconds: float = 120,
+    **options: Any,
 ) -> T:
     async def whole() -> T:
         async with serving(script, folder, **options) as (client, triton):
             return await scenario(client, triton)
 
-    return run(whole())
+    return run(whole(), seconds)
 
 
 CHAT = "/v1/chat/completions"
