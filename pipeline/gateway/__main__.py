@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import HostError, TrtpipeError
+from engines.json_input import parse_json
 from engines.process import error_to_json
 from pipeline.errors import translate
 from pipeline.gateway.app import build
@@ -64,4 +65,4 @@ def _follow(life: int) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(json.loads(sys.argv[1])))
+    raise SystemExit(main(parse_json(sys.argv[1])))
