@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup check test unit demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden clean
+.PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,10 +25,15 @@ check: $(READY) ## formatting, lint and types
 # Real servers, and those that look at a clock, have the machine to themselves.
 ALONE := real or clock
 test: check unit ## everything: the checks, the unit tests, and the real model on a real tritonserver (a quarter of an hour)
-	$(BIN)/python -m pytest -m '$(ALONE)'
+	$(BIN)/python -m pytest -m '($(ALONE)) and not slow'
 
 unit: $(READY) ## tests without real servers (minutes)
-	$(BIN)/python -m pytest -n auto -m 'not ($(ALONE))'
+	$(BIN)/python -m pytest -n auto -m 'not ($(ALONE) or slow)'
+
+# Status 5 is pytest's for no test at all.
+test-slow: $(READY) ## the long forms of attacks and fuzzers, which `make test` runs for seconds
+	$(BIN)/python -m pytest --timeout 3600 -n auto -m 'slow and not ($(ALONE))' || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))' || [ $$? -eq 5 ]
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu
@@ -78,7 +83,7 @@ gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e 
 	    --smollm2 runs/smollm2-135m.cpu.fp32/model
 
 golden: $(READY) ## write the golden files again; review the difference
-	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_plan.py tests/test_render.py tests/test_golden_keys.py
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
 	rm -rf .venv .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

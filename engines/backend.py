@@ -56,6 +56,9 @@ class EngineBackend(Protocol):
         """`build` with every open choice made, and a reason for each one made here. Raises UsageError for what
         cannot work, before anything is downloaded."""
 
+    def rendered(self, build: BuildConfig, target: Target) -> dict[str, str]:
+        """The files of an engine that say how to run it, name -> text: written from the settings alone."""
+
     def build(
         self, checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
     ) -> tuple[Engine, dict[str, str]]:

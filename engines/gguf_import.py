@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engines.json_input import load_json
+
 # `tokenizer.ggml.pre` -> the pre-tokenizer it stands for, in tokenizer.json's terms
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def _write_both_rope_spellings(path: Path) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = load_json(path)
     rope = config.get("rope_parameters") or {}
     if "rope_theta" in rope:
         config["rope_theta"] = rope["rope_theta"]
@@ -68,7 +70,7 @@ def _restore_pre_tokenizer(source: Path, path: Path) -> None:
     name = field.contents() if field is not None else None
     if name not in PRE_TOKENIZERS:
         return
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer = load_json(path)
     tokenizer["pre_tokenizer"] = PRE_TOKENIZERS[name]
     tokenizer["decoder"] = BYTE_LEVEL
     path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")

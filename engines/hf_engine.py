@@ -11,11 +11,16 @@ from engines.base import Checkpoint, Engine
 from engines.files import place
 
 
-def lay_out(checkpoint: Checkpoint, out: Path, name: str, settings: dict[str, Any]) -> Engine:
-    """Link the folder's files into `out` and write `settings` as the YAML file `name`; None means left out."""
+def settings_text(settings: dict[str, Any]) -> str:
+    """A runtime's settings as a YAML file; None means left out."""
+    return yaml.safe_dump({key: value for key, value in settings.items() if value is not None}, sort_keys=False)
+
+
+def lay_out(checkpoint: Checkpoint, out: Path, rendered: dict[str, str]) -> Engine:
+    """Link the folder's files into `out` and write the rendered ones beside them, name -> text."""
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file():
             place(path, out / path.name)
-    chosen = {key: value for key, value in settings.items() if value is not None}
-    (out / name).write_text(yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")
+    for name, text in rendered.items():
+        (out / name).write_text(text, encoding="utf-8")
     return Engine(path=out)

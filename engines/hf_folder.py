@@ -16,9 +16,12 @@ from engines.errors import InputDataError, suggestion
 from engines.families import FAMILIES
 from engines.json_input import read_json
 from engines.safetensors_file import SafetensorsError, TensorEntry, read_header
+from engines.sizes import MOST_CONFIG_BYTES, MOST_CONFIG_VALUES, excess
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# A dense Llama has some ten tensors a layer, each a value of the index.
+MOST_INDEX_BYTES, MOST_NAMES = 16 << 20, 200_000
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Read by serving; tokenizer.json alone is required.
 TOKENIZER_FILES = (
@@ -80,7 +83,12 @@ def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
         raise NotALlama(
             f"{folder} is no Hugging Face model folder", why="it has no config.json", remedy="give the model's folder"
         )
-    return parse_model_config(read_json(path, "model config"), path, quantized=quantized)
+    return parse_model_config(read_config_json(path, "model config"), path, quantized=quantized)
+
+
+def read_config_json(path: Path, what: str) -> dict[str, Any]:
+    """The object in a config.json. Raises InputDataError naming the file for anything else."""
+    return read_json(path, what, max_bytes=MOST_CONFIG_BYTES, max_values=MOST_CONFIG_VALUES)
 
 
 def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = False) -> ModelConfig:
@@ -167,7 +175,9 @@ def require_tokenizer(folder: Path) -> None:
 
 
 def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
-    weight_map = read_json(index_path, "weight index").get("weight_map")
+    weight_map = read_json(index_path, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_NAMES).get(
+        "weight_map"
+    )
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise InputDataError(f"{index_path} has no usable weight_map", remedy="download the model again")
     located: dict[str, LocatedTensor] = {}
@@ -205,6 +215,8 @@ class _Fields:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
             raise InputDataError(f"{self._path}: {key} is {value!r}, not a positive whole number")
+        if fault := excess(key, value):
+            raise InputDataError(f"{self._path}: {fault}", remedy="download the model again")
         return value
 
     def number(self, key: str, default: float) -> float:

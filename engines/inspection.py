@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError, TrtpipeError
-from engines.hf_folder import INDEX_NAME, ModelConfig, locate_tensors, read_model_config
-from engines.json_input import read_json
+from engines.hf_folder import INDEX_NAME, ModelConfig, locate_tensors, read_config_json, read_model_config
 from engines.quant import Quantization
 from engines.quantize import unified
 from engines.safetensors_file import TensorEntry, read_header
@@ -76,7 +75,7 @@ def inspect(folder: Path) -> Inspection:
     path = folder / "config.json"
     if not path.is_file():
         raise InputDataError(f"{folder} is no checkpoint", why="it has no config.json")
-    raw = read_json(path, "config")
+    raw = read_config_json(path, "config")
     if "architectures" in raw:
         return _huggingface(folder, raw)
     if "architecture" in raw:

@@ -18,8 +18,11 @@ from engines.errors import InputDataError
 
 # The largest files with a use: tokenizer.json of Gemma 3 has 33 MB and a million values.
 MAX_BYTES = 64 << 20
-# A value takes some 80 bytes of memory, so that no file takes much more than 300 MB.
-MAX_VALUES = 2_500_000
+# Arrays, objects and commas count once, colons twice: an entry of an object takes some 300 bytes of memory, a value of
+# an array 100, so that no file takes much more than 400 MB. Gemma 3's tokenizer.json counts some 2.5 million.
+MAX_VALUES = 2_800_000
+# Python keeps every character of a text in four bytes when one of them needs that, as an emoji does.
+MAX_WIDE_BYTES = 40 << 20
 # One line of a JSONL file: a prompt of a million tokens has some 5 MB.
 MAX_LINE_BYTES = 16 << 20
 # Nesting of arrays and objects. Hugging Face's and our own files have less than 12.
@@ -30,6 +33,8 @@ MAX_DIGITS = 64
 # An escape that may be half of a pair; Python's parser takes it, and whatever writes it later fails.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SURROGATE_BYTES = re.compile(_SURROGATE.pattern.encode())
+# What makes a text of four bytes for each character.
+_WIDE = re.compile(rb"[\xf0-\xf7]|\\u[dD][89a-fA-F]")
 
 Pairs = Callable[[list[tuple[str, Any]]], Any]
 
@@ -39,7 +44,8 @@ def parse_json(
 ) -> Any:
     """The value of a JSON text.
 
-    max_values  bound on arrays, objects and commas, before anything is parsed; commas in strings count as well
+    max_values  bound on arrays, objects, commas and twice the colons, counted before anything is parsed; those in
+                strings count as well
     pairs       makes an object of its (key, value) pairs, as `json.loads` takes it
 
     Raises ValueError, whose words are about the text alone, for whatever is wrong with it.
@@ -48,9 +54,12 @@ def parse_json(
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     try:
         if isinstance(text, bytes):
+            if len(text) > MAX_WIDE_BYTES and _WIDE.search(text):
+                raise ValueError(f"it has more than {MAX_WIDE_BYTES:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
+        escaped = _SURROGATE.search(text) is not None
         opened = text.count("[") + text.count("{")
-        if opened + text.count(",") > max_values:
+        if opened + text.count(",") + 2 * text.count(":") > max_values:
             raise ValueError(f"it holds more than {max_values:,} values")
         # A decoder made for each text costs a short one a third of its time.
         value = (
@@ -58,13 +67,8 @@ def parse_json(
         )
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    if opened > MAX_DEPTH and _deeper(value):
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    if _SURROGATE.search(text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+    if escaped or opened > MAX_DEPTH:
+        _check_values(value, texts=escaped)
     return value
 
 
@@ -77,7 +81,8 @@ def parse_rows(rows: Sequence[bytes], *, max_bytes: int, max_values: int = MAX_V
     """
     whole = b"[" + b",".join(rows) + b"]"
     opened = max((row.count(b"[") + row.count(b"{") for row in rows), default=0)
-    within = len(whole) <= max_bytes and whole.count(b",") + opened * len(rows) <= max_values
+    counted = whole.count(b",") + 2 * whole.count(b":") + opened * len(rows)
+    within = len(whole) <= max_bytes and counted <= max_values
     if within and opened <= MAX_DEPTH and not _SURROGATE_BYTES.search(whole):
         try:
             # No row is deep, and of digits Python itself takes no more than a few thousand.
@@ -144,19 +149,37 @@ def _integer(digits: str) -> int:
 _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
-def _deeper(value: Any) -> bool:
-    """Whether arrays and objects are nested more than MAX_DEPTH deep. A loop: recursion is what this guards."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def _check_values(value: Any, *, texts: bool) -> None:
+    """Raises ValueError for nesting of more than MAX_DEPTH, and with `texts` for half of a surrogate pair.
+
+    A loop over levels: recursion is what this guards.
+    """
+    level, depth = [value], 0
+    while level:
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+                if texts:
+                    inner += one
+            elif isinstance(one, list):
+                inner += one
+            elif texts and isinstance(one, str):
+                _check_text(one)
+                continue
+            else:
+                continue
+            if depth == MAX_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        level, depth = inner, depth + 1
+
+
+def _check_text(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a surrogate pair, which is no character") from None
 
 
 def _open_regular(path: Path) -> BinaryIO:

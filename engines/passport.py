@@ -6,8 +6,10 @@ loaded, so we write down and compare.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from engines.nvidia import Gpu
 from engines.toolchain import version_key
 
 NAME = "passport.json"
+# More than any engine has; whoever deploys one makes something for each.
+MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +111,37 @@ def read_passport(folder: Path) -> Passport:
         )
     try:
         return passport_from(read_json(path, "passport"))
-    except (TypeError, KeyError) as error:
+    except TypeError as error:
         raise ArtefactRefused(
             f"{path} is of another version", why=str(error), remedy="build the engine again"
         ) from None
 
 
 def passport_from(raw: dict[str, Any]) -> Passport:
-    """Out of what `Passport.write` writes. Raises KeyError or TypeError for something else."""
-    return Passport(**{**raw, "sms": None if raw["sms"] is None else tuple(raw["sms"])})
+    """Out of what `Passport.write` writes. Raises TypeError for something else."""
+    import pydantic  # here: an engine's process reads none, and may run where pydantic is not installed
+
+    unknown = raw.keys() - {one.name for one in fields(Passport)}
+    if unknown:
+        raise TypeError(f"unknown key '{min(unknown)}'")
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple.
+        passport: Passport = _adapter().validate_json(json.dumps(raw), strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise TypeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if min(passport.tp_size, passport.pp_size) < 1 or passport.world_size > MAX_RANKS:
+        raise TypeError(f"tp_size {passport.tp_size} and pp_size {passport.pp_size} are no numbers of ranks")
+    if passport.rank_bytes < 0:
+        raise TypeError(f"rank_bytes {passport.rank_bytes} is no size")
+    return passport
+
+
+@cache
+def _adapter() -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(Passport)
 
 
 def require_target(passport: Passport, target: Target, folder: Path) -> None:

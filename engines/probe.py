@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from engines.process import python_command
+
 GIB = 2**30
 # (m, n, k): large squares, and a step of 4096 tokens through Llama 3 8B's and 70B's MLP.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 28672, 4096), (4096, 57344, 8192))
@@ -123,7 +125,7 @@ def together(count: int) -> dict[str, Any]:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": str(count)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "engines.probe"], stdout=subprocess.PIPE, text=True,
+            python_command("engines.probe"), stdout=subprocess.PIPE, text=True,
             env={**os.environ, **environment, "RANK": str(rank)},
         )
         for rank in range(count)

@@ -1,6 +1,6 @@
 """Run a child process: echo the command into its log, keep the log, and fail with its telling last lines.
 
-A worker of ours (`python -m engines.X`) also has a channel back: a pipe that carries a JSON object a line, `{"done":
+A worker of ours (see `python_command`) also has a channel back: a pipe that carries a JSON object a line, `{"done":
 n, "total": n}` for progress and `{"error": class, "what": ..., "why": ..., "remedy": ...}` for a failure with a name.
 `serve_worker` is the worker's end of it.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from engines import errors
 from engines.errors import HostError, StageFailed, TrtpipeError
 
 TAIL_LINES = 5
+# How much of a log is read for them.
+TAIL_BYTES = 64 << 10
 # How long a process may take to end when asked, before it is killed.
 GRACE_SECONDS = 10.0
 # How long a line may wait in the log before it is shown.
@@ -32,7 +35,23 @@ FOLLOW_SECONDS = 0.1
 # Environment variable that tells a worker which file descriptor its channel is.
 CHANNEL = "TRTPIPE_CHANNEL"
 
+# What every Python process of ours is started through.
+LAUNCHER = Path(__file__).resolve().parents[1] / "trtpipe_launch.py"
+
 Progress = Callable[[int, int], None]
+
+
+def python_command(module: str, python: str | None = None) -> list[str]:
+    """The words that run `module` as `python -m` does, without looking for modules in the current folder.
+
+    python  another interpreter than this one's, by path or by a name on PATH; trtpipe need not be installed there
+
+    Raises HostError when there is no such interpreter.
+    """
+    found = sys.executable if python is None else shutil.which(python)
+    if found is None:
+        raise HostError(f"{python} cannot be started", why="it is not an executable file", remedy="name a Python")
+    return [str(Path(found).absolute()), str(LAUNCHER), module]
 
 
 def run(
@@ -113,7 +132,7 @@ def _follow(child: subprocess.Popen[bytes], log: Path, begin: int, show: Callabl
 def run_worker(
     module: str, spec: dict[str, Any], log: Path, *, what: str, progress: Progress = lambda done, total: None
 ) -> None:
-    """Run `python -m module` with `spec` as its one JSON argument: how heavy imports stay out of this process.
+    """Run a module of ours with `spec` as its one JSON argument: how heavy imports stay out of this process.
 
     Raises what `run` raises, or the named error the worker ended with.
     """
@@ -133,7 +152,7 @@ def run_worker(
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        command = [sys.executable, "-m", module, json.dumps(spec)]
+        command = [*python_command(module), json.dumps(spec)]
         run(command, log, what=what, env={CHANNEL: str(write)}, pass_fds=(write,))
     except StageFailed:
         os.close(write)
@@ -200,6 +219,11 @@ def describe_status(status: int) -> str:
 
 def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:
     """The last lines after byte `begin` of a log that say something, joined into one."""
-    text = log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(begin, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        text = ""
     telling = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return " | ".join(telling[-lines:])

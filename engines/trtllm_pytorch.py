@@ -47,10 +47,8 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     return replace(build, use_paged_context_fmha=True), {}
 
 
-def build(
-    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
-) -> tuple[Engine, dict[str, str]]:
-    """Link the folder and write llm_args.yaml."""
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered."""
     cache = target.quantization.kv_cache_quant_algo
     settings = {
         "backend": "pytorch",
@@ -66,4 +64,11 @@ def build(
             "tokens_per_block": build.tokens_per_block,
         },
     }
-    return hf_engine.lay_out(checkpoint, out, FILE, settings), {}
+    return {FILE: hf_engine.settings_text(settings)}
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Link the folder and write llm_args.yaml."""
+    return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}

@@ -49,10 +49,8 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     return replace(build, use_paged_context_fmha=True), {}
 
 
-def build(
-    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
-) -> tuple[Engine, dict[str, str]]:
-    """Link the folder and write engine_args.yaml."""
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered."""
     algo, cache = target.quantization.quant_algo, target.quantization.kv_cache_quant_algo
     settings = {
         "tensor-parallel-size": target.mapping.tp_size,
@@ -65,4 +63,11 @@ def build(
         "quantization": "modelopt" if algo else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
-    return hf_engine.lay_out(checkpoint, out, FILE, settings), {}
+    return {FILE: hf_engine.settings_text(settings)}
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Link the folder and write engine_args.yaml."""
+    return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}

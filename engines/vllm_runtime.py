@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from engines.reference.request import Finish, Output, Request, RequestRefused
 from engines.vllm import FILE
+from engines.yaml_input import load_yaml
 
 # Memory is ours to ask for, the rest is in the engine's own arguments.
 DEFAULT_MEMORY_FRACTION = 0.9
@@ -41,7 +41,7 @@ class Runtime:
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
-        given = yaml.safe_load((engine / FILE).read_text(encoding="utf-8"))
+        given = load_yaml(engine / FILE)
         arguments = {name.replace("-", "_"): value for name, value in given.items()}
         self._max_seq_len = int(arguments["max_model_len"])
         self._block = int(arguments["block_size"])

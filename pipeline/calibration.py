@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from engines.base import CalibrationConfig
 from engines.errors import HostError, InputDataError, UsageError, suggestion
 from engines.hf_folder import read_model_config
+from engines.json_input import MAX_BYTES, read_bounded
 from pipeline import config, hub
 from pipeline.digests import Digests, sha256_file
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    from tokenizers import Tokenizer
 
 HELDOUT = "heldout"
 
@@ -60,8 +62,6 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
 
     Raises UsageError for unknown data, HostError when the hub does not deliver, InputDataError for unusable text.
     """
-    from tokenizers import Tokenizer
-
     from engines.quantize.samples import make_samples
 
     path = model / "tokenizer.json"
@@ -69,8 +69,17 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
         raise InputDataError(
             f"{model} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
         )
-    tokenizer = Tokenizer.from_file(str(path))
-    return make_samples(texts(calibration.data), tokenizer, calibration, vocab_size=read_model_config(model).vocab_size)
+    vocab_size = read_model_config(model).vocab_size
+    return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=vocab_size)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(read_bounded(path, MAX_BYTES))
+    except Exception as error:  # the library raises no narrower class
+        raise InputDataError(f"{path} is no tokenizer", why=str(error), remedy="download the model again") from None
 
 
 def texts(data: str) -> Iterator[str]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engines.errors import InputDataError
-from engines.json_input import read_json
+from engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = dict[str, str]
+# The longest of the hub has 20 kB.
+MAX_TEMPLATE_BYTES = 1 << 20
 RAW = "pass --raw to send the text as it is"
 # Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -24,9 +26,11 @@ def read_template(tokenizer: Path) -> str | None:
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputDataError(f"{file} is not UTF-8", why=str(error), remedy=RAW) from None
+        except ValueError as error:
+            raise InputDataError(f"{file} is no chat template", why=str(error), remedy=RAW) from None
     template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -59,6 +63,10 @@ class ChatTemplate:
     def __reduce__(self) -> Any:
         return ChatTemplate, (self._source, self._special, self._owner)
 
+    def compile(self) -> None:
+        """Compile it now. Raises jinja2.TemplateError."""
+        self._compiled  # noqa: B018
+
     def __call__(self, messages: list[Message]) -> str:
         try:
             return str(
@@ -66,6 +74,8 @@ class ChatTemplate:
                     messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
                 )
             )
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program, and may fail in any way
             raise InputDataError(
                 f"the chat template of {self._owner} cannot be applied",

@@ -50,7 +50,8 @@ for _command in (
     cli_serve.logs, cli_serve.reload, cli_serve.stop, cli_serve.check, cli_serve.top, cli_serve.monitoring,
     cli_serve.generate, cli_bench.compare, cli_facts.models, cli_facts.gpus, cli_facts.probe, cli_facts.toolchains,
     cli_facts.passport, cli_build.export, cli_build.import_, cli_registry.push, cli_registry.pull, cli_registry.search,
-    cli_registry.provenance, cli_registry.verify_provenance, cli_build.gc, cli_facts.doctor,
+    cli_registry.provenance, cli_registry.verify_provenance, cli_build.gc,
+    cli_build.scrub, cli_facts.doctor,
 ):  # fmt: skip
     app.command(name=_command.__name__.strip("_").replace("_", "-"))(_command)
 app.add_typer(cli_bench.app, name="bench")
@@ -59,6 +60,9 @@ app.add_typer(cli_serve.deploy, name="deploy")
 
 def main() -> None:
     """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
+    from pipeline import console
+
+    console.prepare()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own words.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
@@ -69,11 +73,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        from pipeline import console
         from pipeline.errors import translate
 
         known = _usage(error) if isinstance(error, CLICK_ERROR) else translate(error)
         if known is None or "--debug" in sys.argv[1:]:
+            sys.excepthook = console.traceback
             raise
         console.error(str(known))
         sys.exit(known.exit_code)

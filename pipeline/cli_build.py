@@ -21,9 +21,12 @@ from pipeline.cli_words import (
     Revision,
     Runtime,
     Set,
+    SignKey,
     SourceKind,
     Toolchain,
     Tp,
+    TrustKey,
+    TrustOrigin,
     own_store,
 )
 
@@ -54,6 +57,7 @@ def build(
     exchange: Annotated[
         str | None, typer.Option(help="With --executor ray: where artefacts travel, if machines share no TRTPIPE_HOME.")
     ] = None,
+    trust_origin: TrustOrigin = None, trust_key: TrustKey = None,
 ) -> None:  # fmt: skip
     """Make a model repository: download, convert or quantize, build, package. What is current is reused.
 
@@ -62,18 +66,20 @@ def build(
     """
     from pipeline import console, matrix
     from pipeline.runner import RunFolder, execute
+    from pipeline.trust import Trust
 
     options, store = locals(), own_store()
     on_cluster = executor == "ray"
     _check_cluster_options(options, on_cluster)
-    for name in ("ray", "exchange"):
+    trust = Trust(tuple(trust_origin or ()), tuple(trust_key or ()))
+    for name in ("ray", "exchange", "trust_origin", "trust_key"):
         del options[name]
     if on_cluster:
         options["executor"] = None  # each machine finds its own way to run what a toolchain has
     reporter = console.BuildReporter()
     given = None
     if bundle is not None:
-        arrived = _bundle(bundle, store, options)
+        arrived = _bundle(bundle, store, options, trust.keys)
         plans, given = [arrived.plan], arrived.artefacts
     else:
         plans = [_plan(one) for one in matrix.combinations(options)]
@@ -81,7 +87,9 @@ def build(
     def make(plan: Plan) -> list[StageResult]:
         if len(plans) > 1:
             console.note(plan.target)
-        return execute(plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given)
+        return execute(
+            plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
+        )
 
     outcomes = _build_on_cluster(plans, store, ray, exchange, until) if on_cluster else matrix.build_all(plans, make)
     store.digests.save()
@@ -141,22 +149,25 @@ def status(
 def export(
     target: Annotated[str, typer.Argument(help="A target in ./runs whose checkpoint is made.")],
     out: Annotated[Path | None, typer.Option("--output", "-o", help="The file; TARGET.tar if left out.")] = None,
+    sign_key: SignKey = None,
 ) -> None:
     """Pack a target's checkpoint, settings and digests into one file, to be finished where its GPU is."""
     from pipeline import bundle, console
 
     path = out or Path(f"{target}.tar")
     with console.BuildReporter().stage("export", target) as progress:
-        bundle.pack(target, own_store(), path, progress)
+        bundle.pack(target, own_store(), path, progress, sign_key=sign_key)
     console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
 
 
-def import_(file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")]) -> None:
-    """Verify an export and take what it holds into the store."""
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")], trust_key: TrustKey = None
+) -> None:
+    """Verify an export and take what it holds into the store, apart from what is built here."""
     from pipeline import bundle, console
 
     with console.BuildReporter().stage("import", str(file)) as progress:
-        arrived = bundle.unpack(file, own_store(), progress)
+        arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
     console.result(f"next: trtpipe build --from {arrived.plan.target}")
 
 
@@ -167,13 +178,33 @@ def gc(
     from pipeline import console
     from pipeline.gc import find_garbage, remove
 
-    garbage = find_garbage(own_store())
+    store = own_store()
+    garbage = find_garbage(store)
     console.table(("bytes", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
-        remove(garbage)
+        remove(garbage, store)
     console.result(
         f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
     )
+
+
+def scrub() -> None:
+    """Read every file of the store and compare it with its digest; fails when one is damaged."""
+    from engines.errors import InputDataError
+    from pipeline import console
+    from pipeline.scrub import scrub as read_all
+
+    with console.BuildReporter().stage("scrub", "reading every artefact") as progress:
+        found = read_all(own_store(), progress)
+    damaged = [one for one in found if one.fault is not None]
+    console.table(
+        ("artefact", "size", "state"), [(one.name, console.size(one.size), one.fault or "whole") for one in found]
+    )
+    if damaged:
+        raise InputDataError(
+            f"{len(damaged)} of {len(found)} artefacts are damaged",
+            remedy="the next `trtpipe build` of their targets moves them aside and makes them again",
+        )
 
 
 def _plan(options: dict[str, Any]) -> Plan:
@@ -190,7 +221,8 @@ def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
     """Raises UsageError for what `--executor ray` has no use for, or what only it has."""
     from engines.errors import UsageError
 
-    flags = {"bundle": "from", "verify": "verify", "keep_failed": "keep-failed"}
+    flags = {"bundle": "from", "verify": "verify", "keep_failed": "keep-failed",
+             "trust_origin": "trust-origin", "trust_key": "trust-key"}  # fmt: skip
     if not on_cluster:
         flags = {"ray": "ray", "exchange": "exchange"}
     given = [f"--{flag}" for name, flag in flags.items() if options[name]]
@@ -214,7 +246,7 @@ def _build_on_cluster(
         cluster.close()
 
 
-def _bundle(name: str, store: Store, options: dict[str, Any]) -> Bundle:
+def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[Path, ...]) -> Bundle:
     """The target to go on with: a file, or what was imported before. Raises UsageError for options beside it."""
     import dataclasses
 
@@ -231,7 +263,7 @@ def _bundle(name: str, store: Store, options: dict[str, Any]) -> Bundle:
         )
     if Path(name).is_file():
         with console.BuildReporter().stage("import", name) as progress:
-            arrived = bundle.unpack(Path(name), store, progress)
+            arrived = bundle.unpack(Path(name), store, progress, trust_keys=trust_keys)
     else:
         arrived = bundle.imported(name, store)
     if options["executor"] is None:

@@ -110,14 +110,19 @@ def passport(
     import dataclasses
 
     from pipeline import console, guard
+    from pipeline.runner import RunFolder
 
     found = guard.find_passport(folder)
     verdict = guard.examine(found)
     facts = dataclasses.asdict(found)
+    imported = RunFolder.of(folder.name).imports() if str(folder) == folder.name else []
     if as_json:
-        console.result_json({**facts, "objections": verdict.objections, "remarks": verdict.remarks})
+        told = {"objections": verdict.objections, "remarks": verdict.remarks, "imported": imported}
+        console.result_json({**facts, **told})
     else:
         console.passport(facts)
+        for phrase in imported:
+            console.result(f"note: {phrase}")
         for remark in verdict.remarks:
             console.result(f"note: {remark}")
     verdict.require(folder)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipeline.cli_words import SignKey, TrustKey
+
 if TYPE_CHECKING:
     from pipeline.runner import RunFolder
 
@@ -17,11 +19,13 @@ Url = Annotated[
 SHOWN = 8
 Only = Annotated[
     str | None,
-    typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy, engine and repository."),
+    typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy and engine."),
 ]
 
 
-def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None) -> None:
+def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None,
+    sign_key: SignKey = None,
+) -> None:  # fmt: skip
     """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
     from pipeline import console
     from pipeline.registry import ship
@@ -31,10 +35,11 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
     wanted = ship.choose(only)
     registry = open_registry(url)
     with console.BuildReporter().stage("push", target) as progress:
-        shipped = ship.push(target, registry, Store(default_home()), wanted, progress)
+        shipped = ship.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
-        f"{console.size(shipped.there)} was there\nnext, elsewhere: trtpipe pull {target} {url}"
+        f"{console.size(shipped.there)} was there",
+        f"next, elsewhere: trtpipe pull {target} {url}",
     )
 
 
@@ -45,25 +50,33 @@ def pull(
     any_machine: Annotated[
         bool, typer.Option("--any-machine", help="Also an engine that this machine cannot run.")
     ] = False,
+    trust_key: TrustKey = None,
 ) -> None:
-    """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off."""
+    """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off.
+
+    Its repository is made here, from its engine and tokenizer: no code and no configuration is taken.
+    """
     from pipeline import console
     from pipeline.registry import ship
     from pipeline.registry.address import open_registry
+    from pipeline.runner import execute
     from pipeline.store import Store, default_home
 
-    wanted = ship.choose(only)
+    wanted, store, reporter = ship.choose(only), Store(default_home()), console.BuildReporter()
     registry = open_registry(url)
-    with console.BuildReporter().stage("pull", target) as progress:
+    with reporter.stage("pull", target) as progress:
         shipped = ship.pull(
-            target, registry, Store(default_home()), wanted, any_machine=any_machine, progress=progress
-        )  # fmt: skip
+            target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
+        )
     console.result(
         f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
         f"{console.size(shipped.there)} was here"
     )
-    if "repository" in shipped.artefacts:
+    arrived = shipped.arrived
+    if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
+        execute(arrived.plan, store, reporter, given=arrived.artefacts)
         console.result(f"next: trtpipe serve {target}")
+    store.digests.save()
 
 
 def search(
@@ -107,21 +120,23 @@ def search(
 def provenance(
     target: Annotated[str, typer.Argument(help="A target in ./runs.")],
     out: Annotated[Path | None, typer.Option("--output", "-o", help="A file; printed if left out.")] = None,
+    sign_key: SignKey = None,
 ) -> None:
-    """Where a target came from, as a SLSA provenance statement: to be signed, or kept."""
+    """Where a target came from, as a SLSA provenance statement, or in the DSSE envelope of a signature."""
     import json
 
     from pipeline import console
     from pipeline.folders import write_whole
-    from pipeline.provenance import statement
+    from pipeline.provenance import signed, statement
     from pipeline.store import Store, default_home
 
     made = statement(_run(target), Store(default_home()))
+    written = signed(made, sign_key)
     if out is None:
-        console.result_json(made)
+        console.result_json(written)
     else:
-        write_whole(out, json.dumps(made, indent=1) + "\n")
-        console.result(f"{out}: {len(made['subject'])} artefacts")
+        write_whole(out, json.dumps(written, indent=1) + "\n")
+        console.result(f"{out}: {len(made['subject'])} artefacts{'' if sign_key is None else ', signed'}")
 
 
 def verify_provenance(
@@ -133,14 +148,19 @@ def verify_provenance(
             help="A statement from elsewhere, or the envelope of one that is signed: it must say the same.",
         ),
     ] = None,
+    trust_key: TrustKey = None,
 ) -> None:
     """Replay a target's digests, from its source to its repository, and hash every file that is here."""
+    from engines.errors import UsageError
     from pipeline import console
     from pipeline.provenance import read_statement, verify
     from pipeline.store import Store, default_home
 
-    found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told))
-    console.result("\n".join([*found.lines, f"the digests of {len(found.lines)} artefacts hold together"]))
+    keys = trust_key or ()
+    if keys and told is None:
+        raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
+    found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
+    console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
     if found.elsewhere and told is None:
         console.result(
             f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"

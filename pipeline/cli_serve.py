@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli_words import Json, ServerName, Target, TargetName, Targets, own_store
+from pipeline.cli_words import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
 
 
 def serve(
@@ -35,21 +35,13 @@ def serve(
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
     ] = None,
-    restart: Annotated[
-        int, typer.Option(help="How often a server that ends by itself is started again, in the foreground.")
-    ] = 0,
+    allow_model_code: AllowModelCode = False,
+    restart: Annotated[int, typer.Option(help="How often a server that ends by itself is started again.")] = 0,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
-) -> None:
+) -> int | None:
     """Serve a model repository with a real tritonserver, after one request has been answered."""
-    from engines.errors import UsageError
-    from pipeline import console, serve
+    from pipeline import background, console, serve, watchdog
 
-    if detach and restart:
-        raise UsageError(
-            "--restart does not go with --detach",
-            why="nobody would be left to start it again",
-            remedy="leave --detach out, under a service manager for example",
-        )
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
@@ -57,31 +49,40 @@ def serve(
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
+        allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
-    running, process = serve.launch(found, store, options, console.note)
 
-    def announce(hint: str) -> None:
-        points = running.endpoints
-        console.table(
-            ("endpoint", "where"),
-            [
-                *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
-                ("gRPC", points.grpc_url),
-                ("metrics", points.metrics_url),
-                ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
-                ("log", running.log),
-            ],
-        )
-        console.result(hint)
+    def work(leave: background.Ready | None) -> None:
+        running, process = serve.launch(found, store, options, console.note)
+
+        def announce() -> None:
+            points = running.endpoints
+            console.table(
+                ("endpoint", "where"),
+                [
+                    *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
+                    ("gRPC", points.grpc_url),
+                    ("metrics", points.metrics_url),
+                    ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
+                    ("log", running.log),
+                ],
+            )
+            if leave is None:
+                console.result("Ctrl-C ends it")
+            else:
+                console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+                leave(running.log)
+
+        watchdog.attend(
+            running, process, store, options, restarts=restart,
+            ready=announce, stopping=lambda: console.note("stopping"), note=console.note,
+        )  # fmt: skip
 
     if detach:
-        announce('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
-        return
-    serve.attend(
-        running, process, store, options, restarts=restart,
-        ready=lambda: announce("Ctrl-C ends it"), stopping=lambda: console.note("stopping"), note=console.note,
-    )  # fmt: skip
+        return background.run(work)
+    work(None)
+    return None
 
 
 def ps(as_json: Json = False) -> None:
@@ -95,9 +96,14 @@ def ps(as_json: Json = False) -> None:
     ]
     columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
     if as_json:
-        console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
+        imported = [[phrase for one in s.served for phrase in one.imported] for s in running]
+        told = [dict(zip(columns, row, strict=True)) for row in rows]
+        console.result_json([{**one, "imported": more} for one, more in zip(told, imported, strict=True)])
     elif rows:
         console.table(columns, rows)
+        for one in (served for server in running for served in server.served):
+            for phrase in one.imported:
+                console.result(f"{one.name}: {phrase}")
     else:
         console.result("no server is running")
 
@@ -112,7 +118,10 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
     ] = False,
 ) -> None:
-    """Print the log of a server, running or not."""
+    """Print the log of a server, running or not.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import console, serve
 
     for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
@@ -122,12 +131,13 @@ def logs(
 def reload(
     target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
     server: ServerName = None,
+    allow_model_code: AllowModelCode = False,
 ) -> None:
     """Load a target's repository as it is now into a running server, model by model, without ending it."""
     from pipeline import console, serve
 
-    renewed, loaded = serve.reload(own_store(), server, target)
-    console.result("\n".join(f"{renewed.name} serves {one.repository}" for one in loaded))
+    renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
 def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
@@ -135,7 +145,7 @@ def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all i
     from pipeline import console, serve
 
     ended = serve.stop(own_store(), name)
-    console.result("\n".join(f"stopped {server.name}" for server in ended) or "no server is running")
+    console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
 
 
 def check(
@@ -144,18 +154,25 @@ def check(
         str | None, typer.Option(help="The release that will serve it, of `trtpipe toolchains`; found out if left out.")
     ] = None,
     here: Annotated[bool, typer.Option("--here", help="Also ask whether this machine's GPUs can serve it.")] = False,
+    allow_model_code: AllowModelCode = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a model repository before Triton sees it; fails when something is."""
+    """Say what is wrong with a model repository before Triton sees it; fails when something is.
+
+    Code that is of no known template is named: `serve` refuses it without --allow-model-code.
+    """
     import dataclasses
 
     from pipeline import config, console, host
     from pipeline.runner import RUNS
     from triton_repo.check import check_repository, require_sound
+    from triton_repo.check.code import foreign_code
 
     folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
     release = None if toolchain is None else config.find_toolchain(toolchain)
     faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
+    if folder.is_dir() and not allow_model_code:
+        faults += foreign_code(folder)
     if as_json:
         console.result_json([dataclasses.asdict(fault) for fault in faults])
     else:
@@ -207,7 +224,10 @@ def generate(
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
 ) -> None:
-    """Stream an answer from a running server."""
+    """Stream an answer from a running server.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
     from pipeline import chat, console, servers
     from pipeline.generate import Sampling, stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,6 +45,24 @@ Targets = Annotated[
 ]
 ServerName = Annotated[str | None, typer.Option("--server", help="Which running server; the only one if left out.")]
 TargetName = Annotated[str | None, typer.Option("--target", help="Which of its targets, where it serves several.")]
+
+
+TrustOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Registry URL or file whose imported artefacts are reused, as `trtpipe status` names it; may be repeated."
+    ),
+]
+TrustKey = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Public key (PEM) that must have signed the provenance of what comes from elsewhere; may be repeated."
+    ),
+]
+SignKey = Annotated[Path | None, typer.Option(help="Private key (PEM) that signs the provenance.")]
+AllowModelCode = Annotated[
+    bool, typer.Option("--allow-model-code", help="Run code of the repository that is of no known template.")
+]
 
 
 def own_store() -> Store:

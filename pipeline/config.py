@@ -18,6 +18,7 @@ from engines.gpu import GpuSpec
 from engines.hf_folder import ModelConfig, parse_model_config, read_model_config
 from engines.quant import QuantRecipe
 from engines.toolchain import Toolchain
+from engines.yaml_input import YamlError, load_yaml, parse_yaml
 from pipeline.model_ref import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 
 CONFIGS = Path(configs.__file__).parent
@@ -51,13 +52,11 @@ class ModelFacts:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
-    import yaml  # here: a load tester that reads none need not wait for it
-
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), _loader())
+        value = load_yaml(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not YAML", why=str(error)) from None
     if value is None:
         return {}
@@ -66,51 +65,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-@functools.cache
-def _loader() -> Any:
-    """A safe loader that takes no key twice: YAML would keep the last and say nothing."""
-    import yaml
-
-    # libyaml's where PyYAML was built with it: ten times as fast.
-    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-    class Loader(base):  # type: ignore[misc]
-        # Of the whole tree before `<<` is resolved: what is merged in may be said again.
-        def get_single_node(self) -> Any:
-            tree = super().get_single_node()
-            nodes, seen = [tree], set[int]()
-            while nodes:
-                node = nodes.pop()
-                if id(node) in seen:  # an alias
-                    continue
-                seen.add(id(node))
-                if isinstance(node, yaml.SequenceNode):
-                    nodes += node.value
-                if not isinstance(node, yaml.MappingNode):
-                    continue
-                lines: dict[tuple[str, str], int] = {}
-                for key, value in node.value:
-                    nodes.append(value)
-                    if not isinstance(key, yaml.ScalarNode):
-                        continue
-                    line = key.start_mark.line + 1
-                    if (key.tag, key.value) in lines:
-                        first = lines[key.tag, key.value]
-                        where = f"lines {first} and {line}" if line != first else f"line {line}"
-                        raise yaml.YAMLError(f"'{key.value}' is given twice, on {where}")
-                    lines[key.tag, key.value] = line
-            return tree
-
-    return Loader
-
-
 def parse_yaml_value(text: str, what: str) -> Any:
     """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
-    import yaml
-
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return parse_yaml(text)
+    except YamlError as error:
         raise UsageError(f"{what} is not a YAML value", why=str(error)) from None
 
 

@@ -1,17 +1,26 @@
-"""What a person sees, but for `top` (console_top). Progress and complaints go to stderr, results to stdout."""
+"""What a person sees, but for `top` (console_top). Progress and complaints go to stderr, results to stdout.
+
+Whatever is printed has its control characters made visible (console_text), but for text that `generate` and `logs`
+write into a pipe or a file: as with `ls`, whoever reads it there gets it as it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from pipeline.console_text import bounded, one_line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.segment import Segment
 
     from engines.inspection import Inspection
     from pipeline.accuracy import Report as AccuracyReport
@@ -24,41 +33,83 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
+def prepare() -> None:
+    """Let no output fail for a character that its encoding lacks (LANG=C): such a one is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream of a test's
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
 def out() -> RichConsole:
     """Standard output; rich is imported here because `--help` must not wait for it."""
-    return _console(stderr=False)
+    return console(soft_wrap=True)
 
 
 def err() -> RichConsole:
-    return _console(stderr=True)
+    return console(stderr=True, soft_wrap=True)
 
 
-def _console(*, stderr: bool) -> RichConsole:
-    from rich.console import Console
-
+def console(*, stderr: bool = False, soft_wrap: bool = False) -> RichConsole:
     # Paths and causes are shown as they are: `[old]` in one is no markup and `:key:` no emoji.
-    return Console(stderr=stderr, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return _console_class()(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+
+
+@functools.cache
+def _console_class() -> type[RichConsole]:
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        """What it writes, of tables and of progress too, passes through `visible`, but for rich's own sequences."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return VisibleConsole
 
 
 def error(line: str) -> None:
-    err().print(f"error: {line}", style="red")
+    err().print(f"error: {bounded(line)}", style="red")
+
+
+def traceback(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
+    """As Python prints one, with what the exception says made visible: a `sys.excepthook`."""
+    from traceback import format_exception
+
+    sys.stderr.write(visible("".join(format_exception(kind, failure, trace))))
 
 
 def note(line: str) -> None:
-    err().print(line, style="dim")
+    err().print(bounded(line), style="dim")
 
 
-def result(line: str) -> None:
-    out().print(line)
+def _say(line: str) -> None:
+    err().print(bounded(line))
+
+
+def result(*lines: str) -> None:
+    for line in lines:
+        out().print(one_line(line))
 
 
 def result_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(_json(value, indent=2))
+
+
+def json_line(value: Any) -> None:
+    """One value of a stream of them."""
+    print(_json(value, allow_nan=False), flush=True)
+
+
+def _json(value: Any, **options: Any) -> str:
+    """In ASCII; DEL, which is part of it, as an escape too."""
+    return json.dumps(value, **options).replace("\x7f", "\\u007f")
 
 
 def text(piece: str) -> None:
-    """Streamed text, as it arrives."""
-    sys.stdout.write(piece)
+    """Streamed text, as it arrives: as it is into a pipe or a file, with control characters visible on a terminal."""
+    sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
 
 
@@ -71,27 +122,29 @@ def table(
     """
     from rich.table import Table
 
+    columns = [one_line(column) for column in columns]
+    numeric = [one_line(column) for column in numeric]
+    rows = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
     if figures and out().is_terminal and _width(columns, rows) > out().width:
         for row in rows:
             result("")
             for column, cell in zip(columns, row, strict=True):
-                result(f"{column:{max(map(len, columns))}}  {'-' if cell is None else cell}")
+                result(f"{column:{max(map(len, columns))}}  {cell}")
         return
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*("-" if cell is None else str(cell) for cell in row))
-    console = out()
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width: do not fold what a program or a log will read
-    console.print(grid)
+        grid.add_row(*row)
+    where = out()
+    if not where.is_terminal:
+        where.width = 200  # a pipe has no width: do not fold what a program or a log will read
+    where.print(grid)
 
 
-def _width(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> int:
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Of a table with a space on either side of what is between two columns."""
-    cells = [columns, *([str(cell) for cell in row] for row in rows)]
-    return sum(max(map(len, column)) for column in zip(*cells, strict=True)) + 2 * (len(columns) - 1)
+    return sum(max(map(len, column)) for column in zip(columns, *rows, strict=True)) + 2 * (len(columns) - 1)
 
 
 def size(nbytes: float) -> str:
@@ -117,7 +170,7 @@ def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> 
         result(f"{name}: {told or 'none'}")
     for remark in found.notes:
         result(f"note: {remark}")
-    result("\n".join(f"problem: {problem}" for problem in problems) or "no problem found")
+    result(*[f"problem: {problem}" for problem in problems] or ["no problem found"])
 
 
 def passport(facts: dict[str, Any]) -> None:
@@ -155,7 +208,7 @@ def accuracy(report: AccuracyReport) -> None:
     if clipped:
         table(("clipped inputs", "numbers", "of", "share"), clipped, numeric=("numbers", "of", "share"))
     failures = [f"failed: {failure}" for failure in report.failures]
-    result("\n".join(failures) or f"{report.recipe} passes the accuracy gate")
+    result(*failures or [f"{report.recipe} passes the accuracy gate"])
 
 
 class BuildReporter:
@@ -168,27 +221,27 @@ class BuildReporter:
     def stage(self, name: str, reason: str) -> Iterator[Progress]:
         start = time.monotonic()
         if not self._console.is_terminal:
-            self._console.print(f"{name:<9} running  ({reason})")
+            _say(f"{name:<9} running  ({reason})")
             yield lambda done, total: None
             return
-        with self._console.status(f"{name:<9} running  ({reason})") as status:
+        with _status(self._console, f"{name:<9} running  ({reason})") as show:
 
             def progress(done: int, total: int) -> None:
                 rate = done / max(time.monotonic() - start, 1e-9)
                 left = f", {(total - done) / rate:.0f} s left" if rate else ""
-                status.update(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")
+                show(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")
 
             yield progress
 
     def finished(self, result: StageResult) -> None:
         manifest = result.artefact.manifest
         made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        self._console.print(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        _say(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
         for notice in manifest.notes.get("notices", ()):
             self.note(f"note: {notice}")
 
     def line(self, text: str) -> None:
-        self._console.print(f"  {text}", style="dim")
+        note(f"  {text}")
 
     def note(self, text: str) -> None:
         note(text)
@@ -208,12 +261,12 @@ class ClusterReporter:
     def finished(self, result: StageResult) -> None:
         manifest = result.artefact.manifest
         made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        err().print(f"{self._target}: {result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        _say(f"{self._target}: {result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
         for notice in manifest.notes.get("notices", ()):
             self.note(f"note: {notice}")
 
     def line(self, text: str) -> None:
-        err().print(f"{self._target}:   {text}", style="dim")
+        note(f"{self._target}:   {text}")
 
     def note(self, text: str) -> None:
         note(f"{self._target}: {text}")
@@ -222,14 +275,14 @@ class ClusterReporter:
     def told(target: str, stage: str, kind: str, text: str) -> None:
         """What a machine of the cluster tells while it runs a stage."""
         if kind == "begins":
-            err().print(f"{target}: {stage:<9} running  {text}")
+            _say(f"{target}: {stage:<9} running  {text}")
         elif kind == "ends":
-            err().print(f"{target}: {stage:<9} {text}, cleaning up")
+            _say(f"{target}: {stage:<9} {text}, cleaning up")
         elif kind == "progress":
             done, total = map(int, text.split("/"))
-            err().print(f"{target}: {stage:<9} running  {size(done)} of {size(total)}", style="dim")
+            note(f"{target}: {stage:<9} running  {size(done)} of {size(total)}")
         else:
-            err().print(f"{target}:   {text}", style="dim")
+            note(f"{target}:   {text}")
 
 
 def bench_table(report: BenchReport) -> None:
@@ -323,12 +376,22 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
 @contextlib.contextmanager
 def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
     """A line that follows a benchmark; where stderr is no terminal, one as each level begins and one as it ends."""
-    console = err()
-    if not console.is_terminal:
+    where = err()
+    if not where.is_terminal:
         yield _bench_note
         return
-    with console.status("connecting") as status:
-        yield lambda at: status.update(_bench_line(at))
+    with _status(where, "connecting") as show:
+        yield lambda at: show(_bench_line(at))
+
+
+@contextlib.contextmanager
+def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
+    """A line that stays at the bottom of the terminal, and is replaced by each call."""
+    from rich.text import Text
+
+    # As Text: rich takes a str to be markup here, whatever the console says.
+    with where.status(Text(bounded(line))) as status:
+        yield lambda line: status.update(Text(bounded(line)))
 
 
 def _bench_note(at: BenchProgress) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engines.errors import HostError, UsageError
-from pipeline.console import result_json, size
+from pipeline.console import console, json_line, result_json, size
+from pipeline.console_text import one_line
 from pipeline.top import Snapshot, metrics_url, watch
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
     from pipeline.metrics import EngineFigures, Figures, GpuFigures
@@ -46,14 +46,14 @@ def run(url: str, name: str, *, interval: float, once: bool, as_json: bool) -> N
 
 def show(snapshots: Iterable[Snapshot], *, as_json: bool) -> None:
     """Follow a server until the iterator ends or the reader leaves."""
-    console = _console()
+    where = console()
     if as_json:
         for snapshot in snapshots:
-            print(json.dumps(snapshot.to_json(), allow_nan=False), flush=True)
-    elif console.is_terminal:
+            json_line(snapshot.to_json())
+    elif where.is_terminal:
         from rich.live import Live
 
-        with Live(console=console, auto_refresh=False) as live:
+        with Live(console=where, auto_refresh=False) as live:
             for snapshot in snapshots:
                 live.update(render(snapshot), refresh=True)
     else:
@@ -63,11 +63,11 @@ def show(snapshots: Iterable[Snapshot], *, as_json: bool) -> None:
 
 
 def show_once(snapshot: Snapshot, *, as_json: bool) -> None:
-    console = _console()
+    where = console()
     if as_json:
         result_json(snapshot.to_json())
-    elif console.is_terminal:
-        console.print(render(snapshot))
+    elif where.is_terminal:
+        where.print(render(snapshot))
     else:
         print("\n".join(lines(snapshot)))
 
@@ -80,13 +80,6 @@ def _require(snapshot: Snapshot) -> Snapshot:
             remedy="start a server with `trtpipe serve`, or give the URL of one's metrics port (8002 by default)",
         )
     return snapshot
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # Unlike the console of other commands it folds nothing by itself: the tables know the terminal's width.
-    return Console(highlight=False, markup=False, emoji=False)
 
 
 def render(snapshot: Snapshot) -> RenderableType:
@@ -108,6 +101,10 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 def lines(snapshot: Snapshot) -> list[str]:
     """For a log: a line for each model and each engine, the time first."""
+    return [one_line(line) for line in _lines(snapshot)]
+
+
+def _lines(snapshot: Snapshot) -> list[str]:
     stamp = f"{snapshot.time} {snapshot.server}"
     if snapshot.figures is None:
         return [f"{stamp} down: {snapshot.why}"]

@@ -47,7 +47,7 @@ def _unseen(line: str) -> None: ...
 
 def find_program(name: str) -> str | None:
     """A program of this environment, found beside its Python first: an environment need not be activated."""
-    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}")
 
 
 class LocalExecutor:

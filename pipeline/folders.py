@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.json_input import read_bounded
 
 
 @contextlib.contextmanager
@@ -29,6 +30,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             path.rmdir()
         partial.rename(path)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -36,8 +38,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, text: str) -> None:
     """Give `path` that content, at once for every reader; a file that has it already is left alone. Raises OSError."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        if path.read_text(encoding="utf-8") == text:
+    data = text.encode("utf-8")
+    with contextlib.suppress(OSError, ValueError):
+        if read_bounded(path, len(data)) == data:
             return
     write_together({path: text})
 
@@ -49,11 +52,23 @@ def write_together(texts: Mapping[Path, str]) -> None:
     try:
         for path, text in texts.items():
             partial[path].write_text(text, encoding="utf-8")
+            sync(partial[path])
         for path in texts:
             partial[path].replace(path)
+        for folder in {path.parent for path in texts}:
+            sync(folder)
     except OSError as error:
         for left in partial.values():
             with contextlib.suppress(OSError):
                 left.unlink()
         # Of the file that was asked for, not of ours.
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes, or a folder's names, outlive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from engines.errors import StageFailed, TrtpipeError
-from engines.process import error_from_json, error_to_json, tail
+from engines.process import error_from_json, error_to_json, python_command, tail
 from pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
@@ -29,7 +29,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     """Start it and wait until it listens; its number and address. Raises its own error, or StageFailed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.gateway_process", options.to_json()],
+            [*python_command("pipeline.gateway_process"), options.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

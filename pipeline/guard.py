@@ -1,14 +1,17 @@
-"""The passport's guard: read before an engine is served or measured, so that no card loads what it cannot run."""
+"""Checks before an engine is served or measured: can this machine run it, and does somebody vouch for its code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.errors import ArtefactRefused, UsageError
+from engines.errors import ArtefactRefused, InputDataError, UsageError
 from engines.passport import NAME, Passport, objections, read_passport, remarks
 from pipeline import config, host
+from pipeline.manifest import read_manifest
 from pipeline.runner import RUNS
+from pipeline.store import Store
+from triton_repo.check.code import foreign_code
 from triton_repo.render import ENGINE_FOLDER
 
 
@@ -53,3 +56,29 @@ def examine(passport: Passport) -> Verdict:
             floor = known.driver
     against += objections(passport, gpus, floor=floor)
     return Verdict(passport=passport, objections=against, remarks=remarks(passport, gpus))
+
+
+def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bool) -> None:
+    """Refuse a repository whose code nobody here vouches for: one that is neither whole in this store nor made of known
+    templates.
+
+    allow_code  the user has said that its code may run
+
+    Raises ArtefactRefused naming the first file, InputDataError for one of this store that has changed.
+    """
+    folder = repository.resolve().parent
+    manifest = read_manifest(folder / "manifest.json")
+    if manifest is not None and store.folder(manifest.record).resolve() == folder:
+        fault = store.fault(manifest.record)
+        store.digests.save()
+        if fault is not None:
+            raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy="run `trtpipe build` again")
+        return
+    found = [] if allow_code else foreign_code(repository)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ArtefactRefused(
+            f"{name} holds code that is of no known template",
+            why=f"{found[0].path} {found[0].what}{more}",
+            remedy=f"read it (`trtpipe check {name}` lists all), then serve with --allow-model-code",
+        )

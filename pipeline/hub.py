@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, InputDataError, UsageError
+from engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from engines.hf_folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
 
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
 COMMIT = re.compile(r"[0-9a-f]{40}")
+# What huggingface_hub raises for an answer of another form than it expects.
+MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 @functools.cache
@@ -32,13 +34,19 @@ def resolve_commit(repo_id: str, revision: str) -> str:
         return revision
     from huggingface_hub import HfApi, constants, snapshot_download
 
+    from pipeline.hub_client import limit_hub
+
+    limit_hub()
     with _explained(repo_id, revision):
         if not constants.HF_HUB_OFFLINE:
             # Alone, snapshot_download takes a hub that cannot be asked for one that has nothing new.
             HfApi().model_info(repo_id, revision=revision)
         # Of no file at all: it notes the commit in the cache, where offline runs look for it.
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[], tqdm_class=_reporter(_ignore))
-    return Path(folder).name
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[], tqdm_class=_reporter(_ignore, 0))
+    commit = Path(folder).name
+    if not COMMIT.fullmatch(commit):
+        raise HostError(f"the hub names no commit for {repo_id}@{revision}", why=f"it says {commit[:80]!r}")
+    return commit
 
 
 def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) -> Path:
@@ -48,27 +56,64 @@ def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) ->
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 
+    from pipeline.hub_client import limit_hub
+
+    limit_hub()
+    sizes: dict[str, int] = {}
     with _explained(repo_id, commit):
         if not constants.HF_HUB_OFFLINE:
-            _require_safetensors(repo_id, HfApi().list_repo_files(repo_id, revision=commit))
-        return Path(
-            snapshot_download(repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress))
+            files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
+            _require_safetensors(repo_id, [file.rfilename for file in files])
+            sizes = {file.rfilename: file.size for file in files if file.size is not None and _wanted(file.rfilename)}
+        most = sum(sizes.values()) if sizes else None
+        folder = Path(
+            snapshot_download(
+                repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress, most)
+            )
         )
+    for name, size in sizes.items():
+        _require_size(folder / name, size, repo_id)
+    return folder
 
 
 def download_data(repo_id: str, commit: str, name: str) -> Path:
     """One file of a data set, in the Hugging Face cache. Raises HostError when the hub does not deliver it."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
+    from pipeline.hub_client import limit_hub
+
+    limit_hub()
+    size = None
     try:
         with _explained(repo_id, commit):
-            return Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+            if not constants.HF_HUB_OFFLINE:
+                found = HfApi().get_paths_info(repo_id, [name], repo_type="dataset", revision=commit)
+                size = getattr(found[0], "size", None) if found else None
+            path = Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+        if size is not None:
+            _require_size(path, size, repo_id)
+        return path
     except (HostError, UsageError) as error:
         raise HostError(
             f"the data set {repo_id} cannot be had",
             why=error.why or error.what,
             remedy="name a .txt or .jsonl file, or the shipped text `demo`, as calibration data",
         ) from None
+
+
+def _wanted(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in WANTED)
+
+
+def _require_size(path: Path, size: int, repo_id: str) -> None:
+    """Of a file that was downloaded now or before: as large as the hub's list says."""
+    there = path.stat().st_size if path.exists() else 0
+    if there != size:
+        raise HostError(
+            f"{path.name} of {repo_id} has another size than the hub says",
+            why=f"{there:,} bytes have come, of {size:,}",
+            remedy=f"remove {path.parent} and try again",
+        )
 
 
 def _require_safetensors(repo_id: str, files: list[str]) -> None:
@@ -112,7 +157,9 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         ) from None
     except errors.HFValidationError as error:
         raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
-    except (httpx.HTTPError, OSError) as error:
+    except TrtpipeError:
+        raise
+    except (httpx.HTTPError, OSError, *MALFORMED) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's, not the hub's
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
@@ -138,8 +185,9 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _reporter(progress: Callable[[int, int], None]) -> Any:
-    """A tqdm class that draws nothing and reports the bytes on disk to `progress`."""
+def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
+    """A tqdm class that draws nothing, reports the bytes on disk to `progress`, and ends a download of more than `most`
+    bytes with a HostError."""
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped
@@ -154,6 +202,8 @@ def _reporter(progress: Callable[[int, int], None]) -> Any:
 
         def update(self, n: float | None = 1) -> bool | None:
             changed: bool | None = super().update(n)
+            if self._counts and most is not None and self.n > most:
+                raise HostError("the hub sends more than its list says", why=f"that is {most:,} bytes")
             if self._counts:
                 progress(int(self.n), int(self.total or 0))
             return changed

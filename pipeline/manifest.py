@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.json_input import load_json
+
 # Raised when the layout of artefacts or of this record changes: older ones are then misses.
 FORMAT = 1
 
@@ -38,6 +40,25 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where an artefact that was not made here came from.
+
+    source   URL of the registry, or path of the file
+    content  digest of the artefact's files, as the source stated it and as it arrived
+    """
+
+    source: str
+    content: str
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.source}\0{self.content}".encode()).hexdigest()
+
+    def describe(self) -> str:
+        return f"imported from {self.source}, not built here"
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """One file of an artefact, by its path relative to the artefact."""
 
@@ -49,7 +70,11 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """manifest.json. `content` is the digest of all files, by which later stages know this artefact."""
+    """manifest.json.
+
+    content  digest of all files, by which later stages know this artefact
+    origin   None for an artefact that was made here
+    """
 
     record: Record
     files: tuple[FileRecord, ...]
@@ -58,6 +83,7 @@ class Manifest:
     host: dict[str, str]
     started: str
     seconds: float
+    origin: Origin | None = None
 
     @property
     def size(self) -> int:
@@ -65,18 +91,21 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         value = {"format": FORMAT, "key": self.record.key, **dataclasses.asdict(self)}
+        if self.origin is None:
+            del value["origin"]  # as earlier versions write it, and read it
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest in `path`; None when it is absent, unreadable or of another format."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = load_json(path)
         if raw.pop("format") != FORMAT:
             return None
         key = raw.pop("key")
         raw["record"] = Record(**raw["record"])
         raw["files"] = tuple(FileRecord(**file) for file in raw["files"])
+        raw["origin"] = Origin(**raw["origin"]) if "origin" in raw else None
         manifest = Manifest(**raw)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

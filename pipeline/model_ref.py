@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeAlias
+
+from engines.errors import InputDataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +68,12 @@ class ModelRef:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ModelRef:
-        facts = dict(raw["source"])
-        return cls(name=raw["name"], source=SOURCE_KINDS[facts.pop("kind")](**facts))
+        """What `to_json` gives. Raises InputDataError for anything else."""
+        source = raw.get("source")
+        facts = dict(source) if isinstance(source, dict) else {}
+        kind = SOURCE_KINDS.get(str(facts.pop("kind", None)))
+        fields = {field.name for field in dataclasses.fields(kind)} if kind else set()
+        texts = [raw.get("name"), *facts.values()]
+        if kind is None or facts.keys() != fields or not all(isinstance(text, str) for text in texts):
+            raise InputDataError("the record of a model is damaged", why="it has no source of a kind that is known")
+        return cls(name=raw["name"], source=kind(**facts))

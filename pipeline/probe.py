@@ -6,7 +6,6 @@ import dataclasses
 import json
 import platform
 import subprocess
-import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 from engines.errors import HostError, StageFailed
 from engines.gpu import GpuSpec, Measured
 from engines.nvidia import Gpu, read_gpus
+from engines.process import python_command
 from pipeline import config
 from pipeline.store import default_home
 
@@ -57,7 +57,7 @@ FIGURES = (
 def _measure() -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "engines.probe"], capture_output=True, text=True, timeout=SECONDS, check=False
+            python_command("engines.probe"), capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise StageFailed(

@@ -11,18 +11,19 @@ import base64
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from engines.errors import ArtefactRefused, InputDataError
-from engines.json_input import read_json
+from engines.json_input import parse_json, read_json
 from pipeline import __version__
 from pipeline.digests import combined
 from pipeline.manifest import Manifest, Record
 from pipeline.runner import RunFolder
+from pipeline.signatures import PAYLOAD_TYPE, sign_statement
 from pipeline.stages import stages_of
 from pipeline.store import Store
 
@@ -30,10 +31,9 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:trtpipe:build:v1"
 # What two statements of one target have in common.
-SAID = ("stages", "settings", "subjects", "times")
+SAID = ("stages", "settings", "subjects")
+WHERE_AND_WHEN = ("host", "startedOn", "finishedOn", "imported")
 TYPES = [STATEMENT, PREDICATE, BUILD_TYPE]
-# What a DSSE envelope says of a statement in it.
-ENVELOPED = "application/vnd.in-toto+json"
 # In a run folder, beside what a pull has brought: the stages that ran elsewhere.
 FILE = "provenance.json"
 
@@ -45,13 +45,18 @@ def statement(run: RunFolder, store: Store) -> Statement:
     from pipeline.shipment import plan_of
 
     raw = read_json(run.path / "plan.json", "plan")
-    known = _stages(read_json(run.path / FILE, "provenance")) if (run.path / FILE).is_file() else {}
+    told = stages(unwrapped(read_json(run.path / FILE, "provenance"))) if (run.path / FILE).is_file() else {}
+    known = dict(told)
     for stage in stages_of(plan_of(raw)):
         record = run.last(stage.name)
         if record is None:
             continue
-        found = store.find(record)
-        if found is not None:
+        found = run.find(stage.name, store)
+        if found is not None and found.origin is not None and stage.makes in told:
+            # Its own manifest tells when it arrived, not how it was made.
+            notes = {**told[stage.makes]["annotations"], "imported": found.origin.describe()}
+            known[stage.makes] = {**told[stage.makes], "annotations": notes}
+        elif found is not None:
             known[stage.makes] = _entry(stage.makes, found.manifest)
         elif known.get(stage.makes, {}).get("annotations", {}).get("key") != record.key:
             raise InputDataError(
@@ -91,32 +96,34 @@ def statement(run: RunFolder, store: Store) -> Statement:
     }
 
 
-def check_chain(told: Any, contents: Mapping[str, str] = {}) -> list[str]:
+def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> list[str]:
     """Replay a statement's digests; a line for each stage, from the source on.
 
-    contents  content digests that artefacts are known to have, which must be those of the statement
+    entries  artefacts of an index, whose content and record must be those of the statement
 
     Raises InputDataError for what is no statement of ours, ArtefactRefused where two digests that must be equal are
     not.
     """
     try:
-        stages = _stages(told)
-        records = {makes: Record(**entry["annotations"]["record"]) for makes, entry in stages.items()}
-        lines = [_replay(makes, entry, records[makes], stages) for makes, entry in stages.items()]
+        found = stages(told)
+        records = {makes: Record(**entry["annotations"]["record"]) for makes, entry in found.items()}
+        lines = [_replay(makes, entry, records[makes], found) for makes, entry in found.items()]
         definition = told["predicate"]["buildDefinition"]
         for what, said, given in (
-            ("subjects", told["subject"], _subjects(stages)),
-            ("dependencies", definition["resolvedDependencies"], _dependencies(stages)),
+            ("subjects", told["subject"], _subjects(found)),
+            ("dependencies", definition["resolvedDependencies"], _dependencies(found)),
             ("types", [told["_type"], told["predicateType"], definition["buildType"]], TYPES),
         ):
             if said != given:
                 raise ArtefactRefused("the provenance does not hold", why=f"its {what} are not those of its stages")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputDataError("this is no provenance of trtpipe", why=f"{type(error).__name__}: {error}") from None
-    for makes, content in contents.items():
-        if makes not in stages:
+    for makes, known in entries.items():
+        if makes not in found:
             raise ArtefactRefused(f"the provenance says nothing of the {makes}")
-        _equal(f"the {makes} is", content, stages[makes]["digest"]["sha256"], "the provenance says")
+        _equal(f"the {makes} is", known["content"], found[makes]["digest"]["sha256"], "the provenance says")
+        key = Record(**known["record"]).key
+        _equal(f"the record of the {makes} is", key, found[makes]["annotations"]["key"], "the provenance says")
     return lines
 
 
@@ -137,11 +144,13 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
     """
     mine = statement(run, store)
     keys = set()
-    for record in run.records():
-        fault = store.fault(record, verify=True)
+    for stage in run.stages():
+        fault = run.fault(stage, store, verify=True)
         if fault is not None:
-            raise ArtefactRefused(f"the {record.stage} of {run.path.name} is damaged", why=fault)
-        keys.add(record.key)
+            raise ArtefactRefused(f"the {stage} of {run.path.name} is damaged", why=fault)
+        record = run.last(stage)
+        if record is not None:
+            keys.add(record.key)
     lines = check_chain(mine)
     if told is not None:
         check_chain(told)
@@ -151,27 +160,32 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
                     f"the statement is not of this {run.path.name}", why=f"its {what} are others",
                     remedy="take the one that was made of it",
                 )  # fmt: skip
-    elsewhere = [makes for makes, entry in _stages(mine).items() if entry["annotations"]["key"] not in keys]
+    elsewhere = [makes for makes, entry in stages(mine).items() if entry["annotations"]["key"] not in keys]
     return Verified(lines, elsewhere)
 
 
 def _said(told: Statement) -> tuple[Any, ...]:
     """SAID: not who wrote it down, nor in which order."""
-    definition, details = told["predicate"]["buildDefinition"], told["predicate"]["runDetails"]
+    definition = told["predicate"]["buildDefinition"]
     inner = {**definition, "resolvedDependencies": _sorted(definition["resolvedDependencies"])}
-    return _stages(told), inner, _sorted(told["subject"]), details["metadata"]
+    return _made(told), inner, _sorted(told["subject"])
+
+
+def _made(told: Statement) -> dict[str, Any]:
+    """Its stages, without where and when they ran: the repository of a target that was pulled is made again here."""
+    out = {}
+    for name, entry in stages(told).items():
+        notes = {key: value for key, value in entry["annotations"].items() if key not in WHERE_AND_WHEN}
+        out[name] = {**entry, "annotations": notes}
+    return out
 
 
 def _sorted(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: json.dumps(entry, sort_keys=True))
 
 
-def keep(run: RunFolder, told: Statement) -> None:
-    """Note in a run folder what is told of the stages that ran elsewhere."""
-    (run.path / FILE).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-
-
-def _stages(told: Any) -> dict[str, dict[str, Any]]:
+def stages(told: Any) -> dict[str, dict[str, Any]]:
+    """The stages of a statement by what they make. Raises KeyError or TypeError for something else."""
     entries: list[dict[str, Any]] = told["predicate"]["runDetails"]["byproducts"]
     return {entry["name"]: entry for entry in entries}
 
@@ -225,7 +239,8 @@ def _replay(makes: str, entry: dict[str, Any], record: Record, stages: Mapping[s
             read.append(name)
         else:
             read.append(f"{notes['source'] or name} {digest[:12]}")
-    return f"{makes} {entry['digest']['sha256'][:12]} by {record.stage} from {', '.join(read) or 'nothing'}"
+    origin = f", {notes['imported']}" if "imported" in notes else ""
+    return f"{makes} {entry['digest']['sha256'][:12]} by {record.stage} from {', '.join(read) or 'nothing'}{origin}"
 
 
 def _equal(what: str, one: str, other: str, where: str) -> None:
@@ -233,12 +248,43 @@ def _equal(what: str, one: str, other: str, where: str) -> None:
         raise ArtefactRefused("the provenance does not hold", why=f"{what} {one[:12]}, {where} {other[:12]}")
 
 
-def read_statement(path: Path) -> Any:
+def read_statement(path: Path, keys: Sequence[Path] = ()) -> Statement:
+    """The statement in a file, or in the envelope of a signature, which `keys` must have made where there are any.
+
+    Raises InputDataError, and as `signatures.verify_envelope` does.
+    """
+    return verified(read_json(path, "provenance"), keys)
+
+
+def verified(told: Any, keys: Sequence[Path]) -> Statement:
+    """A statement, or that in an envelope, which one of `keys` must have signed where there are any."""
+    if not keys:
+        return unwrapped(told)
+    from pipeline.signatures import verify_envelope
+
+    if not is_envelope(told):
+        raise ArtefactRefused(
+            "the provenance is not signed", why="a key was given that should have signed it",
+            remedy="have it pushed or exported with --sign-key, or leave --trust-key out",
+        )  # fmt: skip
+    return verify_envelope(json.dumps(told).encode(), keys)
+
+
+def signed(told: Statement, key: Path | None) -> Any:
+    """The statement in the envelope of a signature by the private key (PEM); the statement itself without one."""
+    return told if key is None else parse_json(sign_statement(told, key))
+
+
+def is_envelope(told: Any) -> bool:
+    return isinstance(told, dict) and told.get("payloadType") == PAYLOAD_TYPE
+
+
+def unwrapped(told: Any) -> Statement:
     """A statement, or that in the envelope of a signature, which is not looked at. Raises InputDataError."""
-    told = read_json(path, "provenance")
-    if isinstance(told, dict) and told.get("payloadType") == ENVELOPED:
-        try:
-            return json.loads(base64.b64decode(told["payload"], validate=True))
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputDataError(f"{path} is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
-    return told
+    try:
+        found = parse_json(base64.b64decode(told["payload"], validate=True)) if is_envelope(told) else told
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputDataError("the provenance is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise InputDataError("this is no provenance of trtpipe", why=f"it is a {type(found).__name__}")
+    return found

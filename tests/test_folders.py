@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from pathlib import Path
@@ -79,6 +80,14 @@ def test_a_file_is_written_whole_and_only_when_it_changes(tmp_path: Path) -> Non
     path.write_bytes(b"\xff")
     write_whole(path, "three")
     assert path.read_text() == "three"
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it: reading it would never end
+    write_whole(path, "four")
+    assert path.read_text() == "four"
+    with path.open("wb") as large:
+        large.truncate(1 << 40)
+    write_whole(path, "five")
+    assert path.read_text() == "five"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from engines.errors import HostError
 from pipeline import gc
 from pipeline.runner import RunFolder
 from pipeline.servers import Served, Server
@@ -47,7 +49,7 @@ def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
     assert found(store) == []
     build(plan(model, "build.max_batch_size=8"), store)
     assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
-    gc.remove(gc.find_garbage(store))
+    gc.remove(gc.find_garbage(store), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     assert (RunFolder.of("tiny.cpu.fp32").linked("repository") / "ensemble").is_dir()
     assert found(store) == []
@@ -60,11 +62,11 @@ def test_artefacts_that_two_runs_share_stay_as_long_as_one_does(store: Store, mo
     shutil.rmtree(RunFolder.of("tiny.cpu.fp32").path)
     gone = "no run refers to it"
     assert found(store) == [("build", gone), ("convert", gone), ("package", gone)]
-    gc.remove(gc.find_garbage(store))
+    gc.remove(gc.find_garbage(store), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     shutil.rmtree("runs")
     assert len(gc.find_garbage(store)) == 5
-    gc.remove(gc.find_garbage(store))
+    gc.remove(gc.find_garbage(store), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 0)
 
 
@@ -88,8 +90,9 @@ def test_the_size_of_garbage_is_its_bytes(store: Store) -> None:
 
 def test_leftovers_go_unless_somebody_works_in_them(store: Store, model: Path) -> None:
     build(plan(model), store, until="download")
-    (record,) = RunFolder.of("tiny.cpu.fp32").records()
-    folder = store.folder(record)
+    (folder,) = RunFolder.of("tiny.cpu.fp32").folders(store)
+    record = RunFolder.of("tiny.cpu.fp32").last("download")
+    assert record is not None
     left = folder.with_name(f".{folder.name}.abcdefgh")
     left.mkdir()
     with store.locked(record):
@@ -108,18 +111,49 @@ def test_garbage_that_is_gone_already_is_no_failure(store: Store, model: Path) -
     shutil.rmtree("runs")
     garbage = gc.find_garbage(store)
     shutil.rmtree(garbage[0].path)
-    gc.remove(garbage)
+    gc.remove(garbage, store)
     assert gc.find_garbage(store) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "7"])
-def test_a_damaged_root_refers_to_nothing(store: Store, model: Path, content: str) -> None:
-    build(plan(model), store, until="download")
+def a_root(store: Store) -> Path:
     (root,) = (store.home / "roots").iterdir()
-    root.write_text(content)
-    assert found(store) == [("download", "no run refers to it")]
+    return root
+
+
+def the_record_of_a_run(store: Store) -> Path:
+    return RunFolder.of("tiny.cpu.fp32").path / "run.json"
+
+
+def the_record_of_a_server(store: Store) -> Path:
+    (store.home / "servers").mkdir()
+    return store.home / "servers" / "x.json"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"download": {"stage": 1}}', "7"])
+@pytest.mark.parametrize("place", [a_root, the_record_of_a_run, the_record_of_a_server])
+def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
+    store: Store, model: Path, place: Callable[[Store], Path], content: str
+) -> None:
     build(plan(model), store, until="download")
-    assert found(store) == []
+    place(store).write_text(content)
+    with pytest.raises(HostError, match="cannot be read, so nothing is dropped"):
+        gc.find_garbage(store)
+
+
+def test_a_run_folder_that_may_not_be_looked_into_stops_it(
+    store: Store, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(plan(model), store, until="download")
+    looked = Path.stat
+
+    def refused(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "tiny.cpu.fp32":
+            raise PermissionError(13, "Permission denied", str(path))
+        return looked(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(HostError, match=r"cpu\.fp32 cannot be read, so nothing is dropped: Permission denied; make"):
+        gc.find_garbage(store)
 
 
 def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,29 @@ def test_packaging_takes_no_engine_of_another_target(changes: dict[str, Any], to
         require_target(passport(**changes), target(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rank_bytes": "1"}, "rank_bytes: Input should be a valid integer"),
+        ({"rank_bytes": -1}, "rank_bytes -1 is no size"),
+        ({"rank_bytes": float("nan")}, "rank_bytes: Input should be"),
+        ({"tp_size": 0}, "tp_size 0 and pp_size 1 are no numbers of ranks"),
+        ({"tp_size": 10**9}, "tp_size 1000000000 and pp_size 1 are no numbers of ranks"),
+        ({"image": 1}, "image: Input should be a valid string"),
+        ({"sms": ["90"]}, r"sms\.0: Input should be a valid integer"),
+        ({"build_config": None}, "build_config: Input should be"),
+        ({"made": {"gpu": 1}}, r"made\.gpu: Input should be a valid string"),
+        ({"more": 1}, "unknown key 'more'"),
+    ],
+)
+def test_one_that_says_anything_else_is_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    passport().write(tmp_path)
+    path = tmp_path / "passport.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ArtefactRefused, match=told):
+        read_passport(tmp_path)
+
+
 def test_one_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "passport.json").write_text('{"runtime": "tensorrt_llm"}')
     with pytest.raises(ArtefactRefused, match=r"passport\.json is of another version: .*; build the engine again"):

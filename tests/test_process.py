@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -200,7 +201,7 @@ def test_a_worker_gets_its_job_as_json(log: Path) -> None:
     with pytest.raises(StageFailed, match=r"working failed \(exit status 1\): .*No module named engines.nothing"):
         run_worker("engines.nothing", {"text": "a 'b' \"c\""}, log, what="working")
     words = shlex.split(log.read_text().splitlines()[0])
-    assert words[-3:-1] == ["-m", "engines.nothing"]
+    assert words[-4:-1] == [sys.executable, str(process.LAUNCHER), "engines.nothing"]
     assert json.loads(words[-1]) == {"text": "a 'b' \"c\""}
 
 
@@ -223,3 +224,11 @@ def test_tail(log: Path) -> None:
     assert tail(log) == "one | two | progress 1% | progress 2% | \N{REPLACEMENT CHARACTER}"
     assert tail(log, 2) == "progress 2% | \N{REPLACEMENT CHARACTER}"
     assert tail(log, begin=4) == "two | progress 1% | progress 2% | \N{REPLACEMENT CHARACTER}"
+
+
+def test_the_tail_of_a_huge_log_takes_no_memory(log: Path) -> None:
+    with log.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, 2)
+        file.write(b"\nthe cause\n")
+    assert tail(log, lines=1) == "the cause"

@@ -240,7 +240,7 @@ GOOD = b'{"text": "good"}\n'
         ),
         ("a.jsonl", GOOD + b'"text"\n', "{}, line 2 has no text; "),
         ("a.jsonl", GOOD + b'{"text": ["good"]}\n', "{}, line 2 has no text; "),
-        ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "{}, line 2 is no Unicode text: surrogates not allowed"),
+        ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "{}, line 2 is not JSON: it holds half of a surrogate pair"),
     ],
 )
 def test_bad_data_is_named_with_its_file_and_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

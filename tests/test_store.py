@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline.digests import Digests, combined, sha256_file
-from pipeline.manifest import Record, read_manifest
+from pipeline.manifest import Origin, Record, read_manifest
 from pipeline.store import Artefact, Store, default_home
 
 RECORD = Record(stage="convert", stage_version=1, inputs={}, settings={"dtype": "bfloat16"}, tools={})
@@ -192,18 +192,127 @@ def test_damage_is_named_moved_aside_and_a_miss(
     assert tree(make(store).path) == CONTENT
 
 
-def test_what_only_hashing_shows_is_named_by_verify(store: Store) -> None:
+def rot(path: Path, store: Store) -> None:
+    """Change a file as a failing disk does: its stat stays what it was, as far as the memory of digests can tell."""
+    stat = path.stat()
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    memory = store.home / "digests.json"
+    known = json.loads(memory.read_text())
+    known[f"{stat.st_ino}:{stat.st_size}"][2] = path.stat().st_ctime_ns
+    memory.write_text(json.dumps(known))
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch, store: Store) -> Path:
+    """A file that counts as large, of an artefact that was found whole."""
+    monkeypatch.setattr("pipeline.store.SMALL_BYTES", 0)
     made = make(store)
-    file = made.path / "rank0.safetensors"
-    before = file.stat()
-    file.write_bytes(b"weightz" * 1000)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert store.find(RECORD) is not None
-    assert store.find(RECORD, verify=True) is None
+    time.sleep(0.03)  # past the clock's tick, so that it is remembered
+    assert store.find(RECORD) == made
+    store.digests.save()
+    return made.path / "rank0.safetensors"
+
+
+def test_a_write_whose_time_was_set_back_is_seen(large: Path, store: Store) -> None:
+    before = large.stat()
+    large.write_bytes(b"weightz" * 1000)  # as `rsync --inplace -t` does
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Store(store.home).fault(RECORD) == "rank0.safetensors has changed"
+
+
+def test_lost_bits_are_found_by_verify_and_after_a_week(
+    large: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rot(large, store)
+    assert Store(store.home).find(RECORD) is not None
+    assert Store(store.home).fault(RECORD, verify=True) == "rank0.safetensors has changed"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 6 * 86400)
+    assert Store(store.home).find(RECORD) is not None
+    monkeypatch.setattr(time, "time", lambda: now + 8 * 86400)
+    assert Store(store.home).fault(RECORD) == "rank0.safetensors has changed"
+
+
+def test_lost_bits_of_a_small_file_are_found_at_once(store: Store) -> None:
+    made = make(store)
+    time.sleep(0.03)
+    assert store.find(RECORD) == made
+    store.digests.save()
+    rot(made.path / "rank0.safetensors", store)
+    store = Store(store.home)
     with store.locked(RECORD):
-        words = store.set_aside(RECORD, verify=True)
+        words = store.set_aside(RECORD)
     assert words is not None
     assert words.startswith("rank0.safetensors has changed; moved to ")
+
+
+def test_our_own_links_cost_no_reading(large: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(RECORD, stage="build")
+
+    def link(out: Path) -> dict[str, Any]:
+        os.link(large, out / large.name)
+        return {}
+
+    def read(path: Path) -> str:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr("pipeline.digests.sha256_file", read)
+    engine = make(store, other, link)
+    assert Store(store.home).find(other) == engine
+    folder = store.folder(other)
+    store.digests.remove_tree(folder)
+    store.digests.save()
+    assert not folder.exists()
+    monkeypatch.setattr("pipeline.store.SMALL_BYTES", 10)  # the small files beside it are read every time
+    monkeypatch.setattr("pipeline.digests.sha256_file", lambda path: read(path) if path == large else sha256_file(path))
+    assert Store(store.home).find(RECORD) is not None
+
+
+def test_two_processes_add_to_one_memory(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    time.sleep(0.03)
+    first, second = Digests(tmp_path / "digests.json"), Digests(tmp_path / "digests.json")
+    for digests, path in zip((first, second), paths, strict=True):
+        digests.file(path)
+    first.save()
+    second.save()
+    assert len(json.loads((tmp_path / "digests.json").read_text())) == 2
+
+
+ORIGIN = Origin(source="oci://registry.example/team", content="ab" * 32)
+
+
+def test_what_was_made_elsewhere_is_found_under_its_origin_alone(store: Store) -> None:
+    with store.locked(RECORD):
+        made = store.of(ORIGIN).make(RECORD, fill)
+    assert made.origin == ORIGIN
+    assert store.find(RECORD) is None
+    assert store.of(ORIGIN).find(RECORD) == made
+    assert Store(store.home).of(ORIGIN).find(RECORD) == made
+    assert store.of(dataclasses.replace(ORIGIN, source="another")).find(RECORD) is None
+    assert store.imported(RECORD) == [made]
+    own = make(store)
+    assert own.origin is None
+    assert store.find(RECORD) == own
+    assert {folder.parent.parent.name for folder in store.artefacts()} == {"artefacts", "imported"}
+
+
+def test_an_artefact_that_lies_in_place_of_another_is_none(store: Store) -> None:
+    with store.locked(RECORD):
+        made = store.of(ORIGIN).make(RECORD, fill)
+    store.folder(RECORD).parent.mkdir(parents=True)
+    made.path.parent.rename(store.folder(RECORD))
+    assert store.fault(RECORD) == "it is from elsewhere than its place says"
+    assert store.find(RECORD) is None
+
+
+def test_what_version_0_1_imported_is_no_artefact_of_ours(store: Store) -> None:
+    make(store, RECORD, lambda out: fill(out) | {"imported": "oci://registry.example/team"})
+    assert store.find(RECORD) is None
+    assert str(store.fault(RECORD)).startswith("version 0.1 of trtpipe imported it from oci://registry.example/team")
 
 
 def test_a_touched_file_of_the_same_content_is_a_hit(store: Store) -> None:
@@ -275,7 +384,7 @@ if point == "before the manifest":
 if point == "in the middle of the manifest":
     Manifest.write = lambda self, path: (path.write_text('{"format": 1, "key"'), stop())
 if point == "before the rename":
-    module._sync = stop
+    module.sync = stop
 if point == "after the rename":
     Digests.save = stop
 store = module.Store(home)
@@ -373,8 +482,8 @@ def test_a_file_is_hashed_once_until_its_stat_changes(tmp_path: Path, monkeypatc
     monkeypatch.setattr("pipeline.digests.sha256_file", counted)
     path, link = tmp_path / "x", tmp_path / "link"
     path.write_bytes(b"abc")
-    os.utime(path, (1, 1))
     link.hardlink_to(path)
+    time.sleep(0.03)
     digests = Digests(tmp_path / "home" / "digests.json")
     # printf abc | sha256sum
     abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
@@ -385,6 +494,10 @@ def test_a_file_is_hashed_once_until_its_stat_changes(tmp_path: Path, monkeypatc
     os.utime(path, (2, 2))
     assert digests.file(path) == abc
     assert hashed == [path, path]
+    time.sleep(0.03)
+    assert [digests.file(path), digests.file(path)] == [abc] * 2
+    assert [digests.file(path, max_age=0), digests.file(path, max_age=60)] == [abc] * 2
+    assert hashed == [path] * 4
 
 
 def test_a_file_that_may_change_within_the_clock_s_tick_is_not_remembered(tmp_path: Path) -> None:
@@ -402,8 +515,8 @@ def test_damaged_memory_costs_time_only(tmp_path: Path, content: str) -> None:
     memory, path = tmp_path / "digests.json", tmp_path / "x"
     memory.write_text(content)
     path.write_bytes(b"abc")
-    os.utime(path, (1, 1))
+    time.sleep(0.03)
     digests = Digests(memory)
     assert digests.file(path) == sha256_file(path)
     digests.save()
-    assert list(json.loads(memory.read_text()).values()) == [sha256_file(path)]
+    assert [row[0] for row in json.loads(memory.read_text()).values()] == [sha256_file(path)]

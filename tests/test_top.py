@@ -352,7 +352,7 @@ def test_a_terminal_gets_a_table_that_refreshes(
     triton: Triton, three_looks: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(width=80, file=io.StringIO(), force_terminal=True, highlight=False, markup=False, emoji=False)
-    monkeypatch.setattr(console_top, "_console", lambda: console)
+    monkeypatch.setattr(console_top, "console", lambda: console)
     run(triton.url, "demo", interval=1.0, once=False, as_json=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("req/s") == 3

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from engines.errors import HostError, UsageError
+from engines.process import LAUNCHER
 from pipeline import tritonserver
 from pipeline.tritonserver import Endpoints, Installation, alive, choose_endpoints, end, failure, prepare_backends
 
@@ -206,17 +207,21 @@ def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch == {
         "command": [
-            sys.executable, "-m", "engines.reference.process", "--runtime", "engines.reference.runtime",
+            sys.executable, str(LAUNCHER), "engines.reference.process", "--runtime", "engines.reference.runtime",
         ],
-        "python_path": "",
         "library_path": "/somewhere/lib",
     }  # fmt: skip
-    prepare_backends(installation, folder, "vllm", "/elsewhere/python")
+    other = tmp_path / "elsewhere" / "python"
+    other.parent.mkdir()
+    other.touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    prepare_backends(installation, folder, "vllm", "elsewhere/python")
     launch = json.loads((folder / "tensorrtllm" / "engine.json").read_text())
     assert launch["command"] == [
-        "/elsewhere/python", "-m", "engines.reference.process", "--runtime", "engines.vllm_runtime",
+        str(other), str(LAUNCHER), "engines.reference.process", "--runtime", "engines.vllm_runtime",
     ]  # fmt: skip
-    assert (Path(launch["python_path"]) / "engines" / "vllm_runtime.py").is_file()
+    with pytest.raises(HostError, match=r"^elsewhere/pyton cannot be started: it is not an executable file"):
+        prepare_backends(installation, folder, "vllm", "elsewhere/pyton")
 
 
 @pytest.mark.process

@@ -12,6 +12,8 @@ from pathlib import Path
 import yaml
 
 from engines.errors import InputDataError
+from engines.yaml_input import read_yaml
+from triton_repo.check.text import read_text
 from triton_repo.llmapi import SETTINGS
 
 
@@ -47,8 +49,8 @@ def _renamed_config(path: Path, names: set[str], prefix: str) -> str:
 
     config = model_config_pb2.ModelConfig()
     try:
-        text_format.Parse(path.read_text(encoding="utf-8"), config)
-    except (text_format.ParseError, UnicodeDecodeError) as error:
+        text_format.Parse(read_text(path), config)
+    except (text_format.ParseError, ValueError, TypeError, RecursionError) as error:
         raise InputDataError(f"{path} is no model configuration", why=str(error)) from None
     config.name = prefix + path.parent.name
     for step in config.ensemble_scheduling.step:
@@ -75,7 +77,8 @@ def _link_llmapi(source: Path, out: Path, names: set[str], prefix: str) -> None:
             shutil.copyfile(path, out / path.name)
         elif path.name != SETTINGS:
             (out / path.name).symlink_to(path.resolve())
-    settings = yaml.safe_load((source / SETTINGS).read_text(encoding="utf-8"))
-    if _is_inside(settings["model"], names):
-        settings["model"] = prefix + settings["model"]
+    settings = read_yaml(source / SETTINGS, "model settings", repeats=True)  # the last counts, as for the script
+    model = settings.get("model")
+    if isinstance(model, str) and _is_inside(model, names):
+        settings["model"] = prefix + model
     (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from engines.base import Engine
+from engines.errors import InputDataError
 from engines.files import place
 from engines.trtllm_pytorch import FILE
+from engines.yaml_input import read_yaml
 from triton_repo.serving import ServingConfig
 from triton_repo.tensors import ANY, Tensor
 
@@ -52,15 +54,18 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
-    settings = yaml.safe_load((engine.path / FILE).read_text(encoding="utf-8"))
+    settings = read_yaml(engine.path / FILE, "engine's settings")
     (version / SETTINGS).write_text(yaml.safe_dump(_settings(settings, serving), sort_keys=False), encoding="utf-8")
     return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
 
 
 def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
-    """`LLM`'s arguments: the engine's own, and what serving decides."""
+    """`LLM`'s arguments: the engine's own, and what serving decides. Raises InputDataError."""
+    given = engine.pop("kv_cache_config", None)
+    if not isinstance(given, dict):
+        raise InputDataError(f"{FILE} of the engine has no kv_cache_config", remedy="run `trtpipe build` again")
     cache = {
-        **engine.pop("kv_cache_config"),
+        **given,
         "free_gpu_memory_fraction": serving.kv_cache_free_gpu_mem_fraction,
         "enable_block_reuse": serving.enable_kv_cache_reuse is not False,
     }

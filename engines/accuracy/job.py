@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.errors import InputDataError, UsageError, suggestion
-from engines.hf_folder import read_model_config
+from engines.hf_folder import read_config_json, read_model_config
 from engines.json_input import read_json
 from engines.process import Progress, run_worker
+from engines.tensorrt_llm.checkpoint import read_config
 
 DEVICES = ("auto", "cpu", "cuda")
 # Nats above which a perplexity is no number that JSON could hold.
@@ -126,6 +127,7 @@ def measure(
     together or compute numbers that are not finite, HostError without device or memory.
     """
     _check(original, rows, device)
+    _check_config(quantized)
     with tempfile.TemporaryDirectory(prefix=".accuracy.", dir=log.parent) as scratch:
         ids, out = Path(scratch, "rows.npy"), Path(scratch, "measured.json")
         np.save(ids, rows)
@@ -167,6 +169,14 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
                 why=f"its {name} is {limit}",
                 remedy=f"use --seq-len {limit} or less",
             )
+
+
+def _check_config(quantized: Path) -> None:
+    """What its config.json states is looked at here: a refusal need not wait for torch."""
+    if "architecture" in read_config_json(quantized / "config.json", "model config"):
+        read_config(quantized)
+    else:
+        read_model_config(quantized, quantized=True)
 
 
 def _exp(nats: float) -> float:

@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from engines.errors import InputDataError
-from engines.hf_folder import locate_tensors
-from engines.json_input import read_json
+from engines.hf_folder import locate_tensors, read_config_json
 from engines.reference.hf_weights import HfFolder, UnifiedFolder
 from engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
 from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, EmbeddingSharding, read_config
@@ -21,7 +20,7 @@ def open_model(folder: Path, device: torch.device) -> WeightSource:
 
     It computes in the type that its embedding is stored in. Raises InputDataError as the three do.
     """
-    raw = read_json(folder / "config.json", "model config")
+    raw = read_config_json(folder / "config.json", "model config")
     if "architecture" in raw:
         config = read_config(folder)
         return RankFiles(folder, config, TORCH_DTYPE[config.dtype], device)

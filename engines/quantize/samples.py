@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from engines.base import CalibrationConfig
 from engines.errors import InputDataError, UsageError
+from engines.json_input import bounded_lines, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -111,22 +111,27 @@ def _paragraphs(path: Path) -> Iterator[str]:
 
 
 def _objects(path: Path) -> Iterator[str]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
+    for number, line in _json_lines(path):
         where = f"{path}, line {number}"
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except UnicodeDecodeError as error:
+            raise InputDataError(f"{where} is not UTF-8", why=error.reason) from None
+        except ValueError as error:
             raise InputDataError(f"{where} is not JSON", why=str(error)) from None
         key = next((key for key in TEXT_KEYS if key in value), None) if isinstance(value, dict) else None
         if key is None or not isinstance(value[key], str):
             raise InputDataError(f"{where} has no text", remedy=f"give an object with {' or '.join(TEXT_KEYS)}")
-        try:
-            value[key].encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise InputDataError(f"{where} is no Unicode text", why=error.reason) from None
         yield value[key]
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        yield from bounded_lines(path)
+    except OSError as error:
+        raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise InputDataError(f"{path} cannot be read", why=str(error)) from None
 
 
 def _shuffled(texts: list[str], seed: int) -> list[str]:

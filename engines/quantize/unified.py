@@ -14,8 +14,7 @@ from engines.base import DataType, Mapping
 from engines.errors import InputDataError
 from engines.files import write_json
 from engines.hf_export import config_in, copy_companions, whole
-from engines.hf_folder import ModelConfig
-from engines.json_input import read_json
+from engines.hf_folder import ModelConfig, read_config_json
 from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
 from engines.tensorrt_llm.checkpoint import TensorPlan, config_json, parse_config, source_shapes
 
@@ -91,7 +90,7 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
     Raises InputDataError for a folder that says nothing, two things, or something ModelOpt does not write.
     """
     found: dict[str, dict[str, Any]] = {}
-    method = read_json(folder / "config.json", "model config").get("quantization_config")
+    method = read_config_json(folder / "config.json", "model config").get("quantization_config")
     if method is not None:
         if not isinstance(method, dict):
             raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
@@ -103,7 +102,7 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
         found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
     path = folder / DETAILS
     if path.is_file():
-        details = read_json(path, "quantization config").get("quantization")
+        details = read_config_json(path, "quantization config").get("quantization")
         if not isinstance(details, dict):
             raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
         found[DETAILS] = details

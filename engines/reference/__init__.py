@@ -36,6 +36,11 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     return replace(build, use_paged_context_fmha=True), {}
 
 
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered: its config.json holds data alone."""
+    return {}
+
+
 def build(
     checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
 ) -> tuple[Engine, dict[str, str]]:

@@ -2,7 +2,7 @@
 
 Rank 0 is in the process of the runtime. It plans, tells the others every step's spans, and has the logits; they hold
 their rank's weights and part of the KV cache, and go with it. Over NCCL on GPUs, over gloo on a CPU. This module is
-also their program: `python -m`, with the descriptor of the pipe they are told through.
+also their program, with the descriptor of the pipe they are told through.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engines.errors import HostError, TrtpipeError
+from engines.process import python_command
 from engines.reference.attention import Span
 from engines.reference.model import Model
 from engines.reference.ranks import Apart
@@ -63,7 +64,7 @@ class ParallelModel:
         self._closing = False
         for rank in range(1, size):
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", "engines.reference.parallel", str(theirs.fileno())]
+            command = [*python_command("engines.reference.parallel"), str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
             theirs.close()
             ours.send(_Part(folder, config, dtype, _device(device.type, rank), rank, store.port))

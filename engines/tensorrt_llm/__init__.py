@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engines.tensorrt_llm.build import build, tool_versions
+from engines.tensorrt_llm.build import build, rendered, tool_versions
 from engines.tensorrt_llm.options import SETTINGS, resolve
 
 FORM = "trtllm"
 COMPILED = True
 ANYWHERE = False
 
-__all__ = ["ANYWHERE", "COMPILED", "FORM", "SETTINGS", "build", "resolve", "tool_versions"]
+__all__ = ["ANYWHERE", "COMPILED", "FORM", "SETTINGS", "build", "rendered", "resolve", "tool_versions"]

@@ -26,6 +26,11 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"tensorrt_llm": toolchain.name, "tensorrt": toolchain.tensorrt}
 
 
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered: its config.json holds data alone."""
+    return {}
+
+
 def build(
     checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
 ) -> tuple[Engine, dict[str, str]]:

@@ -23,9 +23,9 @@ from typing import Any, Protocol, TypeVar
 
 from engines.base import DataType, Mapping
 from engines.errors import InputDataError, UsageError, suggestion
-from engines.hf_folder import ModelConfig
-from engines.json_input import read_json
+from engines.hf_folder import ModelConfig, read_config_json
 from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
+from engines.sizes import excess
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
@@ -537,6 +537,8 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         value = get(key, int, default, place)
         if value < 1:
             raise CheckpointError(f"{where}: {key} is {value}, not a positive number")
+        if fault := excess(key, value):
+            raise CheckpointError(f"{where}: {fault}", remedy="convert the model again")
         return value
 
     if get("position_embedding_type", str) != "rope_gpt_neox":
@@ -553,6 +555,9 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         raise CheckpointError(f"{where}: embedding_sharding_dim is {dim}, not 0 or 1")
     embedding = EmbeddingSharding(dim) if get("use_parallel_embedding", bool, False) else EmbeddingSharding.NONE
     heads, hidden = count("num_attention_heads"), count("hidden_size")
+    mapping = Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split))
+    if fault := excess("world_size", mapping.world_size):
+        raise CheckpointError(f"{where}: {fault}", remedy="convert the model again")
     return CheckpointConfig(
         architecture=get("architecture", str),
         dtype=dtype,
@@ -568,7 +573,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
         rotary_base=get("rotary_base", float, 10000.0),
         rotary_scaling=get("rotary_scaling", dict, {}) or None,
         attn_bias=get("attn_bias", bool, False),
-        mapping=Mapping(tp_size=count("tp_size", 1, split), pp_size=count("pp_size", 1, split)),
+        mapping=mapping,
         embedding=embedding,
         tie_word_embeddings=get("tie_word_embeddings", bool, False),
         quantization=_parse_quantization(get("quantization", dict, {}), where),
@@ -614,7 +619,7 @@ def _matches(pattern: str, weight: str) -> bool:
 def read_config(folder: Path) -> CheckpointConfig:
     """Read a checkpoint folder's config.json. Raises CheckpointError."""
     path = folder / "config.json"
-    return parse_config(read_json(path, "checkpoint config"), str(path))
+    return parse_config(read_config_json(path, "checkpoint config"), str(path))
 
 
 def rank_file(folder: Path, rank: int) -> Path:

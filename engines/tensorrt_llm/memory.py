@@ -38,6 +38,8 @@ def check_fit(model: ModelConfig, dtype: DataType, mapping: Mapping, quantizatio
     if need < gpu.memory_gib:
         return
     for tp in range(mapping.tp_size + 1, model.num_attention_heads + 1):
+        if model.num_attention_heads % tp:
+            continue
         wider = Mapping(tp_size=tp, pp_size=mapping.pp_size)
         try:
             check_mapping(model, wider, quantization=quantization)

@@ -102,6 +102,8 @@ def restore(checkpoint: Path, out: Path) -> None:
     the same values disagree, or padding is not zero.
     """
     config = _read_plain(checkpoint)
+    # All of them are compared with what is stored before anything of the size that config.json states is made.
+    pieces = list(_pieces(checkpoint, config))
     write_json(out / "config.json", _hf_config(config))
     shapes = source_shapes(config)
     dtype = SAFETENSORS_DTYPE[config.dtype]
@@ -111,7 +113,7 @@ def restore(checkpoint: Path, out: Path) -> None:
     with target.open("wb") as file:
         file.write(header)
         file.truncate(size)
-    for held in _pieces(checkpoint, config):
+    for held in pieces:
         name = held.piece.source
         matrix = np.memmap(target, _kind(dtype), "r+", offsets[name], shape=_two_dimensional(shapes[name]))
         matrix[slice(*held.piece.rows), _columns(held.piece)] = _stored(held)

@@ -59,12 +59,16 @@ def connect(address: str) -> Any:
     ray: Any = _ray  # most of it has no types
     if not ray.is_initialized():
         _check_listening(address)
+        here = Path.cwd()
         try:
+            os.chdir("/")  # Ray puts the current folder first on the sys.path of every worker
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             if address == "auto":  # Ray's own words are of its own flags
                 raise HostError("no Ray cluster runs on this machine", remedy=START) from None
             raise HostError(f"there is no Ray cluster at {address}", why=str(error), remedy=START) from None
+        finally:
+            os.chdir(here)
     return ray
 
 

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engines.errors import HostError, TrtpipeError
+from engines.process import python_command
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import OwnHand, Watch
 from pipeline.bench.level import Driven
@@ -42,7 +43,7 @@ class ProcessHand:
     def __init__(self, options: BenchOptions, render: Render | None, share: Share) -> None:
         """`render` is pickled."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "pipeline.bench.processes", str(theirs.fileno())]
+        command = [*python_command("pipeline.bench.processes"), str(theirs.fileno())]
         with theirs:
             # In a session of its own: Ctrl-C in a terminal is for the parent, which tells its children.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)

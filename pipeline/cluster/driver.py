@@ -149,8 +149,7 @@ class Cluster:
         answer = flying.result()
         if answer.error is not None:
             raise _error(*answer.error)
-        assert answer.record is not None
-        here = artefact(answer.record, self._store, self._exchange)
+        here = artefact(answer, self._store, self._exchange)
         if not mine:
             return result(reused=True, reason="made for another target", artefact=here)
         return result(reused=answer.reused, reason=f"{answer.reason}, on {answer.node}", artefact=here)
@@ -168,6 +167,7 @@ class Cluster:
             plan=plan.to_json(),
             stage=stage.name,
             inputs={name: dataclasses.asdict(one.manifest.record) for name, one in inputs.items()},
+            contents={name: one.manifest.content for name, one in inputs.items()},
             last=None if last is None else dataclasses.asdict(last),
             home=str(self._store.home),
             seen=self._mark.lock_file,

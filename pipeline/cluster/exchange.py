@@ -10,7 +10,7 @@ from engines.errors import InputDataError, UsageError
 from pipeline.manifest import Record
 from pipeline.registry.base import Blob, Registry
 from pipeline.registry.fetch import Counter, Fetch
-from pipeline.shipment import receive
+from pipeline.shipment import check_files, receive
 from pipeline.shipment_form import entry_fault
 from pipeline.store import KEY_DIGITS, Artefact, Store
 
@@ -30,21 +30,26 @@ class Exchange:
         entry = {"record": dataclasses.asdict(manifest.record), "content": manifest.content, "files": files}
         self._registry.publish(_name(manifest.record), entry, blobs)
 
-    def fetch(self, record: Record, store: Store) -> Artefact | None:
-        """An artefact from there into the store; None when it is not there."""
+    def fetch(self, record: Record, content: str, store: Store) -> Artefact | None:
+        """An artefact from there into the store; None when it is not there.
+
+        content  the digest of its files, as the machine that made it has told: what is there may be anybody's
+        """
         try:
             entry = self._registry.index(_name(record))
         except UsageError:
             return None
+        where = f"{_name(record)} at {self._registry.url}"
         fault = entry_fault(entry)
-        if fault is None and Record(**entry["record"]).key != record.key:
+        if fault is None and (Record(**entry["record"]).key, entry["content"]) != (record.key, content):
             fault = "it is another's"
         if fault is not None:
-            raise InputDataError(f"{_name(record)} at {self._registry.url} is damaged", why=fault)
+            raise InputDataError(f"{where} is damaged", why=fault)
+        check_files(record.stage, entry, where)
         size = sum(file["size"] for file in entry["files"])
         fetch = Fetch(self._registry, Counter(size, lambda done, total: None))
         folder = store.incoming(record)
-        found = receive(record.stage, entry, store, self._registry.url, partial(fetch.take, folder), fetch.skip)
+        found = receive(entry, store, partial(fetch.take, folder), fetch.skip)
         shutil.rmtree(folder, ignore_errors=True)
         return found
 

@@ -30,7 +30,7 @@ class Order:
     """A stage to run.
 
     plan      of the target, as JSON
-    inputs    records of the artefacts that it reads, by name
+    inputs    records of the artefacts that it reads, by name, and `contents` their digests
     last      the record that it ran with the last time
     home      the store's, where machines share it; else each machine has its own, and `exchange` is a URL
     seen      a file in the shared home, by which a machine shows that it sees it
@@ -40,6 +40,7 @@ class Order:
     plan: dict[str, Any]
     stage: str
     inputs: dict[str, dict[str, Any]]
+    contents: dict[str, str]
     last: dict[str, Any] | None
     home: str
     seen: str
@@ -48,9 +49,10 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a stage ended: the record of what there is now, or an error as `explain` gives it."""
+    """How a stage ended: the record of what there is now and the digest of its files, or an error."""
 
     record: dict[str, Any] | None = None
+    content: str = ""
     reused: bool = False
     reason: str = ""
     node: str = ""
@@ -81,7 +83,7 @@ def run_stage(order: Order, tell: Tell) -> Answer:
         inputs = {}
         for name, raw in order.inputs.items():
             record = Record(**raw)
-            found = store.find(record) or (exchange and exchange.fetch(record, store))
+            found = store.find(record) or (exchange and exchange.fetch(record, order.contents[name], store))
             if not found:
                 raise HostError(f"{node} does not find the {name}", remedy="run again")
             inputs[name] = found
@@ -92,8 +94,8 @@ def run_stage(order: Order, tell: Tell) -> Answer:
         if exchange is not None:
             exchange.offer(result.artefact)
         return Answer(
-            record=dataclasses.asdict(result.artefact.manifest.record), reused=result.reused, reason=result.reason,
-            node=node,
+            record=dataclasses.asdict(result.artefact.manifest.record), content=result.artefact.manifest.content,
+            reused=result.reused, reason=result.reason, node=node,
         )  # fmt: skip
     except TrtpipeError as error:
         return Answer(error=(type(error).__name__, error.what, error.why, error.remedy), node=node)
@@ -127,10 +129,11 @@ class _Remote:
         self._tell("note", text)
 
 
-def artefact(record: dict[str, Any], store: Store, exchange: Any) -> Artefact:
-    """What an answer tells of, in the store here."""
-    wanted = Record(**record)
-    found = store.find(wanted) or (exchange and exchange.fetch(wanted, store))
+def artefact(answer: Answer, store: Store, exchange: Any) -> Artefact:
+    """What an answer without an error tells of, in the store here."""
+    assert answer.record is not None
+    wanted = Record(**answer.record)
+    found = store.find(wanted) or (exchange and exchange.fetch(wanted, answer.content, store))
     if not found:
         raise HostError(f"the artefact of {wanted.stage} has not arrived", remedy="run again")
     return found

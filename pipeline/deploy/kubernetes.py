@@ -67,6 +67,10 @@ class Target:
     def scripts(self) -> str | None:
         return f"{self.name}-scripts" if self.grouped else None
 
+    @property
+    def secret(self) -> str | None:
+        return f"{self.name}-rendezvous" if self.grouped else None
+
     def selector(self, component: str | None = "server") -> dict[str, str]:
         """The labels of its pods: of those that answer, of the workers, or of all for None."""
         whole = {"app.kubernetes.io/name": "tritonserver", "app.kubernetes.io/instance": self.name}
@@ -85,8 +89,9 @@ def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> 
     target = plan(passport, gpu, config)
     texts = {path: to_yaml(manifest) for path, manifest in manifests(target).items()}
     texts["README.md"] = readme.text(
-        passport, gpu, config, target.placement, name=target.name, workload=target.workload, replicas=target.replicas
-    )
+        passport, gpu, config, target.placement,
+        name=target.name, workload=target.workload, replicas=target.replicas, secret=target.secret,
+    )  # fmt: skip
     with new_folder(out) as folder:
         for path, text in texts.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +211,7 @@ def _template(target: Target, component: str, words: list[str]) -> Manifest:
         annotations["trtpipe/scripts"] = _digest(_script())
     spec = pod_spec(
         target.passport, target.gpu, target.config, target.placement,
-        image=target.image, words=words, answers=component == "server", scripts=target.scripts,
+        image=target.image, words=words, answers=component == "server", scripts=target.scripts, secret=target.secret,
     )  # fmt: skip
     return {"metadata": {"labels": target.labels(component), "annotations": annotations}, "spec": spec}
 

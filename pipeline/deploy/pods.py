@@ -7,6 +7,7 @@ from typing import Any
 
 from engines.gpu import GpuSpec
 from engines.passport import Passport
+from pipeline.deploy import rendezvous
 from pipeline.deploy.config import DeployConfig
 from pipeline.deploy.launch import MODELS, OURS, PORTS, PRE_STOP_SECONDS, RENDEZVOUS_PORT, SCRIPTS, TEMPORARY
 from pipeline.deploy.placement import Placement
@@ -17,6 +18,8 @@ GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
 # Where the container that copies sees the volume that the server reads.
 COPIED = "/repository"
+# Under which a group's Secret holds its one value.
+SECRET_KEY = "secret"
 GIB = 2**30
 # A server, its Python models, and CUDA's and NCCL's own.
 BASE_BYTES = 8 * GIB
@@ -25,9 +28,10 @@ PROBE_SECONDS = 10
 
 def pod_spec(
     passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement, *,
-    image: str, words: list[str], answers: bool, scripts: str | None,
+    image: str, words: list[str], answers: bool, scripts: str | None, secret: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A pod that runs `words`; one that `answers` has ports and probes. `scripts` is the ConfigMap of its scripts."""
+    """A pod that runs `words`; one that `answers` has ports and probes. `scripts` is the ConfigMap of its scripts,
+    `secret` the Secret by which the pods of a group know each other."""
     spec: dict[str, Any] = {
         # Nothing here talks to the cluster's API.
         "automountServiceAccountToken": False,
@@ -53,14 +57,14 @@ def pod_spec(
         spec["imagePullSecrets"] = [{"name": config.image_pull_secret}]
     if config.model_image is not None:
         spec["initContainers"] = [_copying(config)]
-    spec["containers"] = [_container(passport, gpu, config, placement, image, words, answers, scripts)]
+    spec["containers"] = [_container(passport, gpu, config, placement, image, words, answers, scripts, secret)]
     spec["volumes"] = _volumes(config, scripts)
     return spec
 
 
 def _container(
     passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement, image: str, words: list[str],
-    answers: bool, scripts: str | None,
+    answers: bool, scripts: str | None, secret: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     container: dict[str, Any] = {
         "name": "server" if answers else "worker",
@@ -70,7 +74,7 @@ def _container(
         "args": words,
         # Paths in a repository's configuration may be relative to it.
         "workingDir": MODELS,
-        "env": _environment(passport),
+        "env": _environment(passport, secret),
         "resources": _resources(passport, gpu, config, placement),
         "securityContext": _restricted(),
         "volumeMounts": _mounts(config, scripts),
@@ -99,7 +103,7 @@ def _probe(state: str, period: int, failures: int) -> dict[str, Any]:
     }
 
 
-def _environment(passport: Passport) -> list[dict[str, str]]:
+def _environment(passport: Passport, secret: str | None) -> list[dict[str, Any]]:
     values = {
         # The image's own home cannot be written to.
         "HOME": TEMPORARY,
@@ -109,7 +113,10 @@ def _environment(passport: Passport) -> list[dict[str, str]]:
     }
     if passport.runtime in OURS:
         values["TRTPIPE_HOME"] = f"{TEMPORARY}/trtpipe"
-    return [{"name": name, "value": value} for name, value in values.items()]
+    plain: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
+    if secret is None:
+        return plain
+    return [*plain, {"name": rendezvous.SECRET, "valueFrom": {"secretKeyRef": {"name": secret, "key": SECRET_KEY}}}]
 
 
 def _resources(passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pipeline.config import load_toolchains
 from pipeline.deploy import launch
 from pipeline.deploy.config import DeployConfig
 from pipeline.deploy.placement import Placement
-from pipeline.deploy.pods import GPU_PRODUCT, USER
+from pipeline.deploy.pods import GPU_PRODUCT, SECRET_KEY, USER
 from pipeline.deploy.prometheus import FULLNESS, SERIES, waiting_metric
 
 # The model that clients ask, and what it calls the number of tokens.
@@ -17,14 +17,14 @@ FRONT = ("ensemble", "max_tokens")
 
 def text(
     passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement, *,
-    name: str, workload: str, replicas: tuple[int, int],
+    name: str, workload: str, replicas: tuple[int, int], secret: str | None,
 ) -> str:  # fmt: skip
     """The whole file."""
     scaled = replicas[0] != replicas[1]
     sections = [
         _head(passport, config, placement, workload),
         _needs(passport, gpu, config, placement, scaled),
-        _apply(passport, config, placement, name, workload),
+        _apply(passport, config, placement, name, workload, secret),
         _repository(config),
         _scaling(passport, config, replicas) if scaled else _fixed(passport, replicas[0]),
         _updates(passport, config, placement, workload),
@@ -79,7 +79,9 @@ def _needs(passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Pl
     return "## What the cluster needs\n\n" + "\n".join(f"- {line}" for line in lines)
 
 
-def _apply(passport: Passport, config: DeployConfig, placement: Placement, name: str, workload: str) -> str:
+def _apply(
+    passport: Passport, config: DeployConfig, placement: Placement, name: str, workload: str, secret: str | None
+) -> str:
     kind = "deployment" if placement.pods == 1 else "leaderworkerset"
     wait = (
         f"kubectl -n {config.namespace} rollout status deployment/{workload}"
@@ -87,9 +89,18 @@ def _apply(passport: Passport, config: DeployConfig, placement: Placement, name:
         else f"kubectl -n {config.namespace} wait --for=condition=Available leaderworkerset/{workload} --timeout=1h"
     )
     model, key = ("tensorrt_llm", "sampling_param_max_tokens") if passport.runtime == "trtllm_pytorch" else FRONT
+    known = ""
+    if secret is not None:
+        known = f"""
+The pods of a group know each other by a secret, which no file here holds. Make it once:
+
+```sh
+kubectl -n {config.namespace} create secret generic {secret} --from-literal={SECRET_KEY}="$(openssl rand -hex 32)"
+```
+"""
     return f"""
 ## Apply
-
+{known}
 ```sh
 kubectl apply -k base        # or overlays/prometheus
 {wait}
@@ -250,8 +261,9 @@ def _group(placement: Placement) -> str:
 The leader runs mpirun, and serves; a worker holds {placement.ranks} further ranks. Workers dial the leader
 (`LWS_LEADER_ADDRESS`, port {launch.RENDEZVOUS_PORT}) and run the one command they are handed, Open MPI's own daemon:
 no ssh, no kubectl, no token (`{launch.RENDEZVOUS}` in the ConfigMap; tried with Open MPI 4.1, and version 5 has other
-parameters). Whoever can connect to that port or to Open MPI's own before the workers do could take their place: the
-network policy of the group keeps others out, in a cluster whose network enforces policies.
+parameters). Both show each other that they know the group's secret, and every line between them is authenticated.
+Open MPI's own ports are not: the network policy of the group keeps others out of those, in a cluster whose network
+enforces policies.
 
 When a pod or a rank ends, the whole group is made anew (`RecreateGroupOnPodRestart`).
 

@@ -5,6 +5,11 @@ and the leader to the worker, over a connection that the worker opened: a worker
 what the leader it was told of sends. This file is mounted into the pods as it is, so it needs the standard library
 alone.
 
+Leader and workers share a secret, in the environment variable TRTPIPE_RENDEZVOUS_SECRET, which no process that they
+start is given. Each end begins with a random number; every line after that begins with the HMAC of what follows, of
+both numbers, of its direction and of its place in the conversation. A line is read only once its HMAC is right. It is
+words, each quoted as in a URL.
+
     rendezvous.py lead WORKERS SLOTS PORT mpirun ...   in the leader: wait for the workers, then run mpirun
     rendezvous.py agent HOST COMMAND...                what mpirun calls instead of ssh
     rendezvous.py work PORT                            in a worker: run what the leader hands over, until it ends
@@ -14,74 +19,158 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import hmac
 import logging
 import os
+import re
+import secrets
 import signal
 import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 DOOR = "TRTPIPE_RENDEZVOUS"
+SECRET = "TRTPIPE_RENDEZVOUS_SECRET"
+# Shorter ones can be guessed.
+SECRET_CHARS = 16
 RETRY_SECONDS = 2.0
+# How long the other end has to show that it knows the secret, and how many may be trying to at once.
+GREETING_SECONDS = 10.0
+MAX_GREETINGS = 64
 # A line holds a daemon's whole command with the addresses of all hosts.
-LINE_BYTES = 1 << 20
+LINE_BYTES = 1 << 18
+NONCE = re.compile(rb"[0-9a-f]{64}\n")
 
 logger = logging.getLogger("rendezvous")
+
+
+class Untrusted(Exception):
+    """The other end does not know the secret, or is no rendezvous at all."""
+
+
+class Link:
+    """A connection whose lines are authenticated. Made by `greet`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, ours: bytes, theirs: bytes
+    ) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._key = key
+        self._ours, self._theirs = ours, theirs  # names of the two directions
+        self._sent = self._received = 0
+
+    @classmethod
+    async def greet(
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, *, leads: bool
+    ) -> Link:
+        """Exchange random numbers. Raises Untrusted, or OSError."""
+        own = secrets.token_hex(32).encode() + b"\n"
+        writer.write(own)
+        await writer.drain()
+        try:
+            other = await asyncio.wait_for(reader.readline(), GREETING_SECONDS)
+        except (ValueError, asyncio.TimeoutError):
+            other = b""
+        if not NONCE.fullmatch(other):
+            raise Untrusted("it does not begin as a rendezvous does")
+        key = hmac.digest(secret, own + other if leads else other + own, "sha256")
+        ours, theirs = (b"leader", b"worker") if leads else (b"worker", b"leader")
+        return cls(reader, writer, key, ours, theirs)
+
+    async def send(self, *words: str) -> None:
+        text = b" ".join(quote(word, safe="").encode() for word in words)
+        self.writer.write(self._mac(self._ours, self._sent, text) + b" " + text + b"\n")
+        self._sent += 1
+        await self.writer.drain()
+
+    async def receive(self) -> list[str]:
+        """The words of the next line; none when the other end is gone. Raises Untrusted."""
+        try:
+            line = await self.reader.readline()
+        except ValueError:
+            raise Untrusted("a line is too long") from None
+        except ConnectionError:
+            return []
+        if not line:
+            return []
+        mac, _, text = line.rstrip(b"\n").partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, text)):
+            raise Untrusted("it does not know the secret")
+        self._received += 1
+        return _words(text)
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _mac(self, direction: bytes, number: int, text: bytes) -> bytes:
+        return hmac.new(self._key, b"%s %d %s" % (direction, number, text), "sha256").hexdigest().encode()
 
 
 class Leader:
     """Who has come, and the way of a command to each."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, secret: bytes) -> None:
         self.workers = workers
         self.hosts: dict[int, str] = {}
-        self.lines: dict[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self.links: dict[str, Link] = {}
         self.complete = asyncio.Event()
+        self._secret = secret
+        self._greetings: list[asyncio.Task[Any]] = []
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A worker says who it is, then waits for its command."""
+        """A worker shows that it knows the secret and says who it is, then waits for its command."""
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._greetings) >= MAX_GREETINGS:
+            self._greetings[0].cancel()  # a worker needs milliseconds, so the oldest is none
+        self._greetings.append(task)
         try:
-            message = await receive(reader)
-            index, host = int(message["index"]), str(message["host"])
-        except (KeyError, ValueError, TypeError):
+            link = await Link.greet(reader, writer, self._secret, leads=True)
+            index, host = _introduction(await asyncio.wait_for(link.receive(), GREETING_SECONDS))
+        except (Untrusted, OSError, asyncio.TimeoutError, asyncio.CancelledError) as error:
+            logger.warning("turned away a connection: %s", error or "it says nothing")
             writer.close()
             return
+        finally:
+            self._greetings.remove(task)
         if self.complete.is_set() or not 1 <= index <= self.workers:
             logger.warning("turned away worker %s (%s)", index, host)
-            writer.close()
+            link.close()
             return
         if index in self.hosts:  # it lost its connection and came again before all were here
-            self.lines.pop(self.hosts[index], None)
+            self.links.pop(self.hosts[index], None)
         self.hosts[index] = host
-        self.lines[host] = reader, writer
+        self.links[host] = link
         logger.info("worker %d of %d is here: %s", index, self.workers, host)
         if len(self.hosts) == self.workers:
             self.complete.set()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """An agent's command goes to its host; the status it ends with comes back."""
-        message = await receive(reader)
+        host, command = _words((await reader.readline()).rstrip(b"\n"))
         # Taken out: a host gets one command, as it would run one daemon.
-        line = self.lines.pop(str(message.get("host")), None)
+        link = self.links.pop(host, None)
         # Cancelled: mpirun has ended, and with it the agent that would want to know.
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             status = 1
-            if line is None:
-                logger.error("mpirun asks for %s, which is not here", message.get("host"))
+            if link is None:
+                logger.error("mpirun asks for %s, which is not here", host)
             else:
-                theirs, way = line
-                await send(way, {"run": message["run"]})
-                status = int((await receive(theirs)).get("status", 1))
-            await send(writer, {"status": status})
+                await link.send("run", command)
+                with contextlib.suppress(Untrusted):
+                    status = _status(await link.receive())
+            writer.write(b"%d\n" % status)
+            await writer.drain()
         writer.close()
 
 
-async def lead(workers: int, slots: int, port: int, command: list[str]) -> int:
+async def lead(workers: int, slots: int, port: int, command: list[str], secret: bytes) -> int:
     """Run mpirun once every worker is here; its status. TERM is passed on to it."""
-    leader = Leader(workers)
+    leader = Leader(workers, secret)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     server = await asyncio.start_server(leader.welcome, port=port, limit=LINE_BYTES)
@@ -116,46 +205,44 @@ async def lead(workers: int, slots: int, port: int, command: list[str]) -> int:
 async def agent(host: str, command: list[str]) -> int:
     """Hand a command to `host` and stay until it has ended there, as ssh would; its status."""
     reader, writer = await asyncio.open_unix_connection(os.environ[DOOR], limit=LINE_BYTES)
-    await send(writer, {"host": host, "run": " ".join(command)})
-    status = int((await receive(reader)).get("status", 1))
+    writer.write(b"%s %s\n" % (quote(host, safe="").encode(), quote(" ".join(command), safe="").encode()))
+    await writer.drain()
+    status = int(await reader.readline() or 1)
     writer.close()
     return status
 
 
-async def work(address: str, port: int, index: int) -> int:
+async def work(address: str, port: int, index: int, secret: bytes) -> int:
     """Run what the leader hands over; its status. Ends what runs when the leader is gone."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     while True:
-        connection = asyncio.ensure_future(meet(address, port, index))
-        if not await first(connection, stop.wait()):
+        meeting = asyncio.ensure_future(meet(address, port, index, secret))
+        if not await first(meeting, stop.wait()):
             return 0  # nothing runs here yet
-        reader, writer, message = connection.result()
-        if "run" in message:
+        found = meeting.result()
+        if found is not None:
             break
-        writer.close()
-        logger.info("the leader closed the connection; trying again")
         await asyncio.sleep(RETRY_SECONDS)
-    logger.info("running %s", message["run"])
+    link, command = found
+    logger.info("running %s", command)
     # From here on TERM is the leader's affair: requests may still be in flight on its ranks and on ours.
-    process = await asyncio.create_subprocess_exec("sh", "-c", message["run"], start_new_session=True)
+    process = await asyncio.create_subprocess_exec("sh", "-c", command, start_new_session=True)
     ended = asyncio.ensure_future(process.wait())
-    if not await first(asyncio.shield(ended), reader.read()):
+    if not await first(asyncio.shield(ended), _end(link.reader)):
         logger.error("the leader is gone")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     status = await ended
     logger.info("it ended with status %d", status)
     with contextlib.suppress(ConnectionError):
-        await send(writer, {"status": status})
-        writer.close()
+        await link.send("status", str(status))
+        link.close()
     return status
 
 
-async def meet(
-    address: str, port: int, index: int
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """Find the leader, which may start later than this worker, and wait for its word."""
+async def meet(address: str, port: int, index: int, secret: bytes) -> tuple[Link, str] | None:
+    """Find the leader, which may start later than this worker, and wait for its command. None when it has none."""
     while True:
         try:
             reader, writer = await asyncio.open_connection(address, port, limit=LINE_BYTES)
@@ -163,18 +250,47 @@ async def meet(
         except OSError as error:
             logger.info("no leader at %s:%d yet: %s", address, port, error)
             await asyncio.sleep(RETRY_SECONDS)
-    link: socket.socket = writer.get_extra_info("socket")
+    connection: socket.socket = writer.get_extra_info("socket")
     # A node that loses power sends no goodbye.
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     host = os.environ.get("HOSTNAME") or socket.gethostname()
     try:
-        await send(writer, {"index": index, "host": host})
-        return reader, writer, await receive(reader)
-    except ConnectionError:
-        return reader, writer, {}
+        link = await Link.greet(reader, writer, secret, leads=False)
+        await link.send(str(index), host)
+        words = await link.receive()
+        if len(words) == 2 and words[0] == "run":
+            return link, words[1]
+        logger.info("the leader closed the connection; trying again")
+    except (Untrusted, OSError) as error:
+        logger.warning("what answers at %s:%d is not believed: %s", address, port, error)
+    writer.close()
+    return None
+
+
+def _introduction(words: list[str]) -> tuple[int, str]:
+    """A worker's index and host. Raises Untrusted."""
+    if len(words) != 2 or not words[0].isdecimal():
+        raise Untrusted("it does not say which worker it is")
+    return int(words[0]), words[1]
+
+
+def _status(words: list[str]) -> int:
+    """Of a daemon; 1 when its worker has gone without a word."""
+    return int(words[1]) if len(words) == 2 and words[0] == "status" else 1
+
+
+def _words(text: bytes) -> list[str]:
+    return [unquote(word) for word in text.decode("ascii").split(" ")]
+
+
+async def _end(reader: asyncio.StreamReader) -> None:
+    """Return when the other end closes the connection; what it sends instead is not looked at."""
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(LINE_BYTES):
+            pass
 
 
 async def first(one: Any, other: Any) -> bool:
@@ -187,29 +303,27 @@ async def first(one: Any, other: Any) -> bool:
     return done
 
 
-async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
-    await writer.drain()
-
-
-async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message; {} when the other side is gone or says something else."""
-    try:
-        message = json.loads(await reader.readline())
-    except (ValueError, ConnectionError):
-        return {}
-    return message if isinstance(message, dict) else {}
+def read_secret() -> bytes:
+    """Take the secret out of the environment, so that mpirun, the ranks and their models have none."""
+    secret = os.environ.pop(SECRET, "").strip()
+    if len(secret) < SECRET_CHARS:
+        raise SystemExit(
+            f"rendezvous: {SECRET} has fewer than {SECRET_CHARS} characters: leader and workers could not know each "
+            "other; create the Secret that the manifests name"
+        )
+    return secret.encode()
 
 
 def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s rendezvous: %(message)s")
     role, *rest = arguments
-    if role == "lead":
-        return asyncio.run(lead(int(rest[0]), int(rest[1]), int(rest[2]), rest[3:]))
     if role == "agent":
         return asyncio.run(agent(rest[0], rest[1:]))
+    secret = read_secret()
+    if role == "lead":
+        return asyncio.run(lead(int(rest[0]), int(rest[1]), int(rest[2]), rest[3:], secret))
     address, index = os.environ["LWS_LEADER_ADDRESS"], int(os.environ["LWS_WORKER_INDEX"])
-    return asyncio.run(work(address, int(rest[0]), index))
+    return asyncio.run(work(address, int(rest[0]), index, secret))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -36,7 +35,7 @@ class Order:
     """What is to be answered.
 
     chat        its form: chat, or text completion
-    prompts     token ids of each prompt, `copies` answers to each
+    prompt_lengths   tokens of each prompt
     requests    the engine's request for each answer, prompt by prompt
     end_ids     tokens that end an answer and are no text of it; empty when they are to be ignored
     likeliest   whether the chosen token is also listed as the likeliest, which it is when nothing is drawn
@@ -46,7 +45,7 @@ class Order:
     chat: bool
     model: str
     created: int
-    prompts: tuple[list[int], ...]
+    prompt_lengths: tuple[int, ...]
     requests: tuple[EngineRequest, ...]
     max_tokens: int
     stops: tuple[str, ...]
@@ -169,14 +168,16 @@ class Choice:
 class Answer(Response):
     """The response to one request."""
 
-    def __init__(self, order: Order, text: Text, upstream: Upstream, board: Board, deadline: float) -> None:
-        """`deadline` is on the loop's clock."""
+    def __init__(
+        self, order: Order, text: Text, upstream: Upstream, board: Board, arrived: float, deadline: float
+    ) -> None:
+        """`arrived` and `deadline` are times on the loop's clock."""
         self.order = order
         self.choices = [Choice(n, order, text, Generation(upstream, self._wake)) for n in range(len(order.requests))]
         self.background = None
         self._board = board
         self._deadline = deadline
-        self._arrived = time.monotonic()
+        self._arrived = arrived
         self._dirty = False
         self._waiter: asyncio.Future[None] | None = None
         self._gone = False  # the client has left
@@ -243,7 +244,7 @@ class Answer(Response):
                 break
         if not self._first:
             self._first = True
-            self._board.first_token(time.monotonic() - self._arrived)
+            self._board.first_token(asyncio.get_running_loop().time() - self._arrived)
 
     def _wake(self) -> None:
         self._dirty = True
@@ -344,7 +345,7 @@ class Answer(Response):
         await self._send_json(send, 200, json.dumps(body, ensure_ascii=False).encode(), {})
 
     def _usage(self) -> dict[str, int]:
-        asked = sum(map(len, self.order.prompts))
+        asked = sum(self.order.prompt_lengths)
         made = sum(choice.count for choice in self.choices)
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 

@@ -18,84 +18,81 @@ from starlette.exceptions import HTTPException
 from pipeline.gateway.access import read_keys
 from pipeline.gateway.answers import Answer, Order
 from pipeline.gateway.board import Board
+from pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from pipeline.gateway.failure import Failure, wrong
 from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
+from pipeline.gateway.preparation import no_model
+from pipeline.gateway.prompts import ForkServer, Prompts
+from pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from pipeline.gateway.text import Text
 from pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
-# OpenAI's default for text completions.
-COMPLETION_TOKENS = 16
+ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+# What anybody may ask, without a key and without a body.
+OPEN = ("/health/live", "/health/ready")
+# Below these a 32-bit float of the engine is not reliably above 0, and nothing but the likeliest token is drawn anyway.
+LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
 
 
 class Gateway:
     """What the routes share."""
 
-    def __init__(self, options: GatewayOptions, board: Board) -> None:
+    def __init__(self, options: GatewayOptions, board: Board, forks: ForkServer) -> None:
         """Raises InputDataError for keys or a tokenizer that cannot be read."""
         self.options = options
         self.board = board
+        self.forks = forks
         self.keys = read_keys(options.api_keys_file)
         self.models = {model.name: model for model in options.models}
         self.texts = {model.name: Text(model.tokenizer) for model in options.models}
+        self.prompts = Prompts(options, forks)
         self.upstream = Upstream(*options.upstream(), options.connections)
         self.started = int(time.time())
 
-    def authorise(self, request: Request) -> None:
+    def authorise(self, authorization: str) -> None:
         """Raises Failure 401. Every key is compared, in the same time whatever was sent."""
         if not self.keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        scheme, _, given = authorization.partition(" ")
         digest = hashlib.sha256(given.strip().encode()).digest()
         matches = [hmac.compare_digest(digest, key) for key in self.keys]
         if scheme.lower() != "bearer" or not any(matches):
             what = "the API key is not valid" if given else "no API key: send 'Authorization: Bearer KEY'"
             raise Failure(401, what, code="invalid_api_key")
 
-    async def body(self, request: Request) -> bytes:
-        """Raises Failure 413 as soon as there is too much of it."""
-        limit = self.options.max_body_bytes
-        length = request.headers.get("content-length", "")
-        parts = []
-        size = int(length) if length.isdigit() else 0
-        if size <= limit:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                parts.append(part)
-                if size > limit:
-                    break
-        if size > limit:
-            raise Failure(413, f"the request is larger than {limit} bytes", code="request_too_large")
-        return b"".join(parts)
+    def admit(self, path: str, authorization: str) -> int:
+        """How many bytes the body of a request may have, known from its head. Raises Failure 401."""
+        if path in OPEN:
+            return 0
+        self.authorise(authorization)
+        return self.options.max_body_bytes
+
+    def count(self, path: str, status: int) -> None:
+        """Count an answer by its status."""
+        endpoint = ENDPOINTS.get(path)
+        if endpoint is not None:
+            self.board.answered(endpoint, status)
 
     def find(self, name: str) -> ServedModel:
         model = self.models.get(name)
         if model is None:
-            served = ", ".join(self.models)
-            raise Failure(
-                404, f"model '{name}' does not exist; served: {served}", param="model", code="model_not_found"
-            )
+            raise no_model(name, self.options)
         return model
 
-    async def answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Answer:
-        deadline = asyncio.get_running_loop().time() + self.options.timeout_s
-        self.authorise(request)
+    async def answer(self, request: Request) -> Answer:
+        arrived = asyncio.get_running_loop().time()
+        self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.board.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
-        asked = parse(await self.body(request), kind)
-        served = self.find(asked.model)
-        text = self.texts[served.name]
-        engine = await self.upstream.model(served.triton_model)
-        if isinstance(asked, ChatRequest):
-            param, prompts = "messages", [text.chat_prompt([one.plain() for one in asked.messages])]
-        else:
-            param = "prompt"
-            prompts = [text.prompt(one) if isinstance(one, str) else _checked(one, text) for one in asked.prompts()]
-        limit = self._limit(asked, served, prompts, param)
+        preparing = self.prompts.prepare(ENDPOINTS[request.scope["path"]], request.scope[BODY])
+        try:
+            prepared = await asyncio.wait_for(preparing, self.options.timeout_s)
+        except asyncio.TimeoutError:
+            raise Failure(504, "the prompt was not made in time", code="timeout") from None
+        asked, prompts = prepared.options, prepared.prompts
+        text = self.texts[asked.model]
+        engine = await self.upstream.model(self.models[asked.model].triton_model)
         copies = asked.n or 1
-        if copies * len(prompts) > self.options.max_choices:
-            raise wrong(f"at most {self.options.max_choices} answers a request, not {copies * len(prompts)}", "n")
         drawn = _drawn(asked, text)
         log_probs = _log_probs(asked, engine, greedy=drawn["top_k"] == 1)
         ends = [] if asked.ignore_eos else text.end_ids
@@ -104,7 +101,7 @@ class Gateway:
         requests = []
         for number in range(copies * len(prompts)):
             sampling = Sampling(
-                max_tokens=limit,
+                max_tokens=prepared.max_tokens,
                 seed=(seed + number) % 2**64,
                 end_id=ends[0] if ends else -1,
                 pad_id=text.pad_id,
@@ -118,14 +115,15 @@ class Gateway:
             )
             requests.append(engine_request(engine, prompts[number // copies], sampling))
         self.board.add("prompt_tokens", sum(map(len, prompts)))
+        chat = isinstance(asked, ChatOptions)
         order = Order(
-            id=("chatcmpl-" if param == "messages" else "cmpl-") + uuid.uuid4().hex,
-            chat=param == "messages",
-            model=served.name,
+            id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            chat=chat,
+            model=asked.model,
             created=int(time.time()),
-            prompts=tuple(prompts),
+            prompt_lengths=tuple(map(len, prompts)),
             requests=tuple(requests),
-            max_tokens=limit,
+            max_tokens=prepared.max_tokens,
             stops=asked.stops(),
             end_ids=frozenset(ends),
             stream=bool(asked.stream),
@@ -134,39 +132,10 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
         )
-        return Answer(order, text, self.upstream, self.board, deadline)
-
-    def _limit(
-        self, asked: ChatRequest | CompletionRequest, served: ServedModel, prompts: list[list[int]], param: str
-    ) -> int:
-        """How many tokens each answer may have. Raises Failure when prompt or answer do not fit the engine."""
-        longest = max(map(len, prompts))
-        if min(map(len, prompts)) == 0:
-            raise wrong("the prompt is empty", param)
-        code = "context_length_exceeded"
-        if served.max_input_len is not None and longest > served.max_input_len:
-            raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
-        wished = asked.limit()
-        most = served.max_seq_len
-        if most is not None and longest + (wished or 1) > most:
-            sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
-            raise wrong(f"{sides}; this model takes {most} together", param, code)
-        if wished is not None:
-            return wished
-        default = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else self.options.default_max_tokens
-        if most is None:
-            return default
-        room = most - longest
-        return room if isinstance(asked, ChatRequest) else min(default, room)
+        return Answer(order, text, self.upstream, self.board, arrived, arrived + self.options.timeout_s)
 
 
-def _checked(ids: list[int], text: Text) -> list[int]:
-    if not all(0 <= token < text.vocab_size for token in ids):
-        raise wrong(f"'prompt' holds ids outside of 0 to {text.vocab_size - 1}", "prompt")
-    return ids
-
-
-def _drawn(asked: ChatRequest | CompletionRequest, text: Text) -> dict[str, float | int | None]:
+def _drawn(asked: ChatOptions | CompletionOptions, text: Text) -> dict[str, float | int | None]:
     """How tokens are drawn, in the engine's terms: its own default is greedy, OpenAI's is to draw from all."""
 
     def chosen(name: str, value: float | None, default: float | None) -> float | None:
@@ -176,7 +145,9 @@ def _drawn(asked: ChatRequest | CompletionRequest, text: Text) -> dict[str, floa
     top_p = chosen("top_p", asked.top_p, 1.0)
     top_k = int(chosen("top_k", asked.top_k, 0) or 0)
     repetition = chosen("repetition_penalty", asked.repetition_penalty, None)
-    if temperature == 0 or top_p == 0 or top_k == 1:
+    assert temperature is not None
+    assert top_p is not None
+    if temperature < LEAST_TEMPERATURE or top_p < LEAST_TOP_P or top_k == 1:
         return {"top_k": 1, "temperature": None, "top_p": None, "repetition_penalty": repetition}
     return {
         "top_k": max(top_k, 0),  # 0 and -1 mean all
@@ -186,12 +157,12 @@ def _drawn(asked: ChatRequest | CompletionRequest, text: Text) -> dict[str, floa
     }
 
 
-def _log_probs(asked: ChatRequest | CompletionRequest, engine: EngineModel, *, greedy: bool) -> int | None:
+def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, greedy: bool) -> int | None:
     """None, or how many of the likeliest tokens to list: the engine reports the chosen one alone. Raises Failure."""
     wanted, likeliest = asked.wants_log_probs()
     if not wanted:
         return None
-    param = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
+    param = "top_logprobs" if isinstance(asked, ChatOptions) else "logprobs"
     if not {"output_log_probs"} <= engine.outputs or "return_log_probs" not in engine.inputs:
         raise wrong("this model gives no log-probabilities", "logprobs", "unsupported_parameter")
     if likeliest > 1:
@@ -204,22 +175,24 @@ def _log_probs(asked: ChatRequest | CompletionRequest, engine: EngineModel, *, g
     return likeliest
 
 
-def build(options: GatewayOptions, board: Board) -> FastAPI:
-    """The application. Raises InputDataError for keys or a tokenizer that cannot be read."""
-    gateway = Gateway(options, board)
+def build(
+    options: GatewayOptions, board: Board, forks: ForkServer, *, most_connections: int
+) -> tuple[FastAPI, Connections]:
+    """The application and the limits of its connections. Raises InputDataError for unreadable keys or tokenizers."""
+    gateway = Gateway(options, board, forks)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await forks.ready()
         yield
+        gateway.prompts.close()
         await gateway.upstream.close()
 
     # No pages that describe the API: they would be the only ones that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
     def refuse(request: Request, failure: Failure) -> Response:
-        name = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}.get(request.url.path)
-        if name is not None:
-            board.answered(name, failure.status)
+        gateway.count(request.scope["path"], failure.status)
         return JSONResponse(failure.body(), failure.status, failure.headers())
 
     @app.exception_handler(Failure)
@@ -228,31 +201,29 @@ def build(options: GatewayOptions, board: Board) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        return refuse(request, Failure(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        what = f"{request.method} {quoted(request.scope['path'])}: {error.detail}"
+        return refuse(request, Failure(error.status_code, what))
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
         return refuse(request, Failure(500, "the gateway failed; its log says why"))
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(request: Request) -> Response:
-        return await gateway.answer(request, ChatRequest)
-
     @app.post("/v1/completions", response_model=None)
-    async def completions(request: Request) -> Response:
-        return await gateway.answer(request, CompletionRequest)
+    async def answer(request: Request) -> Response:
+        return await gateway.answer(request)
 
     def described(model: ServedModel) -> dict[str, object]:
         return {"id": model.name, "object": "model", "created": gateway.started, "owned_by": "trtpipe"}
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
-        gateway.authorise(request)
+        gateway.authorise(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [described(model) for model in options.models]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
-        gateway.authorise(request)
+        gateway.authorise(request.headers.get("authorization", ""))
         return JSONResponse(described(gateway.find(name)))
 
     @app.get("/health/live", response_model=None)
@@ -271,7 +242,15 @@ def build(options: GatewayOptions, board: Board) -> FastAPI:
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        gateway.authorise(request)  # how much is asked, and of what length, is nobody else's business
+        gateway.authorise(
+            request.headers.get("authorization", "")
+        )  # how much is asked, and of what length, is nobody else's business
         return PlainTextResponse(board.text(), media_type="text/plain; version=0.0.4")
 
-    return app
+    connections = Connections(
+        gateway.admit,
+        gateway.count,
+        most=most_connections,
+        unfinished_bytes=max(UNFINISHED_BYTES, 4 * options.max_body_bytes),
+    )
+    return app, connections

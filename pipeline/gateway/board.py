@@ -9,7 +9,7 @@ import mmap
 from pathlib import Path
 
 ENDPOINTS = ("chat", "completions")
-STATUSES = (200, 400, 401, 404, 413, 429, 499, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 408, 413, 429, 431, 499, 500, 503, 504)
 # Upper bounds in seconds of the time to the first token, counted up to each.
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 

@@ -10,6 +10,8 @@ from pipeline.h2.status import Code, Status
 # Words of a server that is overloaded, and of one that has no engine right now; both say UNAVAILABLE.
 _FULL = ("queue", "too many", "try again later")
 _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server is stopping")
+# Words about a Python process of Triton's that has died; they come with INTERNAL.
+_DEAD = ("is not healthy", "health mutex")
 # The C++ backend calls every refusal of its executor INTERNAL; these are the client's own doing.
 _LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
 
@@ -65,7 +67,7 @@ def of_status(status: Status) -> Failure:
         return gone(status.message)
     if status.code is Code.RESOURCE_EXHAUSTED or (status.code is Code.UNAVAILABLE and not _says(words, _ABSENT)):
         return Failure(429, status.message or "the server is full", code="overloaded", retry_after=1)
-    if status.code is Code.UNAVAILABLE:
+    if status.code is Code.UNAVAILABLE or _says(words, _DEAD):
         return gone(status.message)
     if status.code in (Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE, Code.FAILED_PRECONDITION) or _says(words, _LIMITS):
         return wrong(status.message, code="refused_by_engine")
@@ -77,7 +79,7 @@ def of_status(status: Status) -> Failure:
 def of_text(message: str) -> Failure:
     """The same from words alone: a Triton that does not know `triton_grpc_error` sends no code."""
     words = message.lower()
-    if _says(words, _ABSENT):
+    if _says(words, _ABSENT + _DEAD):
         return gone(message)
     if _says(words, _FULL):
         return Failure(429, message, code="overloaded", retry_after=1)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from engines.json_input import parse_json
 from pipeline.gateway.failure import Failure, wrong
+
+# Of a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
+MAX_VALUES = 1_000_000
+# Elements of one array or object, a prompt's token ids excepted, and of all together. pydantic takes a microsecond and
+# up to a kilobyte for each.
+MAX_ELEMENTS = 4096
+MAX_ALL_ELEMENTS = 50_000
+# Of what a client wrote, in an error message.
+QUOTED_CHARACTERS = 100
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
 # Fields of OpenAI's that would change the answer and that no engine behind this gateway can follow, with the values
 # that ask for nothing.
@@ -81,13 +91,12 @@ class Common(_Strict):
 
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    repetition_penalty: float | None = Field(None, gt=0)
+    # A logit times or divided by it has to stay a number of 32 bits.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
 
     def stops(self) -> tuple[str, ...]:
         words = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(words) > 16 or any(len(word) > 256 for word in words):
-            raise wrong("'stop' takes up to 16 strings of up to 256 characters", "stop")
         return tuple(word for word in words if word)
 
     @property
@@ -99,8 +108,7 @@ class Common(_Strict):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ChatRequest(Common):
-    messages: list[Message] = Field(min_length=1)
+class ChatOptions(Common):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -115,8 +123,7 @@ class ChatRequest(Common):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-class CompletionRequest(Common):
-    prompt: str | list[str] | list[int] | list[list[int]]
+class CompletionOptions(Common):
     logprobs: int | None = Field(None, ge=0, le=5)
 
     def wants_log_probs(self) -> tuple[bool, int]:
@@ -125,29 +132,50 @@ class CompletionRequest(Common):
     def limit(self) -> int | None:
         return self.max_tokens
 
-    def prompts(self) -> list[str | list[int]]:
-        """One or several, each as text or as token ids."""
+
+Options = ChatOptions | CompletionOptions
+
+
+class ChatRequest(ChatOptions):
+    messages: list[Message] = Field(min_length=1)
+
+
+class CompletionRequest(CompletionOptions):
+    prompt: Any  # looked at below: pydantic would try a million token ids as texts first
+
+    def prompts(self, most: int) -> list[str | list[int]]:
+        """One or several, each as text or as token ids. Raises Failure for anything else, and for more than `most`."""
         given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if given and all(isinstance(item, int) for item in given):
-            return [given]  # type: ignore[list-item]  # one prompt of ids
+        if not isinstance(given, (str, list)):
+            raise wrong("'prompt': Input should be a valid string or a valid list", "prompt", "invalid_value")
         if not given:
             raise wrong("'prompt' is empty", "prompt")
-        return list(given)  # type: ignore[arg-type]  # texts, or lists of ids
+        if isinstance(given, str) or _are_ids(given):
+            return [given]
+        if len(given) > most:
+            raise wrong(f"at most {most} prompts a request, not {len(given)}", "prompt")
+        for place, one in enumerate(given):
+            if not (isinstance(one, str) or (isinstance(one, list) and _are_ids(one))) or type(one) is not type(
+                given[0]
+            ):
+                wanted = "be a string, or a list of token ids, as the first is"
+                raise wrong(f"'prompt.{place}': Input should {wanted}", f"prompt.{place}", "invalid_value")
+        return given
+
+
+def _are_ids(given: list[Any]) -> bool:
+    return all(type(one) is int for one in given)
 
 
 def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> ChatRequest | CompletionRequest:
     """The request in `body`. Raises Failure 400 naming the field."""
     try:
-        text = body.decode("utf-8")
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise wrong(f"the body is not JSON: {error}", code="invalid_json") from None
+        raw = parse_json(body, max_bytes=len(body), max_values=MAX_VALUES)
+    except ValueError as error:
+        raise wrong(f"the body is not JSON that this server takes: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise wrong("the body is not a JSON object", code="invalid_json")
-    if "\\u" in text:  # only an escape can write half a character
-        _check_characters(raw)
+    _check_sizes(raw)
     for name in _IGNORED:
         raw.pop(name, None)
     for name in _UNSUPPORTED.keys() & raw.keys():
@@ -158,25 +186,32 @@ def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> Cha
         request = kind.model_validate(raw)
     except ValidationError as error:
         raise _named(error, kind, raw) from None
+    words = request.stops()
+    if len(words) > MAX_STOPS or any(len(word) > MAX_STOP_CHARACTERS for word in words):
+        raise wrong(f"'stop' takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters", "stop")
     if request.stream_options is not None and not request.stream:
         raise wrong("'stream_options' needs 'stream': true", "stream_options")
     return request
 
 
-def _check_characters(raw: dict[str, Any]) -> None:
-    """Raises Failure for a lone surrogate: JSON can say it, but it is no text, for a tokenizer or in an answer."""
-    left: list[tuple[str, Any]] = [("", raw)]
-    while left:
-        place, value = left.pop()
-        inner = f"{place}." if place else ""
-        if isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
-            raise wrong(f"'{place}' holds half of a surrogate pair, which is no character", place, "invalid_value")
-        if isinstance(value, dict):
-            if any("\ud800" <= one <= "\udfff" for name in value for one in name):
-                raise wrong("the name of a field holds half of a surrogate pair", place or None, "invalid_value")
-            left += reversed([(f"{inner}{name}", one) for name, one in value.items()])
-        elif isinstance(value, list):
-            left += reversed([(f"{inner}{index}", one) for index, one in enumerate(value)])
+def _check_sizes(raw: dict[str, Any]) -> None:
+    """Raises Failure for more elements than a request has a use for: validation looks at each of them."""
+    count = len(raw)
+    left: list[tuple[str, Any]] = [(name, value) for name, value in raw.items() if name != "prompt"]
+    while left and count <= MAX_ALL_ELEMENTS:
+        name, value = left.pop()
+        if isinstance(value, (dict, list)):
+            count += len(value)
+            if len(value) > MAX_ELEMENTS:
+                many = f"'{quoted(name)}' holds more than {MAX_ELEMENTS} elements"
+                raise wrong(many, quoted(name), "too_many_elements")
+            left += [(name, one) for one in (value.values() if isinstance(value, dict) else value)]
+    if count > MAX_ALL_ELEMENTS:
+        raise wrong(f"the body holds more than {MAX_ALL_ELEMENTS} elements", code="too_many_elements")
+
+
+def quoted(name: str) -> str:
+    return name if len(name) <= QUOTED_CHARACTERS else f"{name[:QUOTED_CHARACTERS]}..."
 
 
 def _place(error: ErrorDetails, raw: Any) -> str:
@@ -197,16 +232,17 @@ def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -
     every = [(_place(one, raw), one) for one in error.errors(include_url=False, include_context=False)]
     # Of a field that may have several types, what is deepest in it: it came nearest to being one of them.
     place, first = max((one for one in every if one[0].startswith(every[0][0])), key=lambda one: one[0].count("."))
-    name = place.rpartition(".")[2]
-    if first["type"] == "literal_error" and name == "type" and first["input"] in _NO_TEXT:
-        return wrong(f"'{place}': {_NO_TEXT[first['input']]} not supported", place, "unsupported_parameter")
+    name, shown = place.rpartition(".")[2], quoted(place)
+    given = first["input"]
+    if first["type"] == "literal_error" and name == "type" and isinstance(given, str) and given in _NO_TEXT:
+        return wrong(f"'{shown}': {_NO_TEXT[given]} not supported", shown, "unsupported_parameter")
     if first["type"] == "extra_forbidden":
         known = [] if "." in place else list(kind.model_fields)
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(quoted(name), known, 1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        return wrong(f"unknown field '{place}'{hint}", place, "unknown_parameter")
+        return wrong(f"unknown field '{shown}'{hint}", shown, "unknown_parameter")
     if first["type"] == "missing":
-        return wrong(f"'{place}' is missing", place, "missing_parameter")
+        return wrong(f"'{shown}' is missing", shown, "missing_parameter")
     wanted = dict.fromkeys(str(one["msg"]).removeprefix("Input should be ") for at, one in every if at == place)
     told = first["msg"] if len(wanted) == 1 else f"Input should be {' or '.join(wanted)}"
-    return wrong(f"'{place}': {told}", place, "invalid_value")
+    return wrong(f"'{shown}': {told}", shown, "invalid_value")

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from engines.errors import HostError, StageFailed
-from engines.process import error_from_json
+from engines.process import error_from_json, python_command
 from pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
@@ -129,7 +128,7 @@ class Gateway:
         log = self._log.open("ab") if self._log else None
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.gateway", json.dumps(spec)],
+                [*python_command("pipeline.gateway"), json.dumps(spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,

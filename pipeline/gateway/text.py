@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeline.gateway.failure import wrong
 _SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
 
 
-@cache
+@functools.cache
 def shared() -> Any:
     """The module that every text model of a repository carries a copy of; it is payload, in no package."""
     spec = importlib.util.spec_from_file_location("trtpipe_text", _SHARED)
@@ -50,19 +50,25 @@ class Text:
         }
         self.vocab_size: int = self.tokenizer.get_vocab_size()
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Raises Failure when the model has no chat template, or it refuses the messages."""
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token can be. A normalizer, such as Qwen's NFC, makes up to four of them one."""
+        return max(map(len, self.tokenizer.get_vocab())) * (1 if self.tokenizer.normalizer is None else 4)
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """The text of a chat. Raises Failure when the model has no chat template, or it refuses the messages."""
         if self.apply_template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            text = self.apply_template(messages)
+            return self.apply_template(messages)
         except InputDataError as error:
             raise wrong(f"the chat template refuses these messages: {error.why}", "messages") from None
-        # The template writes the special tokens itself.
-        return self._encode(text, special=False)
 
-    def prompt(self, text: str) -> list[int]:
-        return self._encode(text, special=not (self.bos and text.startswith(self.bos)))
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        # "fast" does without each token's place in the text, which takes half of the time and a quarter of the memory.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
 
     def words(self, ids: list[list[int]]) -> tuple[tuple[int, ...], bytes]:
         """Shape and bytes of a stop word list that ends a text at any of these tokens."""
@@ -75,10 +81,6 @@ class Text:
     def token(self, number: int) -> str:
         """One token's own text, special ones spelled out."""
         return str(self.tokenizer.decode([number], skip_special_tokens=False))
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
-        return ids
 
 
 class Stops:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import uuid
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -147,7 +148,7 @@ class Upstream:
         await self.pool.close()
 
 
-def engine_request(model: EngineModel, prompt: list[int], sampling: Sampling) -> EngineRequest:
+def engine_request(model: EngineModel, prompt: array[int], sampling: Sampling) -> EngineRequest:
     """What `Generation.begin` sends."""
     request_id = uuid.uuid4().hex
     stop = None
@@ -158,8 +159,8 @@ def engine_request(model: EngineModel, prompt: list[int], sampling: Sampling) ->
     return EngineRequest(_start(model, prompt, sampling, request_id), stop)
 
 
-def _start(model: EngineModel, prompt: list[int], sampling: Sampling, request_id: str) -> bytes:
-    tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), struct.pack(f"<{len(prompt)}i", *prompt))]
+def _start(model: EngineModel, prompt: array[int], sampling: Sampling, request_id: str) -> bytes:
+    tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), prompt.tobytes())]
 
     def scalar(name: str, dtype: str, data: bytes) -> None:
         tensors.append(Tensor(name, dtype, (1, 1), data))

@@ -28,6 +28,10 @@ def open_registry(url: str) -> Registry:
         from pipeline.registry.hub import HubRegistry
 
         return HubRegistry.at(url)
+    if scheme in ("s3", "s3a"):
+        from pipeline.registry.s3 import S3Registry
+
+        return S3Registry.open(url)
     from pipeline.registry.files import FileRegistry
 
     return FileRegistry.open(url, url)

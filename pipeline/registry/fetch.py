@@ -10,7 +10,9 @@ from typing import Any
 from engines.errors import InputDataError
 from engines.files import place
 from pipeline.registry.base import Blob, Registry
-from pipeline.registry.files import CHUNK
+
+# At a time, from the disk.
+CHUNK = 1 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -63,15 +65,12 @@ class Fetch:
                 digest.update(chunk)
                 self._counter.add(len(chunk))
             done = target.tell()
-            while done < blob.size:
-                chunk = self._registry.read(blob, done, min(done + CHUNK, blob.size))
-                if not chunk:
-                    raise InputDataError(f"{self._registry.url} ends {file['path']} early", remedy="push it again")
-                target.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                self.moved += len(chunk)
-                self._counter.add(len(chunk))
+            for piece in self._registry.read(blob, done) if done < blob.size else ():
+                target.write(piece)
+                digest.update(piece)
+                done += len(piece)
+                self.moved += len(piece)
+                self._counter.add(len(piece))
         if done != blob.size or digest.hexdigest() != blob.sha256:
             arriving.unlink()
             raise damaged(file["path"], self._registry)

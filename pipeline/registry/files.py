@@ -1,4 +1,4 @@
-"""A registry in a file system that fsspec knows: a folder, S3 and what speaks its protocol, and others.
+"""A registry in a file system that fsspec knows: a folder, and others. S3 has a module of its own.
 
 <url>/blobs/<sha256>        every file, under its digest: targets share what they have in common
 <url>/targets/<name>.json   written last
@@ -14,18 +14,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, UsageError, suggestion
-from pipeline.registry.base import Blob, Moved, missing, unknown_target
-from pipeline.registry.parts import PART, Parts
+from engines.errors import HostError, InputDataError, UsageError, suggestion
+from pipeline.registry.base import (
+    MAX_INDEX_BYTES,
+    Blob,
+    Moved,
+    missing,
+    parse_index,
+    translated,
+    unknown_target,
+)
 
 # At a time, to and from the far end.
 CHUNK = 32 << 20
 # How old a partial file of a push is that nobody writes to any more.
 LEFT = datetime.timedelta(days=1)
-# Whose exceptions are no OSError.
-FOREIGN = ("botocore", "aiobotocore", "aiohttp", "gcsfs", "adlfs", "httpx", "httpcore", "requests")
 # They have no folders, and would make a bucket of a name that somebody misspelt.
-OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs")
+OBJECT_STORES = ("gs", "gcs", "az", "abfs")
 
 
 class FileRegistry:
@@ -49,11 +54,11 @@ class FileRegistry:
             known = ["oci", "hf", *fsspec.available_protocols()]
             raise UsageError(f"{url}: {error}", remedy=suggestion(scheme, known)) from None
         except (OSError, TypeError, NotImplementedError) as error:
-            raise HostError(f"{url} cannot be used", why=_words(error), remedy="check its address") from None
+            raise HostError(f"{url} cannot be used", why=str(error), remedy="check its address") from None
         return FileRegistry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
-        with self._named():
+        with translated(self.url):
             try:
                 return int(self._system.info(self._blob(blob))["size"]) == blob.size
             except FileNotFoundError:
@@ -61,28 +66,32 @@ class FileRegistry:
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         place = self._blob(blob)
-        with self._named():
+        with translated(self.url):
             self._make_folder(place)
-            if "s3" in self._protocols() and blob.size > PART:
-                Parts(self._system, place, path).upload(moved)
-            elif "file" in self._protocols():
+            if "file" in self._protocols():
                 self._sweep(place)
                 self._put_beside(path, place, moved)
             else:  # an object appears when it is whole
                 self._copy(path, place, moved)
 
-    def read(self, blob: Blob, start: int, stop: int) -> bytes:
-        with self._named():
-            try:
-                data: bytes = self._system.cat_file(self._blob(blob), start=start, end=stop)
-            except FileNotFoundError:
-                raise missing(blob, self) from None
-        return data
+    def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        for position in range(start, blob.size, CHUNK):
+            stop = min(position + CHUNK, blob.size)
+            with translated(self.url):
+                try:
+                    data: bytes = self._system.cat_file(self._blob(blob), start=position, end=stop)
+                except FileNotFoundError:
+                    raise missing(blob, self) from None
+            if len(data) != stop - position:
+                raise InputDataError(
+                    f"{self.url} ends the file sha256:{blob.sha256[:12]} early", remedy="push the target again"
+                )
+            yield data
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
         place = self._index(target)
         text = (json.dumps(index, indent=1) + "\n").encode()
-        with self._named():
+        with translated(self.url):
             self._make_folder(place)
             if "file" in self._protocols():
                 partial = f"{place}.{uuid.uuid4().hex}"
@@ -92,7 +101,7 @@ class FileRegistry:
                 self._system.pipe_file(place, text)
 
     def targets(self) -> list[str]:
-        with self._named():
+        with translated(self.url):
             try:
                 names = self._system.ls(f"{self._root}/targets", detail=False, refresh=True)
             except FileNotFoundError:
@@ -100,15 +109,12 @@ class FileRegistry:
         return sorted(Path(name).name.removesuffix(".json") for name in names if name.endswith(".json"))
 
     def index(self, target: str) -> Any:
-        with self._named():
+        with translated(self.url):
             try:
-                text = self._system.cat_file(self._index(target))
+                text = self._system.cat_file(self._index(target), start=0, end=MAX_INDEX_BYTES + 1)
             except FileNotFoundError:
                 raise unknown_target(target, self) from None
-        try:
-            return json.loads(text)
-        except ValueError:
-            return None  # whoever asks says so
+        return parse_index(text, target, self)
 
     def _put_beside(self, path: Path, place: str, moved: Moved) -> None:
         """To another name first."""
@@ -149,29 +155,6 @@ class FileRegistry:
         named = self._system.protocol
         return (named,) if isinstance(named, str) else tuple(named)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """A HostError in place of any way in which the far end fails."""
-        try:
-            yield
-        except PermissionError as error:
-            raise HostError(
-                f"{self.url} does not let you", why=_words(error), remedy="check your credentials for it"
-            ) from None
-        except (OSError, ConnectionError) as error:
-            raise HostError(f"{self.url} cannot be reached or written", why=_words(error)) from None
-        except Exception as error:
-            # Each file system has exceptions of its own.
-            if type(error).__module__.partition(".")[0] not in FOREIGN and not isinstance(error, NotImplementedError):
-                raise
-            raise HostError(
-                f"{self.url} cannot be used", why=_words(error), remedy="check its address and your credentials"
-            ) from None
-
-
-def _words(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
 
 def _remedy(scheme: str) -> str:
-    return "run `pip install trtpipe[registry]`" if scheme in ("s3", "s3a") else f"install fsspec's driver of {scheme}"
+    return f"install fsspec's driver of {scheme}"

@@ -6,93 +6,101 @@ asks for is in the manifest's annotations too, so that the config need not be fe
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import logging
-import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, UsageError
-from pipeline.bench.options import is_local
-from pipeline.registry.base import Blob, Moved, missing, unknown_target
+import httpx
+
+from engines.errors import HostError, InputDataError, UsageError
+from engines.json_input import parse_json
+from pipeline.http_limits import MAX_ANSWER_BYTES
+from pipeline.registry.base import (
+    MAX_INDEX_BYTES,
+    MAX_PAGES,
+    MAX_TARGETS,
+    Blob,
+    Moved,
+    missing,
+    parse_index,
+    translated,
+    unknown_target,
+)
+from pipeline.registry.oci_client import OciClient, joined
 from pipeline.registry.oci_upload import Upload
+from pipeline.registry.streams import body, continued
 from pipeline.store import default_home
 
 ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
 LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-# Of a repository, as the distribution specification has it.
+# Of a repository, as the distribution specification has it, and of a tag.
 NAME = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
-ANSWER_SECONDS = 10.0
+TAG = r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}"
+HOST = r"(?:[a-zA-Z0-9][a-zA-Z0-9.-]*|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?"
 OK = (200, 201, 202, 204, 206)
 
 
 class OciRegistry:
     """The repository `name` at `host`, with the credentials that `docker login` has left."""
 
-    def __init__(self, client: Any, host: str, name: str, url: str) -> None:
-        self.url = url
+    def __init__(self, client: OciClient, name: str) -> None:
+        self.url = client.url
         self._client = client
-        self._host, self._name = host, name
+        self._name = name
 
     @classmethod
     def open(cls, url: str) -> OciRegistry:
-        try:
-            from pipeline.registry.oci_client import Client
-        except ModuleNotFoundError:
-            raise HostError("oci:// is not installed", remedy="run `pip install trtpipe[registry]`") from None
-        logging.getLogger("oras").setLevel(logging.CRITICAL)  # what it has to say comes as exceptions
         host, _, name = url.removeprefix("oci://").strip("/").partition("/")
-        if not re.fullmatch(NAME, name):
+        if not re.fullmatch(NAME, name) or not re.fullmatch(HOST, host):
             raise UsageError(
                 f"{url} names no repository", why="its name is of small letters, digits and single '.', '_', '-', '/'",
                 remedy="give for example oci://registry.example/team/engines",
             )  # fmt: skip
-        address = f"{'http' if is_local(f'http://{host}') else 'https'}://{host}/v2/"
-        client = Client(hostname=host, insecure=address.startswith("http:"), auth_backend=_authentication(address, url))
-        folder = os.environ.get("DOCKER_CONFIG")
-        client.auth.load_configs(
-            client.get_container(f"{host}/{name}"), [str(Path(folder, "config.json"))] if folder else None
-        )
-        made = cls(client, host, name, url)
+        made = cls(OciClient(host, url), name)
         made._require_access()
         return made
 
     def _require_access(self) -> None:
         """Before anything is read or hashed for it."""
-        with self._named():
-            try:
-                answer = self._client.do_request(self._place("tags/list"))
-            except (ValueError, AttributeError):  # it is asked who it is, and has nothing to say
-                raise HostError(
-                    f"{self.url} does not let you", why="it asks who you are", remedy=f"run `docker login {self._host}`"
-                ) from None
-        if answer.status_code != 404:  # nothing was pushed yet
-            self._check(answer)
+        try:
+            answer = self._client.probe()
+        except httpx.HTTPError as error:
+            raise HostError(
+                f"{self.url} cannot be reached", why=str(error) or type(error).__name__, remedy="check its address"
+            ) from None
+        if answer.status_code not in (200, 401, 403):
+            raise HostError(
+                f"{self.url} is no registry of images", why=f"{answer.url} answers {answer.status_code}",
+                remedy="check its address",
+            )  # fmt: skip
+        self._ask("GET", self._place("tags/list"), also=(404,))  # nothing was pushed yet
 
     def has(self, blob: Blob) -> bool:
         answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
-        return bool(answer.status_code != 404)
+        return answer.status_code != 404
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
         Upload(self._ask, self._place("blobs/uploads/"), blob, path, default_home()).upload(moved)
 
-    def read(self, blob: Blob, start: int, stop: int) -> bytes:
+    def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        return continued(blob, start, partial(self._open, blob), self.url)
+
+    def _open(self, blob: Blob, position: int) -> Generator[bytes, None, None]:
         answer = self._ask(
-            "GET", self._place(f"blobs/sha256:{blob.sha256}"), headers={"Range": f"bytes={start}-{stop - 1}"},
-            also=(404,),
+            "GET", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,), stream=True,
+            headers={"Range": f"bytes={position}-{blob.size - 1}"},
         )  # fmt: skip
         if answer.status_code == 404:
+            answer.close()
             raise missing(blob, self)
-        # A registry may know no ranges, and send all of it.
-        data: bytes = answer.content
-        return data if answer.status_code == 206 else data[start:stop]
+        yield from body(answer, position, self.url)
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
         text = json.dumps(index, indent=1).encode()
@@ -110,75 +118,106 @@ class OciRegistry:
             "layers": [_descriptor(LAYER, blob) for blob in blobs],
             "annotations": {"org.opencontainers.image.title": target},
         }
-        self._ask("PUT", self._place(f"manifests/{target}"), headers={"Content-Type": MANIFEST}, json=manifest)
+        self._ask(
+            "PUT", self._place(f"manifests/{target}"), headers={"Content-Type": MANIFEST},
+            content=json.dumps(manifest).encode(),
+        )  # fmt: skip
 
     def targets(self) -> list[str]:
         out: list[str] = []
-        place: str | None = self._place("tags/list")
+        place = self._place("tags/list")
+        seen: set[str] = set()
         while place:
+            seen.add(place)
             answer = self._ask("GET", place, also=(404,))
             if answer.status_code == 404:
                 return []
-            out += answer.json().get("tags") or []
+            try:
+                listed = _object(answer.content).get("tags") or []
+                if not isinstance(listed, list) or not all(_is_tag(tag) for tag in listed):
+                    raise ValueError("`tags` is not a list of tags")
+            except ValueError as error:
+                raise HostError(f"{self.url} gives no list of tags", why=str(error)) from None
+            out += listed
             more = answer.links.get("next", {}).get("url")
-            place = more and (more if "://" in more else f"{self._client.prefix}://{self._host}{more}")
-        return sorted(out)
+            place = joined(place, more) if more else ""
+            if place in seen or len(seen) == MAX_PAGES or len(out) > MAX_TARGETS:
+                raise HostError(
+                    f"{self.url} lists its tags without an end", why=f"{len(out):,} tags on {len(seen):,} pages"
+                )
+        return sorted(set(out))
 
     def index(self, target: str) -> Any:
         answer = self._ask("GET", self._place(f"manifests/{target}"), headers={"Accept": MANIFEST}, also=(404,))
         if answer.status_code == 404:
             raise unknown_target(target, self)
-        config = answer.json().get("config", {})
-        if config.get("mediaType") != CONFIG:
+        try:
+            blob = _config_of(_object(answer.content))
+        except ValueError as error:
+            raise InputDataError(
+                f"the manifest of {target} at {self.url} is damaged", why=str(error), remedy="push it again"
+            ) from None
+        if blob is None:
             return None  # an image, or something of somebody else's
-        return self._ask("GET", self._place(f"blobs/{config['digest']}")).json()
+        text = b"".join(continued(blob, 0, partial(self._open, blob), self.url))
+        if hashlib.sha256(text).hexdigest() != blob.sha256:
+            raise InputDataError(
+                f"{target} at {self.url} is damaged", why="the digest of its index is another", remedy="push it again"
+            )
+        return parse_index(text, target, self)
 
     def _place(self, rest: str) -> str:
-        return f"{self._client.prefix}://{self._host}/v2/{self._name}/{rest}"
+        return f"{self._client.base}/v2/{self._name}/{rest}"
 
-    def _ask(self, method: str, url: str, *, also: tuple[int, ...] = (), **rest: Any) -> Any:
-        with self._named():
-            answer = self._client.do_request(url, method, **rest)
+    def _ask(self, method: str, url: str, *, also: tuple[int, ...] = (), **rest: Any) -> httpx.Response:
+        """An answer of a status that says yes, or of one of `also`. Raises HostError."""
+        with translated(self.url):
+            answer = self._client.request(method, url, **rest)
         if answer.status_code not in also:
             self._check(answer)
         return answer
 
-    def _check(self, answer: Any) -> None:
+    def _check(self, answer: httpx.Response) -> None:
         if answer.status_code in OK:
             return
+        why = f"{answer.status_code} {answer.reason_phrase}"
         try:
-            why = "; ".join(error["message"] for error in answer.json()["errors"])
-        except (ValueError, KeyError, TypeError):
-            why = f"{answer.status_code} {answer.reason}"
-        raise HostError(f"{self.url} refuses", why=why, remedy=f"run `docker login {self._host}`, or check the name")
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        from requests.exceptions import RequestException
-
-        try:
-            yield
-        except (RequestException, ValueError) as error:
-            why = (str(error) or type(error).__name__).splitlines()[0]
-            raise HostError(f"{self.url} cannot be used", why=why, remedy=f"check the address {self._host}") from None
-
-
-def _authentication(address: str, url: str) -> str:
-    """How the registry wants to be told who asks: "basic" or "token". Raises HostError where there is none."""
-    import httpx
-
-    try:
-        answer = httpx.get(address, timeout=ANSWER_SECONDS)
-    except httpx.HTTPError as error:
+            with translated(self.url):
+                text = answer.read()
+            why = "; ".join(str(error["message"]) for error in _object(text)["errors"]) or why
+        except (ValueError, KeyError, TypeError, HostError):
+            pass
+        finally:
+            answer.close()
         raise HostError(
-            f"{url} cannot be reached", why=str(error) or type(error).__name__, remedy="check its address"
-        ) from None
-    if answer.status_code not in (200, 401, 403):
-        raise HostError(
-            f"{url} is no registry of images", why=f"{address} answers {answer.status_code}", remedy="check its address"
+            f"{self.url} refuses", why=why[:300], remedy=f"run `docker login {self._client.host}`, or check the name"
         )
-    return "basic" if answer.headers.get("www-authenticate", "").lower().startswith("basic") else "token"
 
 
 def _descriptor(media: str, blob: Blob) -> dict[str, Any]:
     return {"mediaType": media, "digest": f"sha256:{blob.sha256}", "size": blob.size}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is not a JSON object."""
+    value = parse_json(text, max_bytes=MAX_ANSWER_BYTES)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}, not an object")
+    return value
+
+
+def _is_tag(tag: Any) -> bool:
+    return isinstance(tag, str) and re.fullmatch(TAG, tag) is not None
+
+
+def _config_of(manifest: dict[str, Any]) -> Blob | None:
+    """The index that a manifest names; None where it is not one of ours. Raises ValueError."""
+    config = manifest.get("config")
+    if not isinstance(config, dict) or config.get("mediaType") != CONFIG:
+        return None
+    digest, size = config.get("digest"), config.get("size")
+    if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        raise ValueError("the digest of its index is malformed")
+    if type(size) is not int or not 0 <= size <= MAX_INDEX_BYTES:
+        raise ValueError(f"the size of its index is not a number up to {MAX_INDEX_BYTES:,}")
+    return Blob(digest.removeprefix("sha256:"), size)

@@ -1,32 +1,155 @@
-"""The client of image registries (oras'), mended: whom it tells who we are, when, and how often it asks."""
+"""Requests to one registry of container images: authenticated, repeated where that helps, and limited.
+
+Credentials go to the registry itself or to the server of tokens that it names, if that is of the same site. The limits
+of time, size and redirects are those of `pipeline.http_limits`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import time
+import weakref
+from collections.abc import Iterable
+from urllib.parse import urljoin
 
-import oras.provider
-from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
+import httpx
 
-# Of what may be asked twice, when a line breaks or a registry is busy; seconds apart: 0.5, 1, 2.
-RETRY = Retry(total=3, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504), raise_on_status=False)
+from engines.errors import HostError
+from engines.json_input import parse_json
+from pipeline.bench.options import is_local
+from pipeline.http_limits import LimitedClient
+from pipeline.registry.docker_config import credentials
+from pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
+from pipeline.registry.streams import WAITS
+
+# What may be asked twice where a line breaks or a registry is busy.
+REPEATABLE = ("GET", "HEAD", "PUT")
+BUSY = (429, 500, 502, 503, 504)
 DENIED = (401, 403)
+# What a token may consist of, in a header: Azure's have some 5 KB.
+TOKEN = r"[\x21-\x7e]{1,32768}"
+MAX_CHALLENGE = 8192
 
 
-class Client(oras.provider.Registry):  # type: ignore[misc]
-    """oras waits for two minutes where it is refused, and keeps a token that is of no use: one given for reading when
-    it is to write, or one that has grown old."""
+def joined(place: str, link: str) -> str:
+    """The URL that a link in the answer of `place` leads to. Raises HostError for what is no URL."""
+    try:
+        return urljoin(place, link)
+    except ValueError:
+        raise HostError(f"{place} leads to what is no URL", why=link[:200]) from None
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(max_retries=RETRY))
 
-    def do_request(self, url: str, method: str = "GET", **rest: Any) -> Any:
-        """Raises ValueError where it is asked who it is, and has nothing to say; requests' exceptions."""
-        once = oras.provider.Registry.do_request.__wrapped__
-        answer = once(self, url, method, **rest)
-        if answer.status_code in DENIED and getattr(self.auth, "token", None):
-            self.auth.token = None
-            answer = once(self, url, method, **rest)
-        return answer
+class OciClient:
+    """Requests to the registry at `host`, which may have a port. `url` is its name in messages."""
+
+    def __init__(self, host: str, url: str) -> None:
+        self.url = url
+        self.host = host
+        self.base = f"{'http' if is_local(host) else 'https'}://{host}"
+        self._own = httpx.URL(self.base)
+        self._http = LimitedClient(https=self._own.scheme == "https")
+        weakref.finalize(self, self._http.close)
+        self._authorization: str | None = None
+
+    def probe(self) -> httpx.Response:
+        """The answer to whether this is a registry at all, without credentials."""
+        return self._http.get(f"{self.base}/v2/")
+
+    def request(
+        self, method: str, url: str, *, headers: dict[str, str] | None = None, content: bytes | Iterable[bytes] = b"",
+        stream: bool = False,
+    ) -> httpx.Response:  # fmt: skip
+        """An answer of whatever status: whole, or to be streamed and closed.
+
+        content  bytes, or an object that can be iterated over again for another attempt
+
+        Raises httpx's exceptions, and HostError for a URL of another host or where no credentials help.
+        """
+        self.require_own(url)
+        waits = iter(WAITS if method in REPEATABLE else ())
+        while True:
+            wait = next(waits, None)
+            try:
+                response = self._authorized(method, url, headers or {}, content, stream)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                if wait is None:
+                    raise
+            else:
+                if response.status_code not in BUSY or wait is None:
+                    return response
+                response.close()
+            time.sleep(wait)
+
+    def require_own(self, url: str) -> None:
+        """Raises HostError for a URL that is not of this registry: in a link, or in where an upload goes on."""
+        if not self._is_own(httpx.URL(url)):
+            raise HostError(
+                f"{self.url} leads to another host", why=f"{url[:200]} is not at {self.base}",
+                remedy="check the registry's own address in its configuration",
+            )  # fmt: skip
+
+    def _is_own(self, url: httpx.URL) -> bool:
+        return (url.scheme, url.host, url.port) == (self._own.scheme, self._own.host, self._own.port)
+
+    def _authorized(
+        self, method: str, url: str, headers: dict[str, str], content: bytes | Iterable[bytes], stream: bool
+    ) -> httpx.Response:
+        answered = False
+        while True:
+            sent = headers if self._authorization is None else {**headers, "Authorization": self._authorization}
+            response = self._http.send(
+                self._http.build_request(method, url, headers=sent, content=content),
+                stream=stream,
+                follow_redirects=method in ("GET", "HEAD"),
+            )
+            if response.status_code not in DENIED or answered or not self._is_own(response.url):
+                return response
+            challenge = response.headers.get("www-authenticate")
+            if challenge is None and self._authorization is None:
+                return response
+            response.close()
+            # A token that has grown old, or is one for reading, may be denied without a challenge.
+            answered = challenge is not None
+            self._authorization = None if challenge is None else self._answer(challenge)
+
+    def _answer(self, challenge: str) -> str:
+        """What to say to a registry that asks who is there. Raises HostError."""
+        kind, _, rest = challenge[:MAX_CHALLENGE].partition(" ")
+        told = {key.lower(): value for key, value in re.findall(r'([A-Za-z]+)="([^"]*)"', rest)}
+        known = credentials(self.host)
+        if kind.lower() == "basic" and known is not None:
+            return f"Basic {known}"
+        if kind.lower() == "bearer" and told.get("realm"):
+            return f"Bearer {self._token(told, known)}"
+        raise HostError(f"{self.url} does not let you", why="it asks who you are", remedy=self._login())
+
+    def _token(self, told: dict[str, str], known: str | None) -> str:
+        """A token of the server that the registry names, with the registry's credentials if there are any."""
+        realm = httpx.URL(told["realm"])
+        if realm.scheme != "https" and not (self._own.scheme == "http" and is_local(str(realm))):
+            raise HostError(f"{self.url} has its tokens from {str(realm)[:200]}", why="that is not https")
+        if known is not None and not may_have_credentials(realm.host, self._own.host):
+            raise HostError(
+                f"{self.url} asks for your credentials on behalf of {realm.host[:200]}",
+                why="that is another site, and they were not sent",
+                remedy=f"set {AUTH_HOSTS}={realm.host[:200]} if they are for it, too",
+            )
+        response = self._http.get(
+            realm.copy_merge_params({key: told[key] for key in ("service", "scope") if key in told}),
+            headers={} if known is None else {"Authorization": f"Basic {known}"},
+            follow_redirects=False,
+        )
+        try:
+            answer = parse_json(response.content) if response.status_code == 200 else {}
+            token = answer.get("token") or answer.get("access_token")
+        except (ValueError, AttributeError):
+            token = None
+        if not isinstance(token, str) or not re.fullmatch(TOKEN, token):
+            raise HostError(
+                f"{self.url} does not let you", why=f"{realm.host[:200]} gives no token ({response.status_code})",
+                remedy=self._login(),
+            )  # fmt: skip
+        return token
+
+    def _login(self) -> str:
+        return f"run `docker login {self.host}`"

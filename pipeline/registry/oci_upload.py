@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
 
 from engines.errors import HostError
 from pipeline.folders import write_whole
 from pipeline.registry.base import Blob, Moved
+from pipeline.registry.oci_client import joined
 
 CHUNK = 32 << 20
-# How often a chunk is sent again before the push gives up.
+# Of a chunk, held in memory.
+PIECE = 1 << 18
+# How often it breaks off without a byte more before the push gives up.
 TRIES = 3
 # As OciRegistry's own: (method, URL, **of requests), a HostError for what is refused, but for the statuses `also`.
 Ask = Callable[..., Any]
@@ -42,45 +45,67 @@ class Upload:
             self._follow(self._ask("POST", self._begin))
             done = 0
         moved(done)
-        tries = 0
-        with self._path.open("rb") as file:
-            while done < self._blob.size:
-                file.seek(done)
-                chunk = file.read(CHUNK)
-                where = {"Content-Range": f"{done}-{done + len(chunk) - 1}", "Content-Type": "application/octet-stream"}
-                try:
-                    self._follow(self._ask("PATCH", self._place, data=chunk, headers=where))
-                except HostError:
-                    tries += 1
-                    there = self._there() if tries < TRIES else None
-                    if there is None:
-                        raise
-                    moved(there - done)
-                    done = there
-                    continue
-                tries = 0
-                done += len(chunk)
-                moved(len(chunk))
+        tries = furthest = 0
+        while done < self._blob.size:
+            chunk = _Part(self._path, done, min(CHUNK, self._blob.size - done))
+            headers = {
+                "Content-Range": f"{done}-{done + chunk.size - 1}", "Content-Type": "application/octet-stream",
+                "Content-Length": str(chunk.size),
+            }  # fmt: skip
+            try:
+                self._follow(self._ask("PATCH", self._place, content=chunk, headers=headers))
+            except HostError:
+                tries += 1
+                there = self._there() if tries < TRIES else None
+                if there is None:
+                    raise
+                moved(there - done)
+                done = there
+                continue
+            done += chunk.size
+            moved(chunk.size)
+            if done > furthest:
+                tries, furthest = 0, done
         mark = "&" if "?" in self._place else "?"
         self._ask("PUT", f"{self._place}{mark}digest=sha256:{self._blob.sha256}")
         self._kept.unlink(missing_ok=True)
 
     def _goes_on(self) -> int | None:
         """How much of it is there of an earlier push; None where there was none, or the registry knows it no longer."""
-        with contextlib.suppress(OSError, HostError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, HostError):
             self._place = self._kept.read_text(encoding="utf-8")
             return self._there()
+        self._place = self._begin
         return None
 
     def _there(self) -> int | None:
+        """How many bytes of it the registry has; None where it does not say."""
         answer = self._ask("GET", self._place, also=(404,))
-        if answer.status_code == 404:
+        told = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "0-0"))
+        if answer.status_code == 404 or told is None:
             return None
-        last = int(answer.headers.get("Range", "0-0").rpartition("-")[2])
+        last = int(told[1])
         self._follow(answer)
+        if last >= self._blob.size:
+            return None
         return last + 1 if last else 0  # nothing is told as 0-0
 
     def _follow(self, answer: Any) -> None:
-        self._place = urljoin(self._begin, answer.headers.get("Location", self._place))
+        self._place = joined(self._place, answer.headers.get("Location", self._place))
         self._kept.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._kept, self._place)
+
+
+class _Part(Iterable[bytes]):
+    """Bytes [start, start + size) of a file, as often as somebody asks."""
+
+    def __init__(self, path: Path, start: int, size: int) -> None:
+        self._path, self._start, self.size = path, start, size
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            left = self.size
+            while piece := file.read(min(PIECE, left)):
+                left -= len(piece)
+                yield piece

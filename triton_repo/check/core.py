@@ -63,6 +63,8 @@ def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
         told = "has no name"
     elif not tensor.data_type:
         told = "has no data_type"
+    elif tensor.data_type not in definitions().DataType.values():
+        told = f"has the data_type {tensor.data_type}, which Triton does not know"
     elif not tensor.dims:
         told = "has no dims"
     elif any(size < 1 and size != ANY for size in tensor.dims):
@@ -171,6 +173,9 @@ def _check_instances(model: Model, report: Report) -> None:
                 )
         return
     for group in config.instance_group:
+        if group.kind not in groups.Kind.values():
+            report.error("instance-group", model.path, where, f"has the kind {group.kind}", why="Triton knows none")
+            continue
         kind = groups.Kind.Name(group.kind)
         if group.gpus and kind in ("KIND_CPU", "KIND_MODEL"):
             report.error(

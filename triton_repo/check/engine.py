@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from triton_repo.check.models import Model
 from triton_repo.check.paths import locate
 from triton_repo.check.release import Release, release_key
 from triton_repo.check.tensors import LOGITS
-from triton_repo.check.text import PLACEHOLDER, definitions
+from triton_repo.check.text import PLACEHOLDER, type_name
 from triton_repo.check.tokenizer import Vocabulary
 
 # Our other runtimes bring a Hugging Face folder of their own form.
@@ -175,15 +176,18 @@ def _check_ranks(
     if not there and (engine.version or "").startswith("reference") and ranks:
         return
     world = engine.world_size
-    wanted = [f"rank{number}.{suffix}" for number in range(world or 1)]
-    missing = [file for file in wanted if file not in there]
-    if missing:
-        more = f" ({len(missing)} of {len(wanted)} are missing)" if len(missing) > 1 else ""
+    # Counted by what is there: a file can say any number.
+    wanted = world or 1
+    numbers = {int(found[1]) for file in there if (found := re.fullmatch(rf"rank(0|[1-9]\d*)\.{suffix}", file))}
+    missing = wanted - sum(number < wanted for number in numbers)
+    if missing > 0:
+        first = next(number for number in itertools.count() if number not in numbers)
+        more = f" ({missing} of {wanted} are missing)" if missing > 1 else ""
         report.error(
             "engine-ranks",
             model.path,
             where,
-            f"names an engine of {world or 1} rank(s), and {missing[0]} is not in its folder{more}",
+            f"names an engine of {wanted} rank(s), and rank{first}.{suffix} is not in its folder{more}",
             why="each rank loads its own file",
             remedy="copy the whole folder that trtllm-build wrote",
         )
@@ -442,7 +446,7 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
 
 def _check_logits(model: Model, engine: EngineFolder, report: Report) -> None:
     declared = {**model.inputs(), **model.outputs()}
-    found = {name: definitions().DataType.Name(declared[name].data_type) for name in LOGITS if name in declared}
+    found = {name: type_name(declared[name].data_type) for name in LOGITS if name in declared}
     expected = _TYPES.get(str(engine.pretrained.get("logits_dtype")))
     wrong = [name for name, word in found.items() if expected and word != expected]
     if wrong and not report.blames(model.name, wrong[0]):

@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 import configs
 from engines.errors import InputDataError, suggestion
+from engines.yaml_input import load_yaml
 
 FOLDER = Path(configs.__file__).parent / "triton"
 KINDS = ("bool", "int", "size", "float", "enum", "path", "text", "model", "ids", "windows", "tree")
@@ -125,7 +124,7 @@ def llm_arguments() -> LlmArguments:
 
 
 def _read(name: str) -> dict[str, Any]:
-    value = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+    value = load_yaml(FOLDER / name)
     if not isinstance(value, dict) or not all(isinstance(section, (dict, list, str)) for section in value.values()):
         raise FactsError(f"configs/triton/{name} holds no sections")
     return value

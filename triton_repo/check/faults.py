@@ -23,6 +23,7 @@ RULES: dict[str, str] = {
     "version-folder": "each model has a numbered version folder that its version policy takes",
     "backend": "a model names a backend or platform that exists",
     "model-script": "a model of the Python backend has a script with its class",
+    "model-code": "code in the repository is that of a known template",
     "script-import": "what a script imports from its own folder is there",
     "batch-size": "batch sizes of dynamic batching and of models that feed each other agree",
     "batch-above-engine": "no model takes larger batches than the engine was built for",

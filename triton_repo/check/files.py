@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from engines.json_input import load_json
 from triton_repo.check.faults import Report
 from triton_repo.check.models import Model
 from triton_repo.check.paths import locate
@@ -38,8 +38,8 @@ def check_files(model: Model, models: dict[str, Model], report: Report) -> None:
 def _check_info(model: Model, path: Path, report: Report) -> None:
     told = None
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        value = load_json(path)
+    except (OSError, ValueError) as error:
         told = f"cannot be read ({error})"
     else:
         missing = [name for name in _FIELDS if not isinstance(value, dict) or name not in value]

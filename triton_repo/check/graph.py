@@ -9,7 +9,7 @@ from typing import Any
 from triton_repo.check.core import ANY
 from triton_repo.check.faults import Report, did_you_mean, nearest
 from triton_repo.check.models import Model
-from triton_repo.check.text import definitions, line_of_word
+from triton_repo.check.text import line_of_word, type_name
 
 
 @dataclass
@@ -194,13 +194,12 @@ def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: st
     if blamed or report.blames(ensemble.name, entry.name):
         return
     if entry.type != tensor.data_type:
-        name = definitions().DataType.Name
         report.error(
             "ensemble-type",
             ensemble.path,
             where,
-            f"'{entry.name}' is {name(entry.type)} in {entry.owner}, and {tensor.name} is {name(tensor.data_type)} in "
-            f"{model.name}",
+            f"'{entry.name}' is {type_name(entry.type)} in {entry.owner}, and {tensor.name} is "
+            f"{type_name(tensor.data_type)} in {model.name}",
             why="Triton refuses the ensemble",
             remedy="give both the same data_type",
         )

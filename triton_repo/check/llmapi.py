@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from engines.nvidia import Gpu
 from engines.passport import NAME as PASSPORT
 from engines.toolchain import Toolchain
+from engines.yaml_input import load_yaml
 from triton_repo.check import facts, values
 from triton_repo.check.engine import check_passport
 from triton_repo.check.facts import Argument
@@ -23,6 +22,8 @@ from triton_repo.check.text import PLACEHOLDER, line_of
 FILE = "model.yaml"
 # Up to here the list of arguments is complete, and LLM refuses others.
 _LISTED = (1, 2, 99)
+# Settings of one mapping that are looked at: LLM takes some 100.
+_MOST = 256
 
 
 def check_llmapi(
@@ -66,13 +67,13 @@ def check_llmapi(
 
 def _read(path: Path, report: Report) -> dict[str, Any] | None:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = load_yaml(path, repeats=True)  # the last counts, as for the script
     except OSError as error:
         report.error("llmapi-settings", path, "", "cannot be read", why=error.strerror or str(error))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark is not None else ""
-        report.error("llmapi-settings", path, where, "is no YAML", why=str(getattr(error, "problem", None) or error))
+    except ValueError as error:
+        line = getattr(error, "line", None)
+        where = f"line {line}" if line is not None else ""
+        report.error("llmapi-settings", path, where, "is no YAML", why=str(error))
     else:
         if isinstance(value, dict):
             return value
@@ -84,6 +85,11 @@ def _check_rows(
     path: Path, text: str, prefix: str, settings: dict[Any, Any], rows: dict[str, Argument], release: Release,
     report: Report,
 ) -> None:  # fmt: skip
+    if len(settings) > _MOST:
+        report.error(
+            "llmapi-argument", path, prefix.rstrip("."), f"holds {len(settings):,} settings", "LLM takes fewer"
+        )
+        return
     for key, value in settings.items():
         name = str(key)
         where = prefix + name + line_of(text, rf"^\s*['\"]?{_escape(name)}\b")
@@ -121,7 +127,7 @@ def _check_argument(path: Path, where: str, value: Any, fact: Argument, report: 
         return
     if fact.type == "bool" and not (isinstance(value, bool) or str(value).lower() in values.TEXT_WORDS):
         told = "true or false"
-    elif fact.type == "int" and (number is None or number != int(number)):
+    elif fact.type == "int" and (number is None or not number.is_integer()):
         told = "a whole number"
     elif fact.type == "float" and number is None:
         told = "a number"

@@ -11,7 +11,7 @@ from triton_repo.check.faults import Report, did_you_mean, nearest
 from triton_repo.check.models import Model
 from triton_repo.check.release import Key, Release, release_key
 from triton_repo.check.scripts import Script
-from triton_repo.check.text import definitions
+from triton_repo.check.text import type_name
 
 LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # The C++ backend maps unsigned numbers to signed ones of the same width; early templates used them.
@@ -90,7 +90,7 @@ def _check_names(model: Model, kind: str, declared: dict[str, Any], side: dict[s
 
 def _check_form(model: Model, kind: str, tensor: Any, fact: Tensor, report: Report) -> None:
     where = model.at_tensor(kind, tensor.name)
-    declared = definitions().DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    declared = type_name(tensor.data_type).removeprefix("TYPE_")
     if declared not in fact.type and not any(declared == _ALIKE.get(one) for one in fact.type):
         report.error(
             "tensor-type",
@@ -191,9 +191,8 @@ def _check_release(model: Model, known: facts.Tensors, release: Release, report:
 
 
 def _check_logits(model: Model, report: Report) -> None:
-    name = definitions().DataType.Name
     tensors = {**model.inputs(), **model.outputs()}
-    found = {one: name(tensors[one].data_type) for one in LOGITS if one in tensors}
+    found = {one: type_name(tensors[one].data_type) for one in LOGITS if one in tensors}
     found = {one: word for one, word in found.items() if not report.blames(model.name, one)}
     if len(set(found.values())) > 1:
         told = " and ".join(f"{one} is {word}" for one, word in found.items())

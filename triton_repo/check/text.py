@@ -9,9 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from engines.json_input import read_bounded
 from triton_repo.check.faults import Report, did_you_mean, nearest
 
 PLACEHOLDER = re.compile(r"\$\{[^}\s\"]*\}?")
+# NVIDIA's largest has 30 kB.
+MAX_BYTES = 1 << 20
+MAX_SEARCHED = 1 << 16
+# Protobuf's parser takes quadratic time for a row of them.
+MAX_BACKSLASHES = 1000
 # How many placeholders one message names.
 NAMED = 4
 _QUOTED = re.compile(r"\b(key|name|value|model_name)\s*:\s*\"([^\"]*)\"")
@@ -20,12 +26,23 @@ _PARAMETER = re.compile(
 )
 
 
+def read_text(path: Path) -> str:
+    """A config.pbtxt within limits. Raises OSError, or ValueError saying what is wrong with it."""
+    text = read_bounded(path, MAX_BYTES).decode("utf-8")
+    if "\\" * MAX_BACKSLASHES in text:
+        raise ValueError(f"it has {MAX_BACKSLASHES:,} backslashes in a row")
+    return text
+
+
 def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     """(the file's text, its ModelConfig); None, with a fault, when Triton could not read it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError as error:
         report.error("config-unreadable", path, "", "is not UTF-8", why=str(error))
+        return "", None
+    except ValueError as error:
+        report.error("config-unreadable", path, "", "cannot be read", why=str(error))
         return "", None
     except OSError as error:
         report.error("config-unreadable", path, "", "cannot be read", why=error.strerror or str(error))
@@ -88,6 +105,12 @@ def definitions() -> Any:
     return model_config_pb2
 
 
+def type_name(value: int) -> str:
+    """What Triton calls a tensor's type; its number where that is none of them, which protobuf lets pass."""
+    types = definitions().DataType
+    return str(types.Name(value)) if value in types.values() else str(value)
+
+
 def line_of_word(text: str, field: str, word: str) -> str:
     """`, line N` of the first `field: "word"`; empty when there is none."""
     number = _words(text).get((field, word))
@@ -105,7 +128,10 @@ def _words(text: str) -> dict[tuple[str, str], int]:
 
 
 def line_of(text: str, pattern: str) -> str:
-    """`, line N` of the first line of code that matches; empty when none does."""
+    """`, line N` of the first line of code that matches; empty when none does, and for a text that is too long to be
+    searched again for each fault."""
+    if len(text) > MAX_SEARCHED:
+        return ""
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.lstrip().startswith("#") and re.search(pattern, line):
             return f", line {number}"

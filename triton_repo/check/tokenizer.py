@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import filecmp
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.json_input import MAX_BYTES, parse_json, read_bounded
 from triton_repo.check.faults import Report
 from triton_repo.check.models import Model
 from triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
@@ -117,7 +117,7 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, MAX_BYTES)
         if not data.strip():
             report.warning("tokenizer-damaged", path, "", "is empty", remedy="copy the model's tokenizer again")
             return {}
@@ -126,8 +126,8 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
                 "tokenizer-damaged", path, "", "is a Git LFS pointer, not the file", remedy="fetch it with git lfs pull"
             )
             return {}
-        value = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except (OSError, ValueError) as error:
         report.error(
             "tokenizer-damaged", path, "", "is not JSON", why=str(error), remedy="copy the model's tokenizer again"
         )
@@ -170,8 +170,5 @@ def _differ(left: Path, right: Path) -> bool:
     """By the first file that both have; two folders may hold one tokenizer in different forms."""
     for name in FILES:
         if (left / name).is_file() and (right / name).is_file():
-            return (
-                hashlib.sha256((left / name).read_bytes()).digest()
-                != hashlib.sha256((right / name).read_bytes()).digest()
-            )
+            return not filecmp.cmp(left / name, right / name, shallow=False)
     return False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from engines.errors import HostError
+from engines.process import python_command
 from pipeline.bench.known.clock import Timing
 from pipeline.bench.known.script import Truth
 
-MODULE = ("-m", "pipeline.bench.known_server")
+MODULE = "pipeline.bench.known_server"
 
 
 class KnownProcess:
@@ -26,7 +26,7 @@ class KnownProcess:
     @classmethod
     def start(cls, timing: Timing, truth: Path, *, cpu: int | None = None) -> KnownProcess:
         """Start it on free ports of 127.0.0.1 and wait until it listens; `truth` is a file to be. Raises HostError."""
-        command = [sys.executable, *MODULE, "--truth", str(truth)]
+        command = [*python_command(MODULE), "--truth", str(truth)]
         command += ["--ttft-ms", repr(timing.ttft_s * 1e3), "--itl-ms", repr(timing.itl_s * 1e3)]
         command += [
             "--tokens-per-response",
@@ -60,4 +60,4 @@ class KnownProcess:
 def _failure(how: str, process: subprocess.Popen[str]) -> HostError:
     _, words = process.communicate()
     last = words.strip().rpartition("\n")[2]
-    return HostError(f"the server of known timing {how}", why=last, remedy=f"run it: python {' '.join(MODULE)}")
+    return HostError(f"the server of known timing {how}", why=last, remedy=f"run it: python -m {MODULE}")

@@ -11,6 +11,7 @@ waiting request at once and started again.
 import contextlib
 import itertools
 import json
+import os
 import queue
 import threading
 import time
@@ -19,12 +20,15 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from trtpipe_engine import Engine
+from trtpipe_in_flight import InFlight
 
 # Sending a response waits about 0.1 ms for the server: several threads, one per request at a time, send together.
 SENDERS = 4
-# An engine that dies this often within this time is broken, not unlucky.
-MAX_RESTARTS, RESTART_WINDOW_SECONDS = 3, 60.0
+# An engine that dies this often in a row without an answer is broken, not unlucky.
+MAX_RESTARTS = 3
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Parameter of a request that tensorrt_llm_bls, a script, has made.
+SCRIPT = "trtpipe_script"
 RESTARTING = "the engine process is being started again; try again in a moment"
 
 # Inputs that change the answer and that the reference runtime has no code for: refused, never ignored.
@@ -69,13 +73,14 @@ class TritonPythonModel:
         self.max_queue_size = int(policy.get("max_queue_size", 0))
         self.engine = _engine(parameters, args["model_repository"], self.max_queue_size)
         self.metrics = _Metrics(args["model_name"], args["model_version"])
+        self.in_flight = InFlight(args["model_name"])
         self.numbers = itertools.count()
         self.lock = threading.Lock()
         self.sequences = {}  # engine's number -> _Sequence
         self.senders = [_Sender() for _ in range(SENDERS)]
         self.closing = threading.Event()
-        self.restarts = []
-        self.absent = RESTARTING  # why the engine cannot be reached
+        self.fruitless = 0  # engines that died without an answer since the last one
+        self.absent = RESTARTING  # what is said while the engine cannot be reached
         self.engine.start()
         self.receiver = threading.Thread(target=self._receive, daemon=True)
         self.receiver.start()
@@ -102,6 +107,7 @@ class TritonPythonModel:
         self.receiver.join()
         # While the server still listens: metrics that outlive it end the stub with a crash.
         self.metrics = None
+        self.in_flight.close()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -133,6 +139,7 @@ class TritonPythonModel:
                 message["id"], message["request_id"] = next(self.numbers), answer.request_id
                 sequence = _Sequence(answer, row, copy, message["prompt"])
                 submissions.append((message, blob, sequence))
+        answer.begin()
         with self.lock:
             for message, _, sequence in submissions:
                 self.sequences[message["id"]] = sequence
@@ -171,11 +178,14 @@ class TritonPythonModel:
         while not self.closing.is_set():
             received = self.engine.connection.receive()
             if received is None:
-                if self.closing.is_set() or not self._engine_died():
+                if self.closing.is_set():
                     return
+                self._engine_died()
                 continue
             message, blob = received
             if message["type"] == "step":
+                if message["tokens"] or message["outputs"]:
+                    self.fruitless = 0
                 for number, tokens, reused, allocated in message["tokens"]:
                     counts = {"reused_blocks": reused, "allocated_blocks": allocated}
                     self._deliver({"id": number, "tokens": tokens, "finish": None, **counts}, blob)
@@ -218,27 +228,29 @@ class TritonPythonModel:
         return self.senders[sequence.answer.serial % SENDERS]
 
     def _engine_died(self):
-        """Report to all who wait, then start again. False when it dies too often."""
+        """Report to all who wait, then start again, or end this process when that is of no use."""
         reason = self.engine.obituary()
         with self.lock:
             waiting, self.sequences = list(self.sequences.values()), {}
         for sequence in waiting:
             self._sender(sequence).put(sequence.answer.fail, reason, pb_utils.TritonError.UNAVAILABLE)
-        now = time.monotonic()
-        self.restarts = [at for at in self.restarts if now - at < RESTART_WINDOW_SECONDS] + [now]
-        if len(self.restarts) > MAX_RESTARTS:
-            died = f"it died {len(self.restarts)} times within {RESTART_WINDOW_SECONDS:.0f} s"
-            self.absent = f"{reason}; {died} and is not started again: unload and load the model"
-            pb_utils.Logger.log_error(self.absent)
-            return False
+        self.fruitless += 1
+        if self.fruitless > MAX_RESTARTS:
+            self._leave(f"{reason}; it died {self.fruitless} times without an answer and is not started again")
         pb_utils.Logger.log_error(f"{reason}; starting it again")
         try:
             self.engine.start()
         except pb_utils.TritonModelException as error:
-            self.absent = str(error)
-            pb_utils.Logger.log_error(self.absent)
-            return False
-        return True
+            self._leave(str(error))
+
+    def _leave(self, reason):
+        """End this process once everybody has been told. The watchdog of `trtpipe serve` then takes the model out of
+        service and loads it again; as long as this process lives Triton calls the model ready."""
+        self.absent = reason
+        pb_utils.Logger.log_error(reason)
+        for sender in self.senders:
+            sender.close()
+        os._exit(1)
 
 
 class _Refused(Exception):
@@ -254,14 +266,20 @@ class _Sender:
 
     def __init__(self):
         self.queue = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def put(self, call, *args):
         self.queue.put((call, args))
 
+    def close(self):
+        """Send what has been put; not for long, since a client of Triton's may take nothing any more."""
+        self.queue.put(None)
+        self.thread.join(timeout=2.0)
+
     def _run(self):
-        while True:
-            call, args = self.queue.get()
+        while (item := self.queue.get()) is not None:
+            call, args = item
             try:
                 call(*args)
             except Exception as error:  # a client that went away must not end the thread
@@ -295,9 +313,14 @@ class _Answer:
         }
         self.rows, self.copies = rows, copies
         self.running = rows * copies
+        self.in_script = bool(json.loads(request.parameters()).get(SCRIPT))
+        self.in_flight = model.in_flight
         self.lock = threading.Lock()
         self.closed = False
         self.begun = False  # a response has been sent
+
+    def begin(self):
+        self.in_flight.add(1, self.in_script)
 
     def send(self, tensors, finished):
         if finished:
@@ -309,7 +332,10 @@ class _Answer:
         with self.lock:
             if not self.closed:
                 self.closed = True
-                _fail(self.sender, reason, code, begun=self.begun)
+                try:
+                    _fail(self.sender, reason, code, separate_final=self.in_script and self.begun)
+                finally:
+                    self.in_flight.add(-1, self.in_script)
 
     def is_cancelled(self):
         """Whether the client has gone away. After the final response nobody may ask: the server would crash."""
@@ -320,7 +346,11 @@ class _Answer:
         with self.lock:
             if not self.closed:
                 self.closed, self.begun = final, True
-                self.sender.send(response, flags=FINAL if final else 0)
+                try:
+                    self.sender.send(response, flags=FINAL if final else 0)
+                finally:
+                    if final:
+                        self.in_flight.add(-1, self.in_script)
 
 
 class _Sequence:
@@ -553,11 +583,17 @@ def _select(wanted, tensors):
     return [pb_utils.Tensor(name, array) for name, array in tensors.items() if name in wanted]
 
 
-def _fail(sender, reason, code, begun=False):
+def _fail(sender, reason, code, separate_final=False):
+    """Tell a client that its request has failed.
+
+    The error carries the final flag. After an error Triton's gRPC server frees the state of a stream that asked for
+    gRPC statuses (`triton_grpc_error`, as the gateway does): one more response of that request crashes the server.
+    Only a script that has had a response needs the flag separately: Triton 2.51 gives it no error in mid-stream (an
+    error is written without the id of its request, in infer_response.cc of python_backend), and it would wait for ever.
+    """
     failure = pb_utils.InferenceResponse(error=pb_utils.TritonError(reason, code))
-    if begun:
-        # A script in the middle of a stream is not given an error that comes with the final flag, and waits on.
+    if separate_final:
         sender.send(failure)
         sender.send(flags=FINAL)
-    else:  # in two parts it would leave an ensemble's request unreleased
+    else:
         sender.send(failure, flags=FINAL)

@@ -26,8 +26,6 @@ class Engine:
     def __init__(self, path, options):
         launch = json.loads((HERE / "engine.json").read_text(encoding="utf-8"))
         self.environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
-        if launch["python_path"]:
-            self.environment["PYTHONPATH"] = launch["python_path"]
         if launch["library_path"]:
             self.environment["LD_LIBRARY_PATH"] = launch["library_path"]
         server = os.getppid()

@@ -161,6 +161,7 @@ class TritonPythonModel:
             request_id=call.engine_id,
             requested_output_names=["output_ids", "sequence_length", "sequence_index", *wanted],
             inputs=engine_inputs,
+            parameters={"trtpipe_script": True},
         )
 
     def _response(self, call, response, piece):

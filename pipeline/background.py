@@ -1,0 +1,48 @@
+"""Going on in the background: a command that returns once its work is under way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+Ready = Callable[[Path], None]
+
+
+def run(work: Callable[[Ready], None]) -> int | None:
+    """Call `work(ready)` in a child process. Returns None in the child, when `work` has returned; in this process 0 as
+    soon as the child has called `ready(log)`, or the exit status of a child that ended before.
+
+    Until `ready` the child shares the terminal and its Ctrl-C; from then on it has a session of its own, and what it
+    says is appended to `log`.
+    """
+    told, tell = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        os.close(told)
+        work(lambda log: _leave(log, tell))
+        return None
+    os.close(tell)
+    try:
+        with os.fdopen(told, "rb") as pipe:
+            ready = pipe.read()
+    except KeyboardInterrupt:
+        os.waitpid(child, 0)  # it got the Ctrl-C as well, and ends what it has started
+        raise
+    return 0 if ready else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _leave(log: Path, tell: int) -> None:
+    """Leave the terminal, then let the parent return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.setsid()
+    for stream, path, mode in ((0, os.devnull, os.O_RDONLY), (1, log, os.O_WRONLY), (2, log, os.O_WRONLY)):
+        descriptor = os.open(path, mode | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    os.write(tell, b"ready")
+    os.close(tell)

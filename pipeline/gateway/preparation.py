@@ -1,0 +1,105 @@
+"""Preparation of a request: its options and its prompts as token ids, all checked."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from pipeline.gateway.failure import Failure, wrong
+from pipeline.gateway.options import GatewayOptions, ServedModel
+from pipeline.gateway.requests import ChatOptions, ChatRequest, CompletionOptions, CompletionRequest, parse, quoted
+from pipeline.gateway.text import Text
+
+KINDS: dict[str, tuple[type[ChatRequest | CompletionRequest], type[ChatOptions | CompletionOptions]]] = {
+    "chat": (ChatRequest, ChatOptions),
+    "completions": (CompletionRequest, CompletionOptions),
+}
+# OpenAI's default for text completions.
+COMPLETION_TOKENS = 16
+# What the engine counts tokens in, where the model's own limit is not known.
+INT32_MAX = 2**31 - 1
+
+
+def no_model(name: str, options: GatewayOptions) -> Failure:
+    served = ", ".join(model.name for model in options.models)
+    what = f"model '{quoted(name)}' does not exist; served: {served}"
+    return Failure(404, what, param="model", code="model_not_found")
+
+
+class Preparation:
+    """Prepares requests for the models of `options`."""
+
+    def __init__(self, options: GatewayOptions, texts: dict[str, Text]) -> None:
+        self._options = options
+        self._texts = texts
+        for text in texts.values():
+            text.longest_token  # noqa: B018  # found once, before processes are forked
+
+    def prepare(self, endpoint: str, body: bytes, *, expected: str) -> tuple[dict[str, Any], bytes]:
+        """A reply of a prompt process to a request of the model `expected`. Raises Failure.
+
+        What is cheap to check is checked before anything is tokenised.
+        """
+        kind, kept = KINDS[endpoint]
+        asked = parse(body, kind)
+        served = next((model for model in self._options.models if model.name == asked.model), None)
+        if served is None:
+            raise no_model(asked.model, self._options)
+        if served.name != expected:
+            return {"model": served.name}, b""
+        prompts = self._prompts(asked, served)
+        told = {
+            "options": asked.model_dump(include=set(kept.model_fields), exclude_unset=True),
+            "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
+            "lengths": [len(prompt) for prompt in prompts],
+        }
+        return told, b"".join(array("i", prompt).tobytes() for prompt in prompts)
+
+    def _prompts(self, asked: ChatRequest | CompletionRequest, served: ServedModel) -> list[list[int]]:
+        most = self._options.max_choices
+        text = self._texts[served.name]
+        given = asked.prompts(most) if isinstance(asked, CompletionRequest) else [""]
+        answers = len(given) * (asked.n or 1)
+        if answers > most:
+            raise wrong(f"at most {most} answers a request, not {answers}", "n")
+        if isinstance(asked, ChatRequest):
+            rendered = text.render([one.plain() for one in asked.messages])
+            # The template writes the special tokens itself.
+            return [self._tokens(text, served, rendered, "messages", special=False)]
+        prompts = []
+        for one in given:
+            if isinstance(one, str):
+                special = not (text.bos and one.startswith(text.bos))
+                prompts.append(self._tokens(text, served, one, "prompt", special=special))
+            else:
+                if not all(0 <= token < text.vocab_size for token in one):
+                    raise wrong(f"'prompt' holds ids outside of 0 to {text.vocab_size - 1}", "prompt")
+                prompts.append(one)
+        return prompts
+
+    def _tokens(self, text: Text, served: ServedModel, characters: str, param: str, *, special: bool) -> list[int]:
+        most = served.max_input_len or served.max_seq_len
+        if most is not None and len(characters) > most * text.longest_token:
+            long = f"the prompt has {len(characters)} characters, which cannot be {most} tokens or less"
+            raise wrong(f"{long}; this model takes {most}", param, "context_length_exceeded")
+        return text.encode(characters, special=special)
+
+    def _max_tokens(self, asked: ChatRequest | CompletionRequest, served: ServedModel, lengths: list[int]) -> int:
+        """How many tokens each answer may have. Raises Failure when prompt and answer do not fit the engine."""
+        chat = isinstance(asked, ChatRequest)
+        param, code = "messages" if chat else "prompt", "context_length_exceeded"
+        longest = max(lengths)
+        if min(lengths) == 0:
+            raise wrong("the prompt is empty", param)
+        if served.max_input_len is not None and longest > served.max_input_len:
+            raise wrong(f"the prompt has {longest} tokens; this model takes {served.max_input_len}", param, code)
+        wished = asked.limit()
+        most = served.max_seq_len or INT32_MAX
+        if longest + (wished or 1) > most:
+            sides = f"the prompt has {longest} tokens and max_tokens is {wished or 1}"
+            raise wrong(f"{sides}; this model takes {most} together", param, code)
+        if wished is not None:
+            return wished
+        if served.max_seq_len is None:
+            return self._options.default_max_tokens if chat else COMPLETION_TOKENS
+        return most - longest if chat else min(COMPLETION_TOKENS, most - longest)

@@ -1,0 +1,138 @@
+"""Process that makes requests into prompts: parses and checks them, applies the chat template, tokenises.
+
+`python -m pipeline.gateway.prompt_process OPTIONS DESCRIPTOR` loads the tokenizer of every model, and forks a prompt
+process for each socket that it is sent over DESCRIPTOR, with SMALL or LARGE. A prompt process does the jobs that come
+over its socket, one after another, until the socket is closed.
+
+A chat template is a program that came with the model. Jinja's sandbox keeps it from the machine, but bounds neither
+its time nor its memory; nor can a thread that parses or tokenises be stopped. The kernel can end a process.
+
+A job and its reply are two lengths, a JSON object and bytes:
+  job    {"endpoint", "model"}, the body of the request
+  reply  {"options", "max_tokens", "lengths"}, the token ids of the prompts as INT32
+         {"failure": {"status", "message", "param", "code"}}
+         {"model"}, where the request is for another model than the job says
+         {"fault": true}, of which the log says more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2.sandbox  # noqa: F401  # here, and not in every process that is forked
+
+from engines.json_input import parse_json
+from pipeline.gateway.failure import Failure
+from pipeline.gateway.options import GatewayOptions
+from pipeline.gateway.preparation import Preparation
+from pipeline.gateway.text import Text
+
+LENGTHS = struct.Struct("<II")
+SMALL, LARGE = b"\0", b"\1"
+# Processor time of a job with a small body and with a large one.
+SECONDS = {SMALL: 1.0, LARGE: 10.0}
+# Beyond what the tokenizers take. A text of 4 MB takes half of it, or all where each of its characters is a token.
+MEMORY_BYTES = 1 << 30
+
+
+def main(options: GatewayOptions, control: socket.socket) -> None:
+    """Fork a prompt process for every socket that comes over `control`, until the gateway has ended."""
+    texts = {model.name: Text(model.tokenizer) for model in options.models}
+    preparation = Preparation(options, texts)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for text in texts.values():
+        # Once here instead of in every process; but a template can be made to take all memory when it is compiled.
+        if text.apply_template is not None and _ends_well(text.apply_template.compile):
+            text.apply_template.compile()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
+    control.sendall(b"\0")  # ready
+    while True:
+        size, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:
+            return
+        jobs = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            control.close()
+            if size == LARGE:
+                os.nice(10)  # small requests, and answers, come first
+            # The gateway closes its end, or has ended.
+            with contextlib.suppress(ConnectionError):
+                _work(jobs, preparation, SECONDS[size])
+            os._exit(0)
+        jobs.close()
+
+
+def _ends_well(work: Callable[[], None]) -> bool:
+    """Try `work` in a process with the limits of a small job."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            _limit_memory()
+            _limit_time(SECONDS[SMALL])
+            work()
+            status = 0
+        os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    memory = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+
+
+def _limit_time(seconds: float) -> None:
+    """Have the kernel end this process after so much more processor time; 0 takes the limit away."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _work(jobs: socket.socket, preparation: Preparation, seconds: float) -> None:
+    _limit_memory()
+    while True:
+        sizes = LENGTHS.unpack(_receive(jobs, LENGTHS.size))
+        job, body = parse_json(_receive(jobs, sizes[0])), _receive(jobs, sizes[1])
+        _limit_time(seconds)
+        told, ids = _reply(job, body, preparation)
+        _limit_time(0)
+        head = json.dumps(told).encode()
+        jobs.sendall(LENGTHS.pack(len(head), len(ids)) + head + ids)
+
+
+def _receive(jobs: socket.socket, size: int) -> bytes:
+    """Raises ConnectionError when the other end is closed."""
+    data = bytearray()
+    while len(data) < size:
+        piece = jobs.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError
+        data += piece
+    return bytes(data)
+
+
+def _reply(job: dict[str, Any], body: bytes, preparation: Preparation) -> tuple[dict[str, Any], bytes]:
+    try:
+        prepared = preparation.prepare(job["endpoint"], body, expected=job["model"])
+    except Failure as failure:
+        return {"failure": {name: getattr(failure, name) for name in ("status", "message", "param", "code")}}, b""
+    except MemoryError:
+        os._exit(1)  # the tokenizer ends the process as well when there is no more memory
+    except Exception:
+        traceback.print_exc()
+        return {"fault": True}, b""
+    return prepared
+
+
+if __name__ == "__main__":
+    main(GatewayOptions.from_json(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

@@ -1,0 +1,236 @@
+"""Prompts of requests, made in prompt processes: the gateway's side.
+
+Every model has one prompt process for small requests, and each large request gets a process of its own. So neither a
+large request nor one whose template does not end keeps another model's, or a small one's, waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from engines.json_input import parse_json
+from pipeline.gateway.access import KEYS_VARIABLE
+from pipeline.gateway.failure import Failure, wrong
+from pipeline.gateway.options import GatewayOptions
+from pipeline.gateway.preparation import KINDS
+from pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
+from pipeline.gateway.requests import ChatOptions, CompletionOptions
+
+# A text of this size is tokenised in some 10 ms, which is what a process of its own costs.
+SMALL_BYTES = 16 << 10
+# Large requests of one model: prepared together, and waiting with their bodies in memory.
+LARGE_TOGETHER, LARGE_WAITING = 2, 16
+STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be answered: at most `max_tokens` to each of `prompts`, which are token ids."""
+
+    options: ChatOptions | CompletionOptions
+    prompts: list[array[int]]
+    max_tokens: int
+
+
+class ForkServer:
+    """The process that loads the tokenizers once and forks prompt processes. Used by one event loop at a time."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loaded = False
+
+    def start(self) -> None:
+        """Start it, or do nothing where it runs."""
+        if self.running:
+            return
+        self.stop()
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "pipeline.gateway.prompt_process",
+                    self._options.to_json(),
+                    str(theirs.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # Threads do not survive a fork.
+                env={
+                    **{name: value for name, value in os.environ.items() if name != KEYS_VARIABLE},
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+            )
+
+    async def ready(self) -> None:
+        """Return when it has loaded the tokenizers."""
+        self.start()
+        assert self._control is not None
+        if not self._loaded and not await asyncio.get_running_loop().sock_recv(self._control, 1):
+            raise RuntimeError("the process that makes prompts has ended; the log says why")
+        self._loaded = True
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def fork(self, size: bytes) -> socket.socket:
+        """The socket of a new prompt process, for SMALL or LARGE requests. Raises Failure 503."""
+        try:
+            self.start()
+            assert self._control is not None
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            with contextlib.ExitStack() as unsent:
+                unsent.callback(ours.close)
+                with theirs:
+                    socket.send_fds(self._control, [size], [theirs.fileno()])
+                unsent.pop_all()
+        except OSError as error:
+            raise _unavailable(error.strerror or str(error)) from None
+        return ours
+
+    def stop(self) -> None:
+        """End it; prompt processes end when their sockets are closed."""
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+            self._process.kill()
+            self._process.wait()
+        self._control = self._process = None
+        self._loaded = False
+
+
+class Prompts:
+    """Prepares requests for the models of `options`."""
+
+    def __init__(self, options: GatewayOptions, forks: ForkServer) -> None:
+        self._lanes = {model.name: _Lane(forks) for model in options.models}
+
+    async def prepare(self, endpoint: str, body: bytearray) -> Prepared:
+        """Raises Failure for a request that cannot be answered."""
+        model = self._guess(body)
+        head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
+        if "model" in head:  # the guess was wrong
+            model = head["model"]
+            head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
+        prompts, start = [], 0
+        for length in head["lengths"]:
+            prompts.append(array("i", ids[start : start + 4 * length]))
+            start += 4 * length
+        _, kept = KINDS[endpoint]
+        return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
+
+    def _guess(self, body: bytearray) -> str:
+        """The model that a request is most likely for: only its prompt process reads the body."""
+        *others, last = self._lanes
+        return next((name for name in others if json.dumps(name).encode() in body), last)
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class _Lane:
+    """The prompt processes of one model."""
+
+    def __init__(self, forks: ForkServer) -> None:
+        self._forks = forks
+        self._small: socket.socket | None = None
+        self._turn = asyncio.Lock()
+        self._large = asyncio.Semaphore(LARGE_TOGETHER)
+        self._waiting = 0
+
+    async def ask(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
+        """The reply to a job. Raises Failure."""
+        if len(body) <= SMALL_BYTES:
+            async with self._turn:
+                reply, ids = await self._ask_small(job, body)
+        else:
+            reply, ids = await self._ask_large(job, body)
+        if "failure" in reply:
+            raise Failure(**reply["failure"])
+        if "fault" in reply:
+            raise RuntimeError("a prompt process failed; the log says why")
+        return reply, ids
+
+    async def _ask_large(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
+        if self._waiting >= LARGE_WAITING:
+            raise Failure(429, "too many large requests are waiting", code="overloaded", retry_after=1)
+        self._waiting += 1
+        try:
+            async with self._large:
+                with self._forks.fork(LARGE) as process:
+                    return await _exchange(process, job, body)
+        except (OSError, EOFError):
+            raise self._ended(LARGE) from None
+        finally:
+            self._waiting -= 1
+
+    async def _ask_small(self, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
+        used = self._small is not None
+        if self._small is None:
+            self._small = self._forks.fork(SMALL)
+        try:
+            return await _exchange(self._small, job, body)
+        except (OSError, EOFError):
+            self.close()
+            if used:  # it may have ended before this job: a new one tells
+                return await self._ask_small(job, body)
+            raise self._ended(SMALL) from None
+        except BaseException:
+            self.close()  # what is left of this reply would be taken for the next one
+            raise
+
+    def close(self) -> None:
+        if self._small is not None:
+            self._small.close()
+            self._small = None
+
+    def _ended(self, size: bytes) -> Failure:
+        """Why a prompt process has ended during a job."""
+        if not self._forks.running:
+            return _unavailable("it has ended, and is started again")
+        limits = f"{SECONDS[size]:g} s of processor time or {MEMORY_BYTES >> 20} MB of memory"
+        return wrong(f"the prompt of this request takes more than {limits} to make", code="prompt_too_costly")
+
+
+def _unavailable(why: str) -> Failure:
+    return Failure(503, f"the process that makes prompts is not available: {why}", code="overloaded", retry_after=1)
+
+
+async def _exchange(process: socket.socket, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
+    """Raises OSError or EOFError when the process has ended."""
+    head = json.dumps(job).encode()
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(process, LENGTHS.pack(len(head), len(body)) + head)
+    await loop.sock_sendall(process, body)
+    sizes = LENGTHS.unpack(await _receive(process, LENGTHS.size))
+    reply = parse_json(await _receive(process, sizes[0]))
+    return reply, await _receive(process, sizes[1])
+
+
+async def _receive(process: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = await asyncio.get_running_loop().sock_recv(process, min(size - len(data), 1 << 18))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)

@@ -1,0 +1,67 @@
+"""HTTP server of one gateway worker: uvicorn with the gateway's own limits on connections."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from pipeline.gateway.connections import MOST_CONNECTIONS, Connection, Connections
+
+# Running answers have this long to end once the worker is told to stop.
+GRACE_SECONDS = 5
+HANDSHAKE_SECONDS = 10.0
+
+
+def most_connections() -> int:
+    """Raise the limit of open files as far as this user may, and return how many connections fit below it.
+
+    A quarter is left for connections that are being closed, and for Triton.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, most * 3 // 4)
+
+
+class Server(uvicorn.Server):
+    """Serves `app` to `connections`, and calls `ready` when it listens."""
+
+    def __init__(
+        self, app: Any, connections: Connections, ready: Callable[[], None] = lambda: None, **options: Any
+    ) -> None:
+        """`options` are uvicorn's. Raises OSError for a certificate that cannot be read."""
+        config = uvicorn.Config(
+            app,
+            log_level="error",  # a warning for each wrong request would let anybody fill the disk
+            access_log=False,  # a path may hold what a user typed
+            server_header=False,
+            proxy_headers=False,
+            lifespan="on",
+            ws="none",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            **options,
+        )
+        config.load()
+        super().__init__(config)
+        self._connections = connections
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        # Not by uvicorn, which gives a TLS handshake a minute and knows one class of connections for all servers.
+        loop = asyncio.get_running_loop()
+        for listening in sockets or []:
+            self.servers.append(
+                await loop.create_server(
+                    lambda: Connection(self.config, self.server_state, self.lifespan.state, self._connections),
+                    sock=listening,
+                    ssl=self.config.ssl,
+                    ssl_handshake_timeout=HANDSHAKE_SECONDS if self.config.ssl else None,
+                    backlog=self.config.backlog,
+                )
+            )
+        self._ready()

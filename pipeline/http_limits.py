@@ -1,0 +1,148 @@
+"""HTTP client with limits of time, size and redirects, for servers that may be hostile or broken."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import httpcore
+import httpx
+
+# From one read or write to the next.
+STALL_SECONDS = 60.0
+# From the end of a request to the end of its answer's head; and of the body, where the answer is a small one.
+ANSWER_SECONDS = 60.0
+# A body that is streamed has ANSWER_SECONDS and a second for each of so many bytes.
+SLOWEST = 10_000
+CONNECT_SECONDS = 10.0
+# A small answer: a manifest, an index, a list, a token. Registries bound manifests to 4 MiB.
+MAX_ANSWER_BYTES = 8 << 20
+MAX_REDIRECTS = 5
+
+
+class AnswerRefused(httpx.TransportError):
+    """An answer that breaks a limit. Asking again is of no use."""
+
+
+class LimitedClient(httpx.Client):
+    """httpx's client, and errors in place of answers that come too slowly, are too large, or lead elsewhere.
+
+    An answer that is not streamed is whole within ANSWER_SECONDS and MAX_ANSWER_BYTES, and so are those to refusals and
+    redirects. Nothing is decompressed. Redirects are bounded; httpx drops `Authorization` where they leave the host.
+
+    https  whether plain http is refused, also in redirects
+    """
+
+    def __init__(self, *, https: bool) -> None:
+        super().__init__(
+            timeout=httpx.Timeout(STALL_SECONDS, connect=CONNECT_SECONDS),
+            headers={"Accept-Encoding": "identity"},
+            follow_redirects=True,
+            max_redirects=MAX_REDIRECTS,
+            event_hooks={"request": [self.check_request], "response": [self.check_response]},
+        )
+        self._https = https
+        for transport in (self._transport, *self._mounts.values()):
+            if isinstance(transport, httpx.HTTPTransport):
+                # httpx has no parameter for it, and its own time limits are of single reads.
+                transport._pool._network_backend = _Backend()
+
+    def send(self, request: httpx.Request, *, stream: bool = False, **named: Any) -> httpx.Response:
+        request.extensions = {**request.extensions, "trtpipe.stream": stream}
+        return super().send(request, stream=stream, **named)
+
+    def check_request(self, request: httpx.Request) -> None:
+        """Called for every request, redirected ones too. Raises httpx.TransportError."""
+        if self._https and request.url.scheme != "https":
+            raise AnswerRefused(f"it redirects from https to {request.url.scheme}://{request.url.host}")
+
+    def check_response(self, response: httpx.Response) -> None:
+        """Called for every head that has come, before anything of the body. Raises httpx.TransportError."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding != "identity" and response.request.method != "HEAD":
+            raise AnswerRefused(f"its answer is compressed ({encoding[:20]}), which was not asked for")
+        streamed = response.request.extensions["trtpipe.stream"] and response.status_code in (200, 206)
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        network = response.extensions.get("network_stream") if streamed else None
+        response.stream = _Body(response.stream, None if streamed else MAX_ANSWER_BYTES, network)
+
+
+class _Body(httpx.SyncByteStream):
+    """A body that is cut off after `limit` bytes, or whose bytes lengthen the time that the connection has."""
+
+    def __init__(self, inner: httpx.SyncByteStream, limit: int | None, network: Any) -> None:
+        self._inner = inner
+        self._limit = limit
+        self._network = network
+
+    def __iter__(self) -> Iterator[bytes]:
+        size = 0
+        for part in self._inner:
+            size += len(part)
+            if self._limit is not None and size > self._limit:
+                raise AnswerRefused(f"its answer has more than {self._limit:,} bytes")
+            if isinstance(self._network, _Stream):
+                self._network.lengthen(len(part) / SLOWEST)
+            yield part
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Stream(httpcore.NetworkStream):
+    """A connection on which an answer has ANSWER_SECONDS, counted from the first read after a write."""
+
+    def __init__(self, inner: httpcore.NetworkStream) -> None:
+        self._inner = inner
+        self._end: float | None = None
+
+    def lengthen(self, seconds: float) -> None:
+        assert self._end is not None
+        self._end += seconds
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + ANSWER_SECONDS
+        left = self._end - now
+        if left <= 0:
+            raise AnswerRefused(f"its answer takes more than {ANSWER_SECONDS:.0f} seconds")
+        stall = min(timeout or STALL_SECONDS, STALL_SECONDS)
+        try:
+            return self._inner.read(max_bytes, min(stall, left))
+        except httpcore.ReadTimeout:
+            if left < stall:
+                raise AnswerRefused(f"its answer takes more than {ANSWER_SECONDS:.0f} seconds") from None
+            raise httpcore.ReadTimeout(f"nothing came for {stall:.0f} seconds") from None
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._end = None
+        self._inner.write(buffer, min(timeout or STALL_SECONDS, STALL_SECONDS))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        return _Stream(
+            self._inner.start_tls(ssl_context, server_hostname, min(timeout or CONNECT_SECONDS, STALL_SECONDS))
+        )
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+class _Backend(httpcore.SyncBackend):
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        limit = min(timeout or CONNECT_SECONDS, STALL_SECONDS)
+        return _Stream(super().connect_tcp(host, port, limit, local_address, socket_options))

@@ -1,0 +1,77 @@
+"""Credentials that `docker login` keeps for a registry: in Docker's configuration, or with a credential helper."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from engines.errors import InputDataError
+from engines.json_input import parse_json, read_json
+
+MAX_CONFIG_BYTES = 1 << 20
+HELPER_SECONDS = 30
+# `docker login` without a host is to Docker Hub, and kept under this name.
+DOCKER_HUB = "https://index.docker.io/v1/"
+OF_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
+
+
+def credentials(host: str) -> str | None:
+    """ "user:password" in base64 for the registry `host`, which may have a port; None where nothing is kept.
+
+    Raises InputDataError for a configuration that is malformed.
+    """
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json(path, "Docker's configuration", max_bytes=MAX_CONFIG_BYTES)
+    auths, helpers = (_object(config, name, path) for name in ("auths", "credHelpers"))
+    for key, entry in auths.items():
+        if _host(key) in _names(host) and isinstance(entry, dict) and isinstance(entry.get("auth"), str):
+            kept: str = entry["auth"]
+            if kept and not re.fullmatch(r"[A-Za-z0-9+/=_-]+", kept):
+                raise InputDataError(f"{path} holds no base64 for {key}", remedy=f"run `docker login {host}`")
+            if kept:
+                return kept
+    for name in _names(host):
+        helper = helpers.get(name) or config.get("credsStore")
+        if isinstance(helper, str) and (kept_there := _ask(helper, DOCKER_HUB if host in OF_DOCKER_HUB else name)):
+            return kept_there
+    return None
+
+
+def _object(config: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise InputDataError(f"`{name}` in {path} is not an object", remedy="run `docker login` again")
+    return value
+
+
+def _host(key: str) -> str:
+    """Keys are hosts, or URLs of them."""
+    return key.partition("://")[2].partition("/")[0] if "://" in key else key.partition("/")[0]
+
+
+def _names(host: str) -> tuple[str, ...]:
+    """The names that a registry's credentials may be kept under, the nearest first."""
+    if host in OF_DOCKER_HUB:
+        return OF_DOCKER_HUB
+    name, separator, port = host.partition(":")
+    other = {"localhost": "127.0.0.1", "127.0.0.1": "localhost"}.get(name)
+    return (host,) if other is None else (host, f"{other}{separator}{port}")
+
+
+def _ask(helper: str, server: str) -> str | None:
+    """What the program docker-credential-HELPER knows of a server."""
+    try:
+        done = subprocess.run(
+            [f"docker-credential-{helper}", "get"],
+            input=server.encode(), capture_output=True, timeout=HELPER_SECONDS, check=True,
+        )  # fmt: skip
+        told = parse_json(done.stdout, max_bytes=MAX_CONFIG_BYTES)
+        return base64.b64encode(f"{told['Username']}:{told['Secret']}".encode()).decode()
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None  # as where nothing is kept: the registry says whether that is enough

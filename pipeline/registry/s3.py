@@ -1,0 +1,169 @@
+"""A registry in S3 or what speaks its protocol, laid out as `files` has it; files arrive as streams."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines.errors import HostError
+from pipeline.http_limits import ANSWER_SECONDS, SLOWEST
+from pipeline.registry.base import (
+    MAX_INDEX_BYTES,
+    MAX_PAGES,
+    MAX_TARGETS,
+    Blob,
+    Moved,
+    missing,
+    parse_index,
+    translated,
+    unknown_target,
+)
+from pipeline.registry.parts import PART, Parts
+from pipeline.registry.streams import Interrupted, another_part, continued, skip
+
+# At a time, from the far end.
+PIECE = 1 << 20
+# How often one call may be tried, by s3fs and botocore together, before it has taken too long.
+ATTEMPTS = 3
+
+
+class S3Registry:
+    """`root` is bucket/prefix in `system`, which is s3fs's."""
+
+    def __init__(self, system: Any, root: str, url: str) -> None:
+        self.url = url
+        self._system = system
+        bucket, prefix, _ = system.split_path(root.rstrip("/"))
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    @staticmethod
+    def open(url: str) -> S3Registry:
+        try:
+            import fsspec
+            import s3fs  # noqa: F401
+
+            from pipeline.registry.s3_session import settings
+        except ModuleNotFoundError as error:
+            raise HostError(
+                "s3:// is not installed", why=str(error), remedy="run `pip install trtpipe[registry]`"
+            ) from None
+        with translated(url):
+            system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, config_kwargs=settings())
+        return S3Registry(system, root, url)
+
+    def has(self, blob: Blob) -> bool:
+        with translated(self.url):
+            try:
+                return bool(self._call("head_object", Key=self._blob(blob))["ContentLength"] == blob.size)
+            except FileNotFoundError:
+                return False
+
+    def put(self, blob: Blob, path: Path, moved: Moved) -> None:
+        with translated(self.url):
+            if blob.size > PART:
+                Parts(self._call, self._blob(blob), path).upload(moved)
+            else:  # an object appears when it is whole
+                self._call("put_object", Key=self._blob(blob), Body=path.read_bytes())
+                moved(blob.size)
+
+    def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        return continued(blob, start, partial(self._open, blob), self.url)
+
+    def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
+        with translated(self.url):
+            self._call("put_object", Key=self._index(target), Body=(json.dumps(index, indent=1) + "\n").encode())
+
+    def targets(self) -> list[str]:
+        out: list[str] = []
+        prefix = f"{self._prefix}targets/"
+        more: dict[str, str] = {}
+        seen: set[str] = set()
+        while True:
+            with translated(self.url):
+                try:
+                    page = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
+                except FileNotFoundError:
+                    return []
+                names = [one["Key"].removeprefix(prefix) for one in page.get("Contents", ())]
+                out += [name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name]
+                if not page.get("IsTruncated"):
+                    return sorted(set(out))
+                token = page["NextContinuationToken"]
+            if token in seen or len(seen) == MAX_PAGES or len(out) > MAX_TARGETS:
+                raise HostError(
+                    f"{self.url} lists its targets without an end", why=f"{len(out):,} on {len(seen) + 1:,} pages"
+                )
+            seen.add(token)
+            more = {"ContinuationToken": token}
+
+    def index(self, target: str) -> Any:
+        with translated(self.url):
+            try:
+                answer = self._call("get_object", Key=self._index(target))
+            except FileNotFoundError:
+                raise unknown_target(target, self) from None
+        text = bytearray()
+        with self._closing(answer["Body"]) as body:
+            while len(text) <= MAX_INDEX_BYTES and (piece := self._piece(body)):
+                text += piece
+        return parse_index(bytes(text), target, self)
+
+    def _open(self, blob: Blob, position: int) -> Generator[bytes, None, None]:
+        with translated(self.url):
+            try:
+                answer = self._call("get_object", Key=self._blob(blob), Range=f"bytes={position}-{blob.size - 1}")
+            except FileNotFoundError:
+                raise missing(blob, self) from None
+            part = answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        with self._closing(answer["Body"]) as body:
+            if part and not str(answer.get("ContentRange")).startswith(f"bytes {position}-"):
+                raise another_part(self.url)
+            yield from skip(iter(partial(self._piece, body), b""), 0 if part else position)
+
+    @contextlib.contextmanager
+    def _closing(self, body: Any) -> Iterator[Any]:
+        from fsspec.asyn import sync
+
+        try:
+            yield body
+        finally:
+            sync(self._system.loop, _close, body)
+
+    def _piece(self, body: Any) -> bytes:
+        """The next PIECE of an object, for which there is as long as SLOWEST takes; nothing at its end."""
+        from fsspec.asyn import sync
+
+        try:
+            data: bytes = sync(self._system.loop, _read, body, timeout=ANSWER_SECONDS + PIECE / SLOWEST)
+        except Exception as error:  # of aiohttp, botocore, fsspec: whatever it is, the line broke
+            raise Interrupted(f"{self.url} broke off", why=str(error) or "it takes too long") from None
+        return data
+
+    def _call(self, method: str, **named: Any) -> Any:
+        """Raises what s3fs and botocore raise, and TimeoutError where it takes too long."""
+        body = named.get("Body", b"")
+        limit = ATTEMPTS * (ANSWER_SECONDS + len(body) / SLOWEST)
+        return self._system.call_s3(method, timeout=limit, Bucket=self._bucket, **named)
+
+    def _blob(self, blob: Blob) -> str:
+        return f"{self._prefix}blobs/{blob.sha256}"
+
+    def _index(self, target: str) -> str:
+        return f"{self._prefix}targets/{target}.json"
+
+
+async def _read(body: Any) -> bytes:
+    out = bytearray()
+    while len(out) < PIECE and (data := await body.read(PIECE - len(out))):
+        out += data
+    return bytes(out)
+
+
+async def _close(body: Any) -> None:
+    """In the thread of the event loop, as aiohttp demands."""
+    body.close()

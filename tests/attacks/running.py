@@ -1,0 +1,122 @@
+"""Running of the trtpipe command within this process, under limits of time, memory and size of files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+from unittest import mock
+
+import typer
+
+from pipeline import cli
+
+LIMIT_S = 15.0
+# Of memory beyond which a run is a fault, and beyond which it is stopped; of a file that a run writes.
+LIMIT_BYTES = 500 << 20
+STOP_BYTES = 4 << 30
+LIMIT_FILE = 512 << 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `trace` is the traceback of an exception that left the command."""
+
+    code: int | None
+    err: str
+    trace: str
+    seconds: float
+    peak: int
+
+
+class Hang(BaseException):
+    """A command has not ended in time."""
+
+
+def run_here(arguments: Iterable[str]) -> Outcome:
+    """Run the command within this process, without children and connections."""
+    out, err = io.StringIO(), io.StringIO()
+    code, trace, started = None, "", time.monotonic()
+    with _limits() as peak, _alarm(LIMIT_S), mock.patch.object(sys, "argv", ["trtpipe", *arguments]):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                cli.main()
+            except SystemExit as ended:
+                code = ended.code if isinstance(ended.code, int) else 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                trace = traceback.format_exc()
+        return Outcome(code, err.getvalue(), trace, time.monotonic() - started, peak())
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """No programs, no connections, and one parser of arguments instead of one for each run, which takes 60 ms."""
+
+    def absent(*arguments: Any, **options: Any) -> NoReturn:
+        raise FileNotFoundError(2, "the fuzzer starts no program")
+
+    def bound(*arguments: Any) -> None:
+        """As if the port were free."""
+
+    def closed(*arguments: Any) -> NoReturn:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    with (
+        mock.patch.object(typer.main, "get_command", cache(typer.main.get_command)),
+        mock.patch.object(subprocess, "Popen", absent),
+        mock.patch.object(socket.socket, "connect", closed),
+        mock.patch.object(socket.socket, "bind", bound),
+        mock.patch("pipeline.bench.wire.h2_sender.CONNECT_TIMEOUT_S", 0.01),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _limits() -> Iterator[Callable[[], int]]:
+    """Limits that keep the machine whole; gives how many bytes the process has grown at most."""
+    status = Path("/proc/self/status").read_text()
+    before = _status_bytes(status, "VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    kept = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)}
+    space = _status_bytes(status, "VmSize") + STOP_BYTES
+    for kind, most in ((resource.RLIMIT_AS, space), (resource.RLIMIT_FSIZE, LIMIT_FILE)):
+        resource.setrlimit(kind, (most, kept[kind][1]))
+    try:
+        yield lambda: _status_bytes(Path("/proc/self/status").read_text(), "VmHWM") - before
+    finally:
+        for kind, limits in kept.items():
+            resource.setrlimit(kind, limits)
+
+
+def _status_bytes(status: str, name: str) -> int:
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises Hang after so many seconds. pytest-timeout has the same timer, which goes on afterwards."""
+
+    def ring(number: int, frame: FrameType | None) -> NoReturn:
+        raise Hang(f"not ended after {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, handler)

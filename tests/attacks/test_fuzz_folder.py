@@ -1,0 +1,39 @@
+"""Ten thousand damaged folders: each is refused by our own error class or is a sound folder; nothing else happens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from engines.errors import TrtpipeError
+from engines.hf_folder import locate_tensors, read_model_config
+from engines.tensorrt_llm.convert import check_source
+from tests.attacks.mutations import mutate
+from tests.attacks.world import SHAPES
+from tests.factories import hf_folder
+
+ROUNDS = 10_000
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_damage_is_always_told_in_our_own_words(tmp_path: Path, part: int) -> None:
+    folder = hf_folder(tmp_path / "hf", shards=2, tokenizer=False, **SHAPES)
+    files = ("config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    sound = {folder / name: (folder / name).read_bytes() for name in files}
+    rng = random.Random(part)
+    refusals: list[TrtpipeError] = []
+    for _ in range(ROUNDS // 4):
+        path = rng.choice(list(sound))
+        path.write_bytes(mutate(rng, path.name, sound[path]))
+        try:
+            check_source(folder, read_model_config(folder), locate_tensors(folder))
+        except TrtpipeError as error:
+            refusals.append(error)
+        finally:
+            path.write_bytes(sound[path])
+    assert {error.exit_code for error in refusals} == {3}
+    assert not [error for error in refusals if "\n" in str(error)]
+    # A changed epsilon or an extra key is no damage; most of the rest is.
+    assert len(refusals) > ROUNDS // 4 * 0.6
