@@ -23,8 +23,7 @@ def main(command: list[str]) -> None:
     os.umask(0o077)
     failed = _keep_mode_of_created_files()
     if failed:
-        sys.stderr.write(f"warning: shared memory can be read by other users of this machine: {failed}\n")
-        sys.stderr.flush()
+        os.write(2, f"warning: shared memory can be read by other users of this machine: {failed}\n".encode())
     os.execv(command[0], command)
 
 

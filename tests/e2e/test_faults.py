@@ -211,19 +211,3 @@ def test_a_dead_engine_is_told_to_every_stream_and_started_again(tiny: Served) -
     assert "engine process ended (signal 9)" in last["tensorrt_llm"]["error"]
     assert "the engine ended the request early" in last["tensorrt_llm_bls"]["error"]
     assert until(lambda: works(tiny), 60)
-
-
-@pytest.mark.parametrize("victim", ["preprocessing", "postprocessing", "tensorrt_llm_bls", "tensorrt_llm"])
-def test_a_dead_stub_is_named_until_its_model_is_loaded_again(tiny: Served, victim: str) -> None:
-    """Triton starts no stub again by itself, and calls itself ready all the while."""
-    front = {"postprocessing": "ensemble", "preprocessing": "ensemble"}.get(victim, victim)
-    for process in processes(tiny)[victim]:
-        process.kill()
-    start = time.monotonic()
-    error = tiny.generate(front, **ask(front, 2, stream=False))["error"]
-    assert re.search(f"Stub process '{victim}_0_[0-9]' is not healthy", error)
-    assert time.monotonic() - start < 10
-    repository = f"{tiny.http}/v2/repository/models/{victim}"
-    assert httpx.post(f"{repository}/unload", json={}, timeout=60).status_code == 200
-    assert until(lambda: httpx.post(f"{repository}/load", json={}, timeout=60).status_code == 200)
-    assert until(lambda: works(tiny), 30)

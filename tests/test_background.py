@@ -1,0 +1,90 @@
+"""A command that goes on in the background, run as a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from pipeline import background
+
+def work(ready):
+    print("begins", flush=True)
+    if sys.argv[2] == "fails":
+        sys.exit(5)
+    if sys.argv[2] == "waits":
+        Path(sys.argv[1] + ".waits").touch()
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("leaves", flush=True)
+            raise
+    print("is ready", flush=True)
+    ready(Path(sys.argv[1]))
+    print("goes on as", os.getpid(), flush=True)
+    time.sleep(600)
+
+try:
+    sys.exit(background.run(work))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def left() -> Iterator[list[int]]:
+    """Processes to end after the test."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def command(log: Path, how: str) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, str(log), how]
+
+
+def test_it_returns_when_the_work_is_under_way_and_lets_go_of_the_terminal(tmp_path: Path, left: list[int]) -> None:
+    log = tmp_path / "log"
+    log.write_text("earlier\n")
+    # Ends only when nobody holds the pipes any more.
+    done = subprocess.run(command(log, "works"), capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("begins\nis ready\n", "")
+    deadline = time.monotonic() + 30
+    while "goes on" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert log.read_text().startswith("earlier\n")
+    pid = int(log.read_text().split()[-1])
+    left.append(pid)
+    assert os.getsid(pid) == pid
+    assert Path(f"/proc/{pid}/fd/0").resolve() == Path(os.devnull)
+
+
+def test_one_that_fails_before_has_its_status(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path / "log", "fails"), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (5, "begins\n")
+
+
+def test_until_then_ctrl_c_is_for_both(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path / "log", "waits"), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "log.waits").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "begins\nleaves\n")
