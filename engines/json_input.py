@@ -40,7 +40,12 @@ Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 
 def parse_json(
-    text: str | bytes, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, pairs: Pairs | None = None
+    text: str | bytes,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_wide_bytes: int = MAX_WIDE_BYTES,
+    max_values: int = MAX_VALUES,
+    pairs: Pairs | None = None,
 ) -> Any:
     """The value of a JSON text.
 
@@ -54,8 +59,8 @@ def parse_json(
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     try:
         if isinstance(text, bytes):
-            if len(text) > MAX_WIDE_BYTES and _WIDE.search(text):
-                raise ValueError(f"it has more than {MAX_WIDE_BYTES:,} bytes, and characters of four bytes")
+            if len(text) > max_wide_bytes and _WIDE.search(text):
+                raise ValueError(f"it has more than {max_wide_bytes:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
         escaped = _SURROGATE.search(text) is not None
         opened = text.count("[") + text.count("{")
@@ -118,7 +123,7 @@ def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
     """The bytes of a regular file. Raises OSError, or ValueError for a larger file, a pipe or a device."""
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
@@ -130,7 +135,7 @@ def bounded_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple
 
     Raises OSError, or ValueError for a line of more than `max_bytes`.
     """
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         number = 0
         while line := file.readline(max_bytes + 1):
             number += 1
@@ -182,8 +187,11 @@ def _check_text(text: str) -> None:
             raise ValueError("it holds half of a surrogate pair, which is no character") from None
 
 
-def _open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. A pipe that nobody writes to is refused instead of waited for."""
+def open_regular(path: Path) -> BinaryIO:
+    """A regular file, open for reading. Raises OSError, or ValueError for a pipe or a device.
+
+    A pipe that nobody writes to would be waited for.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
