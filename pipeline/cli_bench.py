@@ -259,7 +259,10 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
     gpu = config.load_gpus().get(str(engine.get("gpu")))
     if gpu is None or gpu.price_per_hour is None:
         return None
-    return gpu.price_per_hour * float(engine["tp_size"]) * float(engine["pp_size"])
+    try:
+        return gpu.price_per_hour * float(engine["tp_size"]) * float(engine["pp_size"])
+    except (KeyError, TypeError, ValueError):  # a report of somebody else's
+        return None
 
 
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from engines.errors import TrtpipeError, UsageError, suggestion
 from pipeline import config
+from pipeline.bench.work.lines import shown
 from pipeline.bench.work.loads import Closed, Load, Open, Replay, Staged
 from pipeline.bench.work.work import Sessions, SharedPrefix, Work
 from pipeline.config import ConfigError
@@ -30,6 +31,7 @@ Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
 KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
 # Keys that may hold a list, for a level each.
 LEVELS = ("concurrency", "rate", "speedup")
+MOST_LEVELS = 1000
 STAGE_KEYS = ("duration_s", "rate", "from", "to")
 PARTS: dict[str, type] = {"shared_prefix": SharedPrefix, "sessions": Sessions}
 
@@ -102,6 +104,8 @@ def parse_levels(
     (key,) = lists
     if not data[key]:
         raise error(f"{where}: {key} is an empty list", remedy="give one value or more")
+    if len(data[key]) > MOST_LEVELS:
+        raise error(f"{where}: {key} is a list of {len(data[key]):,}", remedy=f"give at most {MOST_LEVELS:,} values")
     return tuple(_build(kind, {**data, key: value}, where, error, build) for value in data[key])
 
 
@@ -149,7 +153,7 @@ def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str,
         config.check_keys(entry, STAGE_KEYS, where, error)
         rates = {key for key in entry if key != "duration_s"}
         if rates not in ({"rate"}, {"from", "to"}):
-            raise error(f"{where}: a stage has a rate, or from and to", why=f"{entry} has neither or too much")
+            raise error(f"{where}: a stage has a rate, or from and to", why=f"{shown(entry)} has neither or too much")
         start, end = (entry.get("rate", entry.get(key)) for key in ("from", "to"))
         out.append({"start": start, "end": end, **{key: entry[key] for key in entry if key == "duration_s"}})
     return out
@@ -157,7 +161,7 @@ def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str,
 
 def _beside(value: Any, where: str, folder: Path, error: type[TrtpipeError]) -> Path:
     if not isinstance(value, str | Path):
-        raise error(f"{where} is {value!r}, not a file")
+        raise error(f"{where} is {shown(value)}, not a file")
     # Absolute, so that it is the same file for the load and for the work, which has a folder of its own.
     return (folder / value).absolute()
 

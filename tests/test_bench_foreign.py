@@ -94,11 +94,11 @@ def test_aiperf() -> None:
 
 def test_aiperf_s_requests_give_its_own_figures_by_our_definitions() -> None:
     value = read_report(AIPERF)
-    found = read_records(AIPERF, value)
+    found = list(read_records(AIPERF, value) or [])
     assert found is not None
     assert [one["warmup"] for one in found].count(True) == 2
     assert [one["failure"]["kind"] for one in found if one["failure"]] == ["http 503"] * 3
-    requests = raw.requests(found)
+    requests = raw.by_level(found)[0]
     assert (len(requests), int(requests.failed.sum())) == (20, 3)
     metrics = only_level(value)["metrics"]
     ours = ("time_to_first_token", "request_latency", "time_per_output_token", "inter_chunk_latency")
@@ -212,7 +212,7 @@ def test_vllm_s_completions_have_our_names() -> None:
     assert metrics["output_sequence_length"]["mean"] == 6
     assert metrics["request_goodput_whole_run"]["value"] is None
     assert metrics["error_rate"]["value"] == 0.2
-    requests = raw.requests(read_records(VLLM, value) or [])
+    requests = raw.by_level(read_records(VLLM, value) or [])[0]
     assert (len(requests), int(requests.failed.sum())) == (10, 2)
     # It takes the first token's time and the first gap's start by two looks at the clock.
     for name in ("time_to_first_token", "time_per_output_token", "inter_chunk_latency"):
@@ -233,7 +233,7 @@ def test_vllm_s_chat_counts_the_role_chunk_and_is_named_so() -> None:
     }  # fmt: skip
     assert not {"time_to_first_token", "time_per_output_token", "inter_chunk_latency", "request_latency"} & set(metrics)
     assert any("role chunk" in note for note in value["notes"])
-    requests = raw.requests(read_records(VLLM_CHAT, value) or [])
+    requests = raw.by_level(read_records(VLLM_CHAT, value) or [])[0]
     again = raw.values(requests, "inter_chunk_latency_with_role_chunk")
     assert again is not None
     assert np.mean(again.values) == pytest.approx(metrics["inter_chunk_latency_with_role_chunk"]["mean"], rel=1e-6)
@@ -247,7 +247,7 @@ def test_vllm_s_rates() -> None:
 
 def test_newer_vllm_writes_latencies(tmp_path: Path) -> None:
     path = changed(tmp_path, VLLM, latencies=[0.05] * 10, queue_times=[0.0] * 10)
-    found = read_records(path, read_report(path))
+    found = list(read_records(path, read_report(path)) or [])
     assert found is not None
     assert found[0]["end_ns"] - found[0]["sent_ns"] == 50_000_000
 
@@ -291,7 +291,7 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
     path = save(tmp_path / "run", value, [requests])
     found = read_report(path)
     assert found == read_report(path.parent) == {**value, "records_sha256": found["records_sha256"]}
-    assert read_records(path.parent, found) == requests
+    assert list(read_records(path.parent, found) or []) == requests
     path.with_name("report.requests.jsonl").unlink()
     assert read_records(path, found) is None
     assert read_report(AIPERF.parent)["tool"]["name"] == "aiperf"
@@ -347,7 +347,7 @@ def copied(folder: Path, line: Callable[[dict[str, Any]], Any] = lambda line: li
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (lambda line: 5, r"line 1 of .* is no JSON object; measure again, or remove"),
+        (lambda line: 5, r"line 1 of .* is no JSON object: it holds a int; measure again, or remove"),
         (
             lambda line: {"metadata": line["metadata"]},
             "of aiperf but cannot be read: KeyError: 'metrics'",
@@ -364,7 +364,7 @@ def test_requests_that_cannot_be_read_are_named(
 ) -> None:
     path = copied(tmp_path / "run", line)
     with pytest.raises(InputDataError, match=told):
-        read_records(path, read_report(path))
+        list(read_records(path, read_report(path)) or [])
 
 
 def test_figures_that_are_none_are_refused(tmp_path: Path) -> None:

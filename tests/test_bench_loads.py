@@ -44,6 +44,16 @@ STAGES = (Stage(duration_s=10, start=0, end=4), Stage(duration_s=5, start=4, end
          "6 s of cool-down: the schedule takes 15 s; shorten them"),
         (lambda: Replay(trace=Path("x"), speedup=0), "speedup is 0; "),
         (lambda: Replay(trace=Path("x"), requests=1, duration_s=1), "both requests and duration_s are given; "),
+        (lambda: Closed(concurrency=10**400), "concurrency is beyond all bounds; give at most 100,000"),
+        (lambda: Closed(concurrency=1, requests=10**8), "requests is 1e+08; give at most 10,000,000"),
+        (lambda: Closed(concurrency=1, duration_s=float("inf")), "duration_s is inf; give a positive number of "),
+        (lambda: Open(rate=1e300, requests=1), "rate is 1e+300; give a positive number of requests a second, at most"),
+        (lambda: Open(rate=1e-300, requests=1), "the load lasts 1.2e+300 s; give a higher rate, or fewer requests"),
+        (lambda: Open(rate=1e6, duration_s=1000), "the load has 1,200,000,000 requests; make it one of at most 10,000"),
+        (lambda: Open(rate=1, requests=9, arrivals="gamma", burstiness=1e-300), "burstiness is 1e-300; give 0.01 to "),
+        (lambda: Staged(stages=(Stage(duration_s=1e6, start=1e6, end=1e6),)), "the load has 1,000,000,000,000 "),
+        (lambda: Staged(stages=STAGES * 6000), "there are 12,000 stages; give at most 10,000"),
+        (lambda: Replay(trace=Path("x"), speedup=1e-300), "speedup is 1e-300; give 1e-06 to 1e+06"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(make: Callable[[], object], message: str) -> None:

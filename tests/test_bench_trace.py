@@ -58,7 +58,7 @@ def test_requests_that_are_too_long_are_left_out(tmp_path: Path) -> None:
         (line(input_length=1.5), ":1: input_length is 1.5"),
         (line(timestamp=-1), ":1: timestamp is -1, which is no number from 0 on"),
         (line(timestamp=True), ":1: timestamp is True"),
-        (line().replace("0,", "NaN,", 1), ":1 is not JSON: NaN is no number"),
+        (line().replace("0,", "NaN,", 1), ":1 is not JSON: it holds a number that is not finite"),
         (line(hash_ids=7), ":1: hash_ids is no list"),
         (line(hash_ids=[1, "2"]), ":1: hash_ids is '2'"),
         (line() + "\n" + line(hash_ids=[-1]), ":2: hash_ids is -1"),

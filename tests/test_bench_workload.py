@@ -398,7 +398,7 @@ def test_an_answer_that_no_turn_follows_is_not_read(tokenizer: Tokenizer) -> Non
         (lambda: Work(sessions=Sessions(turns=2, user_tokens=0)), "user_tokens '0' cannot be drawn from: "),
         (lambda: SharedPrefix(share=0, tokens=5), "shared_prefix: share is 0; give more than 0, up to 1"),
         (lambda: SharedPrefix(share=50, tokens=5), "shared_prefix: share is 50; "),
-        (lambda: SharedPrefix(share=0.5, tokens=0), "shared_prefix: tokens is 0; give 1 or more"),
+        (lambda: SharedPrefix(share=0.5, tokens=0), "shared_prefix: tokens is 0; give 1 to 16,777,216"),
         (lambda: SharedPrefix(share=0.5, tokens=5, groups=0), "shared_prefix: groups is 0; "),
     ],
 )

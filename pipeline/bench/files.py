@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import HostError, InputDataError
+from engines.json_input import load_json
+from pipeline.bench.digest import digest
 from pipeline.bench.metrics import PERCENTILES, definitions, percentile_name
 from pipeline.bench.options import BenchOptions
 from pipeline.bench.page.page import render
 from pipeline.bench.report import SCHEMA, BenchReport
-from pipeline.bench.run import digest
 from pipeline.bench.slo import GOODPUT
 from pipeline.folders import write_together
 
@@ -51,15 +52,18 @@ def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
     Raises InputDataError for what is no report, and for files that are not those of then: other work is no repetition.
     """
     try:
-        report = json.loads(path.read_bytes())
+        report = load_json(path)
     except (OSError, ValueError) as error:
         raise InputDataError(f"{path} cannot be read", why=str(error), remedy="name a report.json") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        found = report.get("schema") if isinstance(report, dict) else None
+        found = json.dumps(report.get("schema") if isinstance(report, dict) else None)[:40]
         raise InputDataError(f"{path} is no report of this kind", why=f"schema {found}, not {SCHEMA}")
     options = BenchOptions.from_json(report.get("options"), str(path))
+    digests = report.get("work_sha256", {})
+    if not isinstance(digests, dict):
+        raise InputDataError(f"{path} is damaged", why="work_sha256 is no mapping", remedy="measure anew")
     options = replace(options, tokenizer=tokenizer or options.tokenizer)
-    then = {str(options.tokenizer): report.get("tokenizer_sha256"), **report.get("work_sha256", {})}
+    then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
     for file, sha256 in then.items():
         if digest(Path(file)) != sha256:
             raise InputDataError(f"{file} is not what it was in {path}", remedy="bring it back, or measure anew")

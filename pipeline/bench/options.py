@@ -14,10 +14,13 @@ from pipeline.bench.driver import Live
 from pipeline.bench.search import Search
 from pipeline.bench.slo import Objective
 from pipeline.bench.wire.connect import TRANSPORTS, Wiring
+from pipeline.bench.work.lines import shown
 from pipeline.bench.work.loads import Closed, Load, Replay
 from pipeline.bench.work.work import Work
 
 PROTOCOLS = ("grpc", "http", "completions", "chat")
+# Repeats of a level, processes on a machine, connections of each, and machines.
+MOST = 1000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -83,12 +86,13 @@ class BenchOptions:
             )
         if self.search is not None and not self.objectives:
             raise UsageError("nothing says what a load has to meet", remedy="give --slo, such as ttft:p99<500ms")
-        if self.repeat < 1:
-            raise UsageError(f"repeat is {self.repeat}", remedy="give 1 or more")
-        if self.workers < 1:
-            raise UsageError(f"workers is {self.workers}", remedy="give 1 or more")
-        if self.hosts < 0:
-            raise UsageError(f"hosts is {self.hosts}", remedy="give the number of machines")
+        for name, value in (("repeat", self.repeat), ("workers", self.workers), ("connections", self.wiring.connections)):
+            if value < 1:
+                raise UsageError(f"{name} is {shown(value)}", remedy="give 1 or more")
+            if value > MOST:
+                raise UsageError(f"{name} is {shown(value)}", remedy=f"give at most {MOST:,}")
+        if not 0 <= self.hosts <= MOST:
+            raise UsageError(f"hosts is {shown(self.hosts)}", remedy="give the number of machines")
         for load in self.loads:
             places = load.concurrency if isinstance(load, Closed) else load.max_in_flight
             if places is not None and places < self.shares:

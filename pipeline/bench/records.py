@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engines.errors import InputDataError
 from pipeline.bench.exchange import Exchange, Failure
 from pipeline.bench.wire.transport import Answer, BadAnswer
 
@@ -25,6 +26,13 @@ SERVER, USAGE, TOKENIZER = "server", "usage", "tokenizer"
 # A server that says it sent twice the tokens that were asked for, and these, is not believed: every token is an entry
 # in what is computed of an answer.
 SURPLUS = 64
+# Of a level that is read from a file: a table of some hundred numbers for each request, and several entries for each
+# token, are made of it. Servers send one token in a response, seldom more than a few.
+MOST_REQUESTS = 500_000
+MOST_COUNTED, MOST_A_RESPONSE = 4_000_000, 16
+_NUMBERS = (
+    "slot", "session", "turn", "due_ns", "sent_ns", "end_ns", "input_tokens", "max_tokens", "output_tokens",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,40 +111,67 @@ class Records:
             }
 
 
+class Columns:
+    """What `Records.objects` gave, or another tool's requests in that form, of which any number may be None (NONE
+    here), taken one at a time: as objects they would have fifty times the memory.
+
+    Who counted is not in it; responses of failed requests are left out.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._failures: list[Failure | None] = []
+        self._warmup: list[bool] = []
+        self._numbers = {name: array("q") for name in _NUMBERS}
+        self._offsets, self._stamps, self._tokens = array("q", [0]), array("q"), array("q")
+        self._counted = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Raises InputDataError for more requests or tokens than can be computed with."""
+        failure = line["failure"] and Failure(line["failure"]["kind"], line["failure"]["message"])
+        stamps = [] if failure else line["stamps_ns"]
+        tokens = [NONE] * len(stamps) if line["tokens"] is None else line["tokens"][: len(stamps)]
+        self._ids.append(line["id"])
+        self._failures.append(failure)
+        self._warmup.append(line["warmup"])
+        for name, column in self._numbers.items():
+            value = line.get(name)
+            column.append(NONE if value is None or (failure and name == "output_tokens") else value)
+        self._stamps.extend(stamps)
+        self._tokens.extend(tokens)
+        self._offsets.append(len(self._stamps))
+        self._counted += max(0, sum(tokens))
+        if len(self._ids) > MOST_REQUESTS or self._counted > MOST_COUNTED + MOST_A_RESPONSE * len(self._stamps):
+            raise InputDataError(
+                f"a level has {len(self._ids):,} requests and {self._counted:,} tokens, more than can be compared",
+                why=f"the bounds are {MOST_REQUESTS:,} requests, and {MOST_COUNTED:,} tokens and {MOST_A_RESPONSE} for "
+                "each response",
+            )
+
+    def records(self) -> Records:
+        import numpy as np
+
+        columns: dict[str, Any] = {
+            name.removesuffix("_ns"): np.array(column, dtype=np.int64) for name, column in self._numbers.items()
+        }
+        return Records(
+            ids=self._ids,
+            failures=self._failures,
+            sources=[None] * len(self._ids),
+            warmup=np.array(self._warmup, dtype=np.bool_),
+            **columns,
+            offsets=np.array(self._offsets, dtype=np.int64),
+            stamps=np.array(self._stamps, dtype=np.int64),
+            tokens=np.array(self._tokens, dtype=np.int64),
+        )
+
+
 def read_objects(lines: Iterable[Mapping[str, Any]]) -> Records:
-    """What `Records.objects` gave, or another tool's requests in that form, of which any number may be None: NONE here.
-    Who counted is not in it; responses of failed requests are left out."""
-    import numpy as np
-
-    kept = list(lines)
-    failures = [line["failure"] and Failure(line["failure"]["kind"], line["failure"]["message"]) for line in kept]
-    stamps = [[] if line["failure"] else line["stamps_ns"] for line in kept]
-    tokens = [
-        [NONE] * len(mine) if line["tokens"] is None else line["tokens"][: len(mine)]
-        for line, mine in zip(kept, stamps, strict=True)
-    ]
-
-    def column(name: str) -> Ints:
-        return np.array([NONE if line.get(name) is None else line[name] for line in kept], dtype=np.int64)
-
-    return Records(
-        ids=[line["id"] for line in kept],
-        failures=failures,
-        sources=[None] * len(kept),
-        warmup=np.array([line["warmup"] for line in kept], dtype=np.bool_),
-        slot=column("slot"),
-        session=column("session"),
-        turn=column("turn"),
-        due=column("due_ns"),
-        sent=column("sent_ns"),
-        end=column("end_ns"),
-        input_tokens=column("input_tokens"),
-        max_tokens=column("max_tokens"),
-        output_tokens=np.where([failure is not None for failure in failures], NONE, column("output_tokens")),
-        offsets=np.cumsum([0, *map(len, stamps)]).astype(np.int64),
-        stamps=np.array([stamp for mine in stamps for stamp in mine], dtype=np.int64),
-        tokens=np.array([count for mine in tokens for count in mine], dtype=np.int64),
-    )
+    """The requests of all lines, as `Columns` takes them."""
+    columns = Columns()
+    for line in lines:
+        columns.add(line)
+    return columns.records()
 
 
 def joined(parts: Sequence[Records]) -> Records:

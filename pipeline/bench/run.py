@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import hashlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from engines.errors import InputDataError, TrtpipeError, UsageError
+from engines.errors import TrtpipeError, UsageError
+from pipeline.bench.digest import digest
 from pipeline.bench.driver import Live
 from pipeline.bench.hand import Hand, OwnHand, Watch
 from pipeline.bench.level import Driven, evaluate
@@ -65,14 +64,6 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
         loop.close()
     report.finished = _now()
     return report
-
-
-def digest(file: Path) -> str:
-    """Raises InputDataError."""
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
 
 
 def _now() -> str:

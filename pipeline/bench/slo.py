@@ -8,6 +8,7 @@ request is not good.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,9 @@ ALIASES = {
     "e2e": "request_latency_from_due",
 }
 _TIMES = {metric.name: metric for metric in DISTRIBUTIONS if metric.unit == "ms"}
+_STATISTIC = re.compile(r"mean|max|p\d{1,2}(?:\.\d+)?")
 _FORM = re.compile(
-    r"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>mean|max|p\d{1,2}(?:\.\d+)?))?\s*[<:]\s*(?P<limit>\d+(?:\.\d+)?)(?P<unit>ms|s)"
+    rf"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>{_STATISTIC.pattern}))?\s*[<:]\s*(?P<limit>\d+(?:\.\d+)?)(?P<unit>ms|s)"
 )
 
 
@@ -38,6 +40,15 @@ class Objective:
     metric: str
     statistic: str
     limit_ms: float
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        if self.metric not in _TIMES:
+            raise UsageError(f"'{self.metric[:60]}' is no time", remedy=suggestion(self.metric, [*ALIASES, *_TIMES]))
+        if _STATISTIC.fullmatch(self.statistic) is None:
+            raise UsageError(f"'{self.statistic[:60]}' is no statistic", remedy="give mean, max, or one such as p99")
+        if not 0 <= self.limit_ms < math.inf:
+            raise UsageError(f"the limit of {self.metric} is {self.limit_ms:g}", remedy="give a positive number")
 
     @property
     def percent(self) -> float | None:

@@ -21,6 +21,7 @@ from unittest import mock
 
 import typer
 
+from engines.errors import TrtpipeError
 from pipeline import cli
 
 LIMIT_S = 15.0
@@ -60,6 +61,22 @@ def run_here(arguments: Iterable[str]) -> Outcome:
             except BaseException:
                 trace = traceback.format_exc()
         return Outcome(code, err.getvalue(), trace, time.monotonic() - started, peak())
+
+
+def read_here(read: Callable[[], object]) -> Outcome:
+    """Call a function that reads, within this process. A TrtpipeError is an end as good as any: its code is 3."""
+    code, err, trace, started = None, "", "", time.monotonic()
+    with _limits() as peak, _alarm(LIMIT_S):
+        try:
+            read()
+            code = 0
+        except TrtpipeError as error:
+            code, err = 3, str(error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            trace = traceback.format_exc()
+        return Outcome(code, err, trace, time.monotonic() - started, peak())
 
 
 @contextlib.contextmanager

@@ -321,7 +321,7 @@ def measure(tool: Tool, command: list[str], protocol: str, streams: int, request
         if run.status not in tool.fine:
             raise Failed(f"exit status {run.status}: {last_error(run.words)}")
         try:
-            records = read_records(folder / tool.result, read_report(folder / tool.result))
+            records = list(read_records(folder / tool.result, read_report(folder / tool.result)) or [])
         except (TrtpipeError, OSError) as error:
             raise Failed(f"{last_error(str(error))}; it said: {last_error(run.words)}") from None
     return figures(tool, run, cpu, records or [], streams) | {"invalid": float(run.status == INVALID)}

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from engines.errors import InputDataError
 from pipeline.bench.against import foreign_aiperf, foreign_genai_perf, foreign_vllm
-from pipeline.bench.against.json_files import read_lines, read_objects, sha256
+from pipeline.bench.against.json_files import read_lines, read_objects
+from pipeline.bench.against.raw import MOST_LEVELS, checked
+from pipeline.bench.digest import digest
 
 
 class _Tool(Protocol):
@@ -28,7 +30,7 @@ class _Tool(Protocol):
 
     def report(self, values: list[dict[str, Any]]) -> dict[str, Any]: ...
 
-    def records(self, file: Path, values: list[dict[str, Any]]) -> list[dict[str, Any]] | None: ...
+    def records(self, file: Path, values: list[dict[str, Any]]) -> Iterable[dict[str, Any]] | None: ...
 
 
 FAMILY = "trtpipe.bench/"
@@ -39,12 +41,20 @@ REPORT: dict[str, tuple[type, ...]] = {
     "levels": (list,), "endpoints": (list,), "metrics": (dict,), "options": (dict,), "verdict": (dict,),
     "engine": (dict, _NONE), "host": (dict, _NONE), "client": (dict, _NONE), "records": (str, _NONE),
 }  # fmt: skip
+# What it may have beside these.
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "tool": (dict, _NONE), "notes": (list,), "broken": (str, _NONE), "records_sha256": (str, _NONE),
+}  # fmt: skip
 LEVEL: dict[str, tuple[type, ...]] = {
     "protocol": (str,), "label": (str,), "load": (dict,), "requests": (dict,), "metrics": (dict,), "verdict": (dict,),
     "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
 }  # fmt: skip
 LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
 VERDICT: dict[str, tuple[type, ...]] = {"valid": (bool, _NONE), "reasons": (list,)}
+REASON: dict[str, tuple[type, ...]] = {"what": (str,), "why": (str,)}
+TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
+# Metrics of a level: each is a row of every table.
+MOST_METRICS = 1000
 # What a folder of results is looked through for.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
 TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)
@@ -81,19 +91,41 @@ def read_report(path: Path) -> dict[str, Any]:
 def _faults(report: Mapping[str, Any]) -> Iterator[str]:
     """What in a report cannot be compared. Only the first may be asked for: what follows relies on there being none."""
     yield from _unlike(report, REPORT, "the report")
-    yield from _unlike(report["verdict"], VERDICT, "its verdict")
+    yield from _unlike(report, {name: OPTIONAL[name] for name in OPTIONAL if name in report}, "the report")
+    yield from _unlike_verdict(report["verdict"], "its verdict")
+    if report.get("tool") is not None:
+        yield from _unlike(report["tool"], TOOL, "its tool")
+    for name, entries, kind in (("endpoints", report["endpoints"], dict), ("notes", report.get("notes", []), str)):
+        if not all(isinstance(entry, kind) for entry in entries):
+            yield f"{name} of the report is {json.dumps(entries)[:40]}"
+    for name, entry in report["metrics"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("unit", ""), str):
+            yield f"{name} of its metrics has no unit"
+    if len(report["levels"]) > MOST_LEVELS:
+        yield f"it has {len(report['levels']):,} levels; at most {MOST_LEVELS:,} are read"
     for number, level in enumerate(report["levels"]):
-        where = f"level {number}"
-        yield from _unlike(level, LEVEL, where)
-        yield from _unlike(level["load"], LOAD, f"the load of {where}")
-        yield from _unlike(level["verdict"], VERDICT, f"the verdict of {where}")
-        for name, entry in level["metrics"].items():
-            if not isinstance(entry, dict):
-                yield f"{where}: {name} is no mapping"
-            for statistic, value in entry.items():
-                is_number = type(value) in (int, float) and 0 <= value < math.inf
-                if statistic != "interval" and value is not None and not is_number:
-                    yield f"{where}: {statistic} of {name} is {value!r}"
+        yield from _level_faults(level, f"level {number}")
+
+
+def _level_faults(level: Any, where: str) -> Iterator[str]:
+    yield from _unlike(level, LEVEL, where)
+    yield from _unlike(level["load"], LOAD, f"the load of {where}")
+    yield from _unlike_verdict(level["verdict"], f"the verdict of {where}")
+    if len(level["metrics"]) > MOST_METRICS:
+        yield f"{where} has {len(level['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
+    for name, entry in level["metrics"].items():
+        if not isinstance(entry, dict):
+            yield f"{where}: {name} is no mapping"
+        for statistic, value in entry.items():
+            is_number = type(value) in (int, float) and 0 <= value < math.inf
+            if statistic != "interval" and value is not None and not is_number:
+                yield f"{where}: {statistic} of {name} is {value!r}"
+
+
+def _unlike_verdict(value: Any, what: str) -> Iterator[str]:
+    yield from _unlike(value, VERDICT, what)
+    for reason in value["reasons"]:
+        yield from _unlike(reason, REASON, f"a reason of {what}")
 
 
 def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iterator[str]:
@@ -107,26 +139,41 @@ def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iter
             yield f"{key} of {what} is {json.dumps(value[key])[:40]}"
 
 
-def read_records(path: Path, report: dict[str, Any]) -> list[dict[str, Any]] | None:
+def read_records(path: Path, report: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
     """The requests behind a report that `read_report` gave for the same path, in the form of report.requests.jsonl.
 
-    None where they were not kept. Raises InputDataError.
+    None where they were not kept. Raises InputDataError, also as they are read.
     """
     file = _file(path)
     for tool in TOOLS:
-        if report.get("tool", {}).get("name") == tool.NAME:
+        if (report.get("tool") or {}).get("name") == tool.NAME:
             with _readable(file, tool):
-                return tool.records(file, read_objects(file))
-    beside = file.parent / report["records"] if report.get("records") else None
-    if beside is None or not beside.is_file():
+                found = tool.records(file, read_objects(file))
+            return None if found is None else _foreign(file, tool, found)
+    name = report.get("records")
+    if not name:
         return None
-    if sha256(beside) != report.get("records_sha256"):
+    beside = file.parent / name
+    if beside.name != name or "\0" in name:
+        raise InputDataError(f"{file} is damaged", why=f"its requests are not beside it: {name!r}"[:200])
+    try:
+        if not beside.is_file():
+            return None
+    except OSError as error:
+        raise InputDataError(f"{beside} cannot be read", why=error.strerror or str(error)) from None
+    if digest(beside) != report.get("records_sha256"):
         raise InputDataError(
             f"{beside} is not what was written with {file}",
             why="its digest is another",
             remedy="bring back the one that was, or remove it to do without",
         )
-    return read_lines(beside)
+    return (checked(line, where) for where, line in read_lines(beside))
+
+
+def _foreign(file: Path, tool: _Tool, found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    with _readable(file, tool):
+        for number, line in enumerate(found):
+            yield checked(line, f"request {number} of {file}")
 
 
 @contextlib.contextmanager
@@ -134,10 +181,10 @@ def _readable(file: Path, tool: _Tool) -> Iterator[None]:
     """What a file in another form than ours or a tool's makes of our reading it. Raises InputDataError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise InputDataError(
             f"{file} looks like a result of {tool.NAME} but cannot be read",
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {error}"[:400],
             remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
         ) from None
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError
 from pipeline.bench.against import foreign_form as form
 from pipeline.bench.against.json_files import read_lines
+
+# Characters.
+LONGEST_COMMAND = 100_000
 
 NAME = "aiperf"
 VERSIONS = "0.13 (schema 1)"
@@ -91,25 +95,29 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
         seed=run.get("random_seed"),
         started=value.get("start_time"),
         finished=value.get("end_time"),
-        command=shlex.split(run["cli_command"]) if run.get("cli_command") else None,
+        command=_command(run.get("cli_command")),
         partial=bool(value.get("was_cancelled")) or value.get("is_complete") is False,
     )
 
 
-def records(file: Path, values: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def records(file: Path, values: list[dict[str, Any]]) -> Iterator[dict[str, Any]] | None:
     # profile_export_aiperf.json has its records in profile_export.jsonl, whatever the prefix.
     beside = file.with_name(file.name.removesuffix("_aiperf.json") + ".jsonl")
-    if not beside.is_file():
-        return None
-    found = [_record(line) for line in read_lines(beside)]
-    told, measured = _requests(values[0])["measured"], sum(not line["warmup"] for line in found)
+    return _records(file, beside, _requests(values[0])["measured"]) if beside.is_file() else None
+
+
+def _records(file: Path, beside: Path, told: int | None) -> Iterator[dict[str, Any]]:
+    measured = 0
+    for _, line in read_lines(beside):
+        record = _record(line)
+        measured += not record["warmup"]
+        yield record
     if told is not None and measured != told:
         raise InputDataError(
             f"{beside} is of another run than {file}",
             why=f"it has {measured} requests, and the result {told}",
             remedy="bring back the one that was written with it, or remove it to do without",
         )
-    return found
 
 
 def _metrics(
@@ -134,6 +142,11 @@ def _metrics(
             number = entry.get("avg")
             metrics[name] = form.rate(number / 100 if percent and number is not None else number)
     return metrics, definitions
+
+
+def _command(told: str | None) -> list[str] | None:
+    """None of one that is too long to split: that takes a microsecond for each character."""
+    return shlex.split(told) if told and len(told) <= LONGEST_COMMAND else None
 
 
 def _average(value: dict[str, Any], tag: str) -> float | None:

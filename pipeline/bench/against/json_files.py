@@ -1,64 +1,82 @@
-"""JSON files of a benchmark, with errors that name the file and the line."""
+"""JSON files of a benchmark, read within limits, with errors that name the file and the line."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError
+from engines.json_input import bounded_lines, parse_json, read_bounded
 
-# NaN and Infinity, which Python writes though JSON has none, are numbers that nobody knows.
-_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+# A result of another tool may hold a number for each token of every request: 6 million of them take 250 MB of memory.
+MAX_BYTES = 128 << 20
+MAX_VALUES = 6_000_000
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The object in a file, or several one after the other. Raises InputDataError."""
-    text = _text(file)
-    out: list[dict[str, Any]] = []
-    at = len(text) - len(text.lstrip())
-    while at < len(text):
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-        except ValueError as error:
-            raise InputDataError(f"{file} is no JSON", why=str(error), remedy="give a whole file") from None
-        if not isinstance(value, dict):
-            raise InputDataError(f"{file} is no result", why=f"it holds a {type(value).__name__}, not an object")
-        out.append(value)
-        while at < len(text) and text[at].isspace():
-            at += 1
-    if not out:
-        raise InputDataError(f"{file} is empty", remedy="measure again")
-    return out
+    """The object in a file, or several, one a line. Raises InputDataError.
 
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Objects of a file with one a line. Raises InputDataError."""
-    out = []
-    for number, line in enumerate(_text(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            remedy = "measure again, or remove the file to do without it"
-            raise InputDataError(f"line {number} of {file} is no JSON object", remedy=remedy)
-        out.append(value)
-    return out
-
-
-def sha256(file: Path) -> str:
-    """Of a file of text. Raises InputDataError."""
-    return hashlib.sha256(_text(file).encode()).hexdigest()
-
-
-def _text(file: Path) -> str:
+    NaN and Infinity, which Python writes though JSON has none, are None: numbers that nobody knows.
+    """
     try:
-        return file.read_text(encoding="utf-8")
+        data = read_bounded(file, MAX_BYTES)
+        found = _values(data)
     except OSError as error:
         raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
         raise InputDataError(f"{file} is no text", why=error.reason) from None
+    except ValueError as error:
+        raise InputDataError(f"{file} is no JSON", why=str(error), remedy="give a whole file") from None
+    if not found:
+        raise InputDataError(f"{file} is empty", remedy="measure again")
+    for value in found:
+        if not isinstance(value, dict):
+            raise InputDataError(f"{file} is no result", why=f"it holds a {type(value).__name__}, not an object")
+    return [_known(value) for value in found] if b"NaN" in data or b"Infinity" in data else found
+
+
+def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(what it is called in an error, object) of each line of a file. Raises InputDataError."""
+    remedy = "measure again, or remove the file to do without it"
+    try:
+        for number, line in bounded_lines(file):
+            where = f"line {number} of {file}"
+            try:
+                value = parse_json(line)
+            except ValueError as error:
+                raise InputDataError(f"{where} is no JSON object", why=str(error), remedy=remedy) from None
+            if not isinstance(value, dict):
+                why = f"it holds a {type(value).__name__}"
+                raise InputDataError(f"{where} is no JSON object", why=why, remedy=remedy)
+            yield where, value
+    except OSError as error:
+        raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise InputDataError(f"{file} cannot be read", why=str(error), remedy=remedy) from None
+
+
+def _values(data: bytes) -> list[Any]:
+    """Raises ValueError."""
+    if not data.strip():
+        return []
+    try:
+        return [parse_json(data, max_bytes=MAX_BYTES, max_values=MAX_VALUES)]
+    except ValueError as whole:
+        lines = [line for line in data.split(b"\n") if line.strip()]
+        if len(lines) < 2 or not lines[0].rstrip().endswith(b"}"):
+            raise
+        try:
+            return [parse_json(line, max_bytes=MAX_BYTES, max_values=MAX_VALUES // len(lines)) for line in lines]
+        except ValueError:
+            raise whole from None
+
+
+def _known(value: Any) -> Any:
+    """The same with None in place of what is no finite number. As deep as `parse_json` lets it be."""
+    if isinstance(value, dict):
+        return {key: _known(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

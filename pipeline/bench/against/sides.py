@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +54,12 @@ class Side:
         return found
 
     @cached_property
-    def _lines(self) -> dict[int, list[dict[str, Any]]]:
-        out: dict[int, list[dict[str, Any]]] = {}
-        for line in read_records(self.path, self.report) or ():
-            out.setdefault(line["level"], []).append(line)
-        return out
+    def _requests(self) -> dict[int, Records]:
+        return raw.by_level(read_records(self.path, self.report) or ())
 
     @property
     def has_records(self) -> bool:
-        return bool(self._lines)
+        return bool(self._requests)
 
     @property
     def protocols(self) -> set[str]:
@@ -76,7 +73,7 @@ class Side:
         )
 
     def requests(self, number: int) -> Records | None:
-        return raw.requests(self._lines[number]) if number in self._lines else None
+        return self._requests.get(number)
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
         """The mean over repeats."""
@@ -219,6 +216,7 @@ def _counterpart(key: _Key, mine: Mapping[_Key, list[int]], theirs: Mapping[_Key
     return near[0] if len(near) == 1 and sum(_core(other) == _core(key) for other in mine) == 1 else None
 
 
+@lru_cache(maxsize=4096)
 def _core(key: _Key) -> tuple[Any, ...]:
     """The family of a protocol, and a load without its minor settings."""
     load = json.loads(key[1])

@@ -14,6 +14,8 @@ _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more are told.
 LENGTH_SHARE = 0.01
 _LONGEST = 60
+# Of a dotted name, in characters: each value under it has its own copy.
+LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
 UNTOLD = "does not say"
 
@@ -139,7 +141,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values under dotted names."""
     out: dict[str, Any] = {}
     for key, inner in value.items():
-        if isinstance(inner, dict):
+        if isinstance(inner, dict) and len(prefix) + len(key) <= LONGEST_NAME:
             out |= _flat(inner, f"{prefix}{key}.")
         else:
             out[f"{prefix}{key}"] = inner

@@ -9,6 +9,7 @@ from typing import Any
 
 import httptools
 
+from engines.json_input import parse_json
 from pipeline.bench.known import triton
 from pipeline.bench.known.events import GARBAGE, MODEL, Generate, OpenAi
 from pipeline.bench.known.link import Answer, Hub, Link
@@ -162,7 +163,7 @@ class HttpLink(Link):
 
     def _json(self) -> dict[str, Any]:
         try:
-            body = json.loads(b"".join(self._body))
+            body = parse_json(b"".join(self._body))
         except ValueError as error:
             raise Refused(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.errors import UsageError
-from pipeline.bench.work.loads import EDGE_FRACTION, Closed, Open, Replay, Stage, Staged, exact
+from pipeline.bench.work.loads import EDGE_FRACTION, MOST_SECONDS, Closed, Open, Replay, Stage, Staged, exact
 from pipeline.bench.work.seeds import Seed, generator
 from pipeline.bench.work.trace import read_trace
 
@@ -56,6 +56,9 @@ def due_times(
     """
     if isinstance(load, Replay):
         stamps = np.array([row.timestamp_ms for row in read_trace(load.trace, load.max_total_tokens)], dtype=np.float64)
+        span_s = (stamps[-1] - stamps[0]) / 1e3 / load.speedup
+        if span_s > MOST_SECONDS:
+            raise UsageError(f"trace {load.trace} lasts {span_s:,.0f} s", remedy=f"replay at most {MOST_SECONDS:,.0f}")
         due = _whole((stamps - stamps[0]) * (1e6 / load.speedup))
         return _cut(due, count, duration_s)
     if isinstance(load, Staged):

@@ -24,13 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.errors import InputDataError, UsageError, suggestion
-from pipeline.bench.work.lines import numbered, read_object, read_text
+from pipeline.bench.work.lines import numbered, read_object
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 KINDS = ("normal", "lognormal", "uniform", "mix", "empirical")
 FORMS = "give a number, normal:128,32, lognormal:128,0.5, uniform:64,256, mix:0.7*128+0.3*1024 or empirical:FILE"
+# Of a length, and of a time in seconds. The largest contexts have 10 million tokens.
+MOST_TOKENS = 1 << 24
+MOST_SECONDS = 1e6
+# Characters of a description.
+LONGEST = 4096
+LONGEST_SHOWN = 200
 # What a distribution of two numbers calls them.
 ARGUMENTS = {"normal": ("mean", "std"), "lognormal": ("median", "sigma"), "uniform": ("first", "last")}
 COLUMNS = ("input_length", "output_length")
@@ -56,10 +62,10 @@ class Distribution(ABC):
         return ()
 
     def tokens(self, rng: np.random.Generator, count: int) -> Ints:
-        return np.maximum(np.rint(self.sample(rng, count)), 1).astype(np.int64)
+        return np.clip(np.rint(self.sample(rng, count)), 1, MOST_TOKENS).astype(np.int64)
 
     def seconds(self, rng: np.random.Generator, count: int) -> Floats:
-        return np.maximum(self.sample(rng, count), 0)
+        return np.clip(self.sample(rng, count), 0, MOST_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ class Empirical(Distribution):
     @cached_property
     def rows(self) -> Ints:
         """[rows, 1 or 2]. Raises InputDataError."""
-        rows = [self._row(where, line) for where, line in numbered(self.file, read_text(self.file, "lengths"))]
+        rows = [self._row(where, line) for where, line in numbered(self.file, "lengths")]
         if not rows:
             raise InputDataError(f"lengths {self.file} holds no line")
         if len({len(row) for row in rows}) > 1:
@@ -181,8 +187,8 @@ class Empirical(Distribution):
             entry = read_object(where, line)
             row = [entry.get(name) for name in COLUMNS]
         else:
-            row = [int(word) if word.isdecimal() else None for word in line.split()]
-        lengths = [value for value in row if type(value) is int and value > 0]
+            row = [int(word) if word.isdecimal() and len(word) <= 9 else None for word in line.split()]
+        lengths = [value for value in row if type(value) is int and 0 < value <= MOST_TOKENS]
         if len(row) > 2 or len(lengths) < len(row):
             raise InputDataError(
                 f"{where}: no lengths in '{line.strip()[:60]}'",
@@ -208,7 +214,10 @@ def parse(
     column  of an empirical file
     folder  where relative files are
     """
-    return _Parser(what, str(value), whole, column, folder or Path()).parse(str(value).strip(), inside=False)
+    text = str(value)
+    if len(text) > LONGEST:
+        raise UsageError(f"{what} has {len(text):,} characters", remedy=FORMS)
+    return _Parser(what, text, whole, column, folder or Path()).parse(text.strip(), inside=False)
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,9 @@ class _Parser:
             raise self._wrong(f"{name} '{text.strip()}' is no number", FORMS) from None
         if not math.isfinite(number):
             raise self._wrong(f"{name} is not finite")
+        most = MOST_TOKENS if self.whole else MOST_SECONDS
+        if number > most:
+            raise self._wrong(f"{name}, {number:g}, is more than {most:,.0f}")
         return number
 
     def _length(self, text: str, name: str) -> float:
@@ -274,4 +286,4 @@ class _Parser:
         return number
 
     def _wrong(self, why: str, remedy: str = "") -> UsageError:
-        return UsageError(f"{self.what} '{self.text}' cannot be drawn from", why=why, remedy=remedy)
+        return UsageError(f"{self.what} '{self.text[:LONGEST_SHOWN]}' cannot be drawn from", why=why, remedy=remedy)

@@ -21,6 +21,16 @@ from typing import Any
 from engines.errors import UsageError, suggestion
 
 ARRIVALS = ("constant", "poisson", "gamma")
+# What a load may ask for: each request of a level is made before it begins, and has a time of its own.
+MOST_REQUESTS = 10_000_000
+MOST_PLACES = 100_000
+MOST_WARMUPS = 1000
+MOST_SECONDS = 30 * 86_400.0
+MOST_RATE = 1_000_000.0
+MOST_STAGES = 10_000
+# Burstiness below which nearly all requests of a day would come together; and speeds of a replay.
+BURSTINESS = (0.01, 10_000.0)
+SPEEDUPS = (1e-6, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +55,9 @@ class Closed:
 
     def __post_init__(self) -> None:
         _check_end(self.requests, self.duration_s)
-        if self.concurrency < 1:
-            raise UsageError(f"concurrency is {self.concurrency}", remedy="give 1 or more")
-        _check_least("warmup", self.warmup, 0)
-        _check_least("ramp_s", self.ramp_s, 0)
+        _check_between("concurrency", self.concurrency, 1, MOST_PLACES)
+        _check_between("warmup", self.warmup, 0, MOST_WARMUPS)
+        _check_between("ramp_s", self.ramp_s, 0, MOST_SECONDS)
         if self.requests is not None and self.requests < 2 * self.concurrency:
             # Below that no stretch of time exists in which all slots serve measured requests.
             raise UsageError(
@@ -105,15 +114,15 @@ class _OnSchedule:
 
     def __post_init__(self) -> None:
         if self.max_in_flight is not None:
-            _check_least("max_in_flight", self.max_in_flight, 1)
+            _check_between("max_in_flight", self.max_in_flight, 1, MOST_PLACES)
         for name in ("warmup", "cooldown"):
             seconds, fraction = getattr(self, f"{name}_s"), getattr(self, f"{name}_fraction")
             if seconds is not None and fraction is not None:
                 raise UsageError(f"both {name}_s and {name}_fraction are given", remedy="give one of them")
             if seconds is not None:
-                _check_least(f"{name}_s", seconds, 0)
+                _check_between(f"{name}_s", seconds, 0, MOST_SECONDS)
             if fraction is not None and not 0 <= fraction < 1:
-                raise UsageError(f"{name}_fraction is {fraction:g}", remedy="give 0 to below 1")
+                raise UsageError(f"{name}_fraction is {_shown(fraction)}", remedy="give 0 to below 1")
 
     def edges_s(self, span_s: float, default_fraction: float) -> tuple[float, float]:
         """Seconds of warm-up and of cool-down, of a part of `span_s` seconds."""
@@ -142,8 +151,9 @@ class _Drawn(_OnSchedule):
         super().__post_init__()
         if self.arrivals not in ARRIVALS:
             raise UsageError(f"unknown arrivals '{self.arrivals}'", remedy=suggestion(self.arrivals, ARRIVALS))
-        if not 0 < self.burstiness < math.inf:
-            raise UsageError(f"burstiness is {self.burstiness:g}", remedy="give a positive number")
+        if not BURSTINESS[0] <= self.burstiness <= BURSTINESS[1]:
+            remedy = f"give {BURSTINESS[0]:g} to {BURSTINESS[1]:g}"
+            raise UsageError(f"burstiness is {_shown(self.burstiness)}", remedy=remedy)
         if self.burstiness != 1 and self.arrivals != "gamma":
             raise UsageError(
                 f"burstiness does not apply to {self.arrivals} arrivals", remedy="give arrivals: gamma with it"
@@ -173,11 +183,18 @@ class Open(_Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.rate < math.inf:
-            raise UsageError(f"rate is {self.rate:g}", remedy="give a positive number of requests a second")
+        if not 0 < self.rate <= MOST_RATE:
+            remedy = f"give a positive number of requests a second, at most {MOST_RATE:,.0f}"
+            raise UsageError(f"rate is {_shown(self.rate)}", remedy=remedy)
         if self.requests is None and self.duration_s is None:
             raise UsageError("an open loop has no end", remedy="give requests or duration_s")
         _check_end(self.requests, self.duration_s)
+        _check_span(self.edges_s(self.span_s, EDGE_FRACTION), self.span_s, self.rate)
+
+    @property
+    def span_s(self) -> float:
+        """Of the measured part."""
+        return self.duration_s if self.requests is None else self.requests / self.rate  # type: ignore[return-value]
 
     @property
     def label(self) -> str:
@@ -203,10 +220,12 @@ class Stage:
     end: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.duration_s < math.inf:
-            raise UsageError(f"a stage lasts {self.duration_s:g} s", remedy="give a positive duration_s")
-        if not (0 <= self.start < math.inf and 0 <= self.end < math.inf):
-            raise UsageError("a stage's rate is negative or endless", remedy="give 0 or more requests a second")
+        if not 0 < self.duration_s <= MOST_SECONDS:
+            remedy = f"give a positive duration_s, at most {MOST_SECONDS:,.0f}"
+            raise UsageError(f"a stage lasts {_shown(self.duration_s)} s", remedy=remedy)
+        if not (0 <= self.start <= MOST_RATE and 0 <= self.end <= MOST_RATE):
+            remedy = f"give 0 to {MOST_RATE:,.0f} requests a second"
+            raise UsageError("a stage's rate is negative or endless", remedy=remedy)
 
     @property
     def arrivals(self) -> Fraction:
@@ -222,8 +241,13 @@ class Staged(_Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not sum(stage.arrivals for stage in self.stages):
+        if len(self.stages) > MOST_STAGES:
+            raise UsageError(f"there are {len(self.stages):,} stages", remedy=f"give at most {MOST_STAGES:,}")
+        arrivals = sum(stage.arrivals for stage in self.stages)
+        if not arrivals:
             raise UsageError("the stages make no request", remedy="give at least one with a rate above 0")
+        if arrivals > MOST_REQUESTS:
+            raise _too_many(float(arrivals))
         warmup, cooldown = self.edges_s(self.span_s, 0)
         _check_edges(warmup, cooldown, self.span_s)
 
@@ -266,8 +290,9 @@ class Replay(_OnSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.speedup < math.inf:
-            raise UsageError(f"speedup is {self.speedup:g}", remedy="give a positive number")
+        if not SPEEDUPS[0] <= self.speedup <= SPEEDUPS[1]:
+            remedy = f"give {SPEEDUPS[0]:g} to {SPEEDUPS[1]:g}"
+            raise UsageError(f"speedup is {_shown(self.speedup)}", remedy=remedy)
         _check_end(self.requests, self.duration_s)
 
     @property
@@ -297,14 +322,37 @@ def _check_end(requests: int | None, duration_s: float | None) -> None:
     if requests is not None and duration_s is not None:
         raise UsageError("both requests and duration_s are given", remedy="give one of them")
     if requests is not None:
-        _check_least("requests", requests, 1)
-    if duration_s is not None and not 0 < duration_s < math.inf:
-        raise UsageError(f"duration_s is {duration_s:g}", remedy="give a positive number of seconds")
+        _check_between("requests", requests, 1, MOST_REQUESTS)
+    if duration_s is not None and not 0 < duration_s <= MOST_SECONDS:
+        remedy = f"give a positive number of seconds, at most {MOST_SECONDS:,.0f}"
+        raise UsageError(f"duration_s is {_shown(duration_s)}", remedy=remedy)
 
 
-def _check_least(name: str, value: float, least: int) -> None:
-    if not least <= value < math.inf:
-        raise UsageError(f"{name} is {value:g}", remedy=f"give {least} or more")
+def _check_between(name: str, value: float, least: int, most: float) -> None:
+    if not value >= least:
+        raise UsageError(f"{name} is {_shown(value)}", remedy=f"give {least} or more")
+    if value > most:
+        raise UsageError(f"{name} is {_shown(value)}", remedy=f"give at most {most:,.0f}")
+
+
+def _check_span(edges_s: tuple[float, float], span_s: float, rate: float) -> None:
+    """Of an open loop: a rate may be so low, and an edge so long, that there is no end of it."""
+    whole_s = span_s + sum(edges_s)
+    if whole_s > MOST_SECONDS * 2:
+        raise UsageError(f"the load lasts {whole_s:g} s", remedy="give a higher rate, or fewer requests")
+    if whole_s * rate > MOST_REQUESTS:
+        raise _too_many(whole_s * rate)
+
+
+def _too_many(requests: float) -> UsageError:
+    return UsageError(f"the load has {requests:,.0f} requests", remedy=f"make it one of at most {MOST_REQUESTS:,}")
+
+
+def _shown(value: float) -> str:
+    try:
+        return f"{value:g}"
+    except OverflowError:  # an integer beyond all floating-point numbers
+        return "beyond all bounds"
 
 
 def _check_edges(warmup_s: float, cooldown_s: float, span_s: float) -> None:

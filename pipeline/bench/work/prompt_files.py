@@ -8,15 +8,17 @@ and the answer that follows says how long the answer is to be.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError, TrtpipeError, suggestion
-from pipeline.bench.work.lines import numbered, read_object, read_text
+from engines.json_input import open_regular, parse_json, read_bounded
+from pipeline.bench.work.lengths import MOST_TOKENS
+from pipeline.bench.work.lines import MOST_LINES, numbered, read_object, shown
 
 Message = dict[str, str]
 
@@ -35,11 +37,15 @@ SAMPLING: dict[str, tuple[type, ...]] = {
 }
 PROMPTS = ("prompt", "text_input", "messages")
 LENGTHS = ("max_tokens", "output_tokens")
+# Of conversations in one JSON list: the one that most benchmarks take, ShareGPT's, has 673 MB, and some 30 million of
+# what `parse_json` counts, most of it commas in text. It is a file of the user's own choice.
+MAX_BYTES = 2 << 30
+MAX_VALUES = 64_000_000
 HUMAN = ("human", "user")
 ASSISTANT = ("gpt", "assistant")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """One request of a file: a prompt or messages, and what else the file says of it.
 
@@ -59,14 +65,15 @@ def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeErr
         if name not in SAMPLING:
             raise error(f"{where}: unknown sampling option '{name}'", remedy=suggestion(str(name), SAMPLING))
         words = isinstance(value, list) and not all(isinstance(word, str) for word in value)
-        if type(value) not in SAMPLING[name] or words:
+        endless = isinstance(value, float) and not math.isfinite(value)
+        if type(value) not in SAMPLING[name] or words or endless:
             kinds = " or ".join("a list of strings" if kind is list else kind.__name__ for kind in SAMPLING[name])
-            raise error(f"{where}: {name} is {value!r}, not {kinds}")
+            raise error(f"{where}: {name} is {shown(value)}, not {kinds}")
 
 
 def read_prompts(file: Path) -> list[Entry]:
     """The requests of a prompt file, in its order. Raises InputDataError naming the line."""
-    lines = numbered(file, read_text(file, "prompt file"))
+    lines = numbered(file, "prompt file")
     if file.suffix == ".jsonl":
         entries = [_entry(read_object(where, line), where) for where, line in lines]
     else:
@@ -76,15 +83,11 @@ def read_prompts(file: Path) -> list[Entry]:
 
 def read_conversations(file: Path) -> list[Entry]:
     """The first question and answer of each conversation of a ShareGPT file; conversations without one are left out."""
-    text = read_text(file, "conversations")
-    if text.lstrip().startswith("["):
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InputDataError(f"{file} is not JSON", why=str(error)) from None
-        items = [(f"{file}: entry {number}", item) for number, item in enumerate(found, 1)]
+    items: Iterator[tuple[str, Any]]
+    if _is_list(file):
+        items = ((f"{file}: entry {number}", item) for number, item in enumerate(_list(file), 1))
     else:
-        items = [(where, read_object(where, line)) for where, line in numbered(file, text)]
+        items = ((where, read_object(where, line)) for where, line in numbered(file, "conversations"))
     entries = []
     for where, item in items:
         turns = item.get("conversations") if isinstance(item, dict) else None
@@ -94,6 +97,30 @@ def read_conversations(file: Path) -> list[Entry]:
         if pair is not None:
             entries.append(Entry(prompt=pair[0], answer=pair[1]))
     return _some(entries, file, "question with an answer")
+
+
+def _is_list(file: Path) -> bool:
+    """Whether a file is one JSON list. Raises InputDataError."""
+    try:
+        with open_regular(file) as opened:
+            return opened.read(4096).lstrip().startswith(b"[")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise InputDataError(f"conversations {file} cannot be read", why=why) from None
+
+
+def _list(file: Path) -> list[Any]:
+    """Raises InputDataError."""
+    try:
+        data = read_bounded(file, MAX_BYTES)
+        found: list[Any] = parse_json(data, max_bytes=MAX_BYTES, max_wide_bytes=MAX_BYTES, max_values=MAX_VALUES)
+    except OSError as error:
+        raise InputDataError(f"conversations {file} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise InputDataError(f"{file} is not JSON", why=str(error)) from None
+    if len(found) > MOST_LINES:
+        raise InputDataError(f"{file} has more than {MOST_LINES:,} conversations", remedy="give a part of it")
+    return found
 
 
 def _first_pair(turns: list[Any]) -> tuple[str, str] | None:
@@ -124,12 +151,14 @@ def _entry(item: dict[str, Any], where: str) -> Entry:
     check_options(options, where)
     output = item[lengths[0]] if lengths else None
     if output is not None and (type(output) is not int or output < 1):
-        raise InputDataError(f"{where}: {lengths[0]} is {output!r}, not a positive number")
+        raise InputDataError(f"{where}: {lengths[0]} is {shown(output)}, not a positive number")
+    if output is not None and output > MOST_TOKENS:
+        raise InputDataError(f"{where}: {lengths[0]} is {output}", remedy=f"give at most {MOST_TOKENS:,}")
     text = item[asked[0]]
     if asked == ["messages"]:
         return Entry(messages=_messages(text, where), output_tokens=output, options=options)
     if not isinstance(text, str) or not text:
-        raise InputDataError(f"{where}: {asked[0]} is {text!r}, not a text")
+        raise InputDataError(f"{where}: {asked[0]} is {shown(text)}, not a text")
     return Entry(prompt=text, output_tokens=output, options=options)
 
 

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import InputDataError
-from pipeline.bench.work.lines import numbered, read_object, read_text
+from pipeline.bench.work.lengths import MOST_TOKENS
+from pipeline.bench.work.lines import numbered, read_object, shown
 
 BLOCK_TOKENS = 512
+# The year 5138, in milliseconds since 1970.
+LATEST_MS = 10**14
 FORMAT = "give a trace in Mooncake's format: timestamp (ms), input_length, output_length, hash_ids"
 
 
@@ -33,7 +36,7 @@ def read_trace(file: Path, max_total_tokens: int | None = None) -> tuple[TracedR
 
     Kept, because the times and the prompts of one load are read from the same file. Raises InputDataError.
     """
-    found = [_request(where, read_object(where, line)) for where, line in numbered(file, read_text(file, "trace"))]
+    found = [_request(where, read_object(where, line)) for where, line in numbered(file, "trace")]
     kept = [
         request
         for request in found
@@ -51,16 +54,20 @@ def _request(where: str, entry: dict[str, Any]) -> TracedRequest:
         if key not in entry:
             raise InputDataError(f"{where} has no {key}", remedy=FORMAT)
     hash_ids = entry.get("hash_ids", [])
-    _check(where, "timestamp", entry["timestamp"], (int, float), 0)
-    _check(where, "input_length", entry["input_length"], (int,), 1)
-    _check(where, "output_length", entry["output_length"], (int,), 1)
+    _check(where, "timestamp", entry["timestamp"], (int, float), 0, LATEST_MS)
+    _check(where, "input_length", entry["input_length"], (int,), 1, MOST_TOKENS)
+    _check(where, "output_length", entry["output_length"], (int,), 1, MOST_TOKENS)
     if not isinstance(hash_ids, list):
         raise InputDataError(f"{where}: hash_ids is no list")
     for identity in hash_ids:
-        _check(where, "hash_ids", identity, (int,), 0)
-    return TracedRequest(entry["timestamp"], entry["input_length"], entry["output_length"], tuple(hash_ids))
+        _check(where, "hash_ids", identity, (int,), 0, 2**63 - 1)
+    # What is beyond the input stands for nothing.
+    used = hash_ids[: -(-entry["input_length"] // BLOCK_TOKENS)]
+    return TracedRequest(entry["timestamp"], entry["input_length"], entry["output_length"], tuple(used))
 
 
-def _check(where: str, key: str, value: Any, kinds: tuple[type, ...], least: int) -> None:
-    if type(value) not in kinds or not least <= value < 2**63:
-        raise InputDataError(f"{where}: {key} is {value!r}, which is no number from {least} on")
+def _check(where: str, key: str, value: Any, kinds: tuple[type, ...], least: int, most: int) -> None:
+    if type(value) not in kinds or not value >= least:
+        raise InputDataError(f"{where}: {key} is {shown(value)}, which is no number from {least} on")
+    if value > most:
+        raise InputDataError(f"{where}: {key} is {shown(value)}, which is more than {most:,}")

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import UsageError
-from pipeline.bench.work.lengths import Distribution, parse
+from pipeline.bench.work.lengths import MOST_TOKENS, Distribution, parse
+from pipeline.bench.work.lines import shown
 from pipeline.bench.work.prompt_files import check_options
 
 DEFAULT_TOKENS = 64
+# Common texts of a shared prefix.
+MOST_GROUPS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +30,11 @@ class SharedPrefix:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise UsageError(f"shared_prefix: share is {self.share:g}", remedy="give more than 0, up to 1")
-        for name in ("tokens", "groups"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"shared_prefix: {name} is {getattr(self, name)}", remedy="give 1 or more")
+            raise UsageError(f"shared_prefix: share is {shown(self.share)}", remedy="give more than 0, up to 1")
+        for name, most in (("tokens", MOST_TOKENS), ("groups", MOST_GROUPS)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise UsageError(f"shared_prefix: {name} is {shown(value)}", remedy=f"give 1 to {most:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ class Work:
         if self.shuffle and self.prompts is None and self.sharegpt is None:
             raise UsageError("shuffle does not apply", why="there is no file of prompts")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
-            raise UsageError(f"max_total_tokens is {self.max_total_tokens}", remedy="give 2 or more")
+            raise UsageError(f"max_total_tokens is {shown(self.max_total_tokens)}", remedy="give 2 or more")
         check_options(self.options, "options", UsageError)
         self.lengths()
         self.turns()

@@ -43,6 +43,8 @@ BATCH = 64
 BATCH_TOKENS = 1 << 14
 # Requests in a row that are longer than allowed, after which none that is not is expected.
 LEFT_OUT = 10_000
+# Of a session.
+MOST_TURNS = 10_000
 # Streams of random numbers, so that no choice moves another.
 LENGTHS, PREFIXES, WORDS, SESSIONS, TURNS, BLOCKS, ORDER = range(7)
 
@@ -244,7 +246,7 @@ class Workload:
         assert self._turns is not None
         turns, think_s, user = self._turns
         rng = self._rng(SESSIONS, number)
-        length = int(turns.tokens(rng, 1)[0])
+        length = min(int(turns.tokens(rng, 1)[0]), MOST_TURNS)
         inputs, outputs = draw_pairs(self._inputs, self._outputs, rng, length)
         if user is not None:
             inputs[1:] = user.tokens(rng, length - 1)
