@@ -120,7 +120,7 @@ class _Stream(httpcore.NetworkStream):
         now, extra = time.monotonic(), EXTRA_SECONDS.get()
         if self._end is None:
             self._end = now + ANSWER_SECONDS + extra
-        stall = min(timeout or STALL_SECONDS, STALL_SECONDS) + extra
+        stall = (STALL_SECONDS if timeout is None else timeout) + extra
         left = self._end - now
         try:
             if left <= 0:
@@ -133,7 +133,7 @@ class _Stream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._end = None
-        self._inner.write(buffer, min(timeout or STALL_SECONDS, STALL_SECONDS))
+        self._inner.write(buffer, STALL_SECONDS if timeout is None else timeout)
 
     def close(self) -> None:
         self._inner.close()
@@ -142,7 +142,7 @@ class _Stream(httpcore.NetworkStream):
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
         return _Stream(
-            self._inner.start_tls(ssl_context, server_hostname, min(timeout or CONNECT_SECONDS, STALL_SECONDS))
+            self._inner.start_tls(ssl_context, server_hostname, CONNECT_SECONDS if timeout is None else timeout)
         )
 
     def get_extra_info(self, info: str) -> Any:
@@ -158,5 +158,5 @@ class _Backend(httpcore.SyncBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        limit = min(timeout or CONNECT_SECONDS, STALL_SECONDS)
+        limit = CONNECT_SECONDS if timeout is None else timeout
         return _Stream(super().connect_tcp(host, port, limit, local_address, socket_options))

@@ -159,7 +159,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
     except TrtpipeError:
         raise
-    except (httpx.HTTPError, OSError, *MALFORMED) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, *MALFORMED) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's, not the hub's
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None

@@ -41,7 +41,7 @@ class HubClient(LimitedClient):
     def __init__(self, hooks: list[Callable[..., Any]]) -> None:
         super().__init__(https=constants.ENDPOINT.startswith("https://"))
         self.event_hooks["request"] += hooks
-        self._host = httpx.URL(constants.ENDPOINT).host
+        self._place = httpx.URL(constants.ENDPOINT).netloc
         self._pages: set[str] = set()
         self._listed = 0
 
@@ -55,18 +55,18 @@ class HubClient(LimitedClient):
 
     def check_request(self, request: httpx.Request) -> None:
         super().check_request(request)
-        if request.url.host != self._host:
+        if request.url.netloc != self._place:
             request.headers.pop("authorization", None)
 
     def check_response(self, response: httpx.Response) -> None:
         super().check_response(response)
-        own = response.request.url.host == self._host  # a storage server has others, which name nothing
+        own = response.request.url.netloc == self._place  # a storage server has others, which name nothing
         for name in NAME_HEADERS:
             value = response.headers.get(name)
             if value is not None and own and not re.fullmatch(SAFE_NAME, value.removeprefix("W/").strip('"')):
                 raise AnswerRefused(f"its {name} is no digest: {value[:80]}")
         wait = response.headers.get("retry-after")
-        if wait is not None and not (wait.isdigit() and int(wait[:9]) <= MAX_WAIT_SECONDS):
+        if wait is not None and not (re.fullmatch("[0-9]{1,2}", wait) and int(wait) <= MAX_WAIT_SECONDS):
             response.headers["retry-after"] = str(MAX_WAIT_SECONDS)
         response.headers.pop("ratelimit", None)  # another way to say it, without a bound
 
@@ -98,9 +98,13 @@ class HubClient(LimitedClient):
             self._listed = 0
             return
         self._listed += len(response.content)
-        place = str(response.url.join(link))
-        if httpx.URL(place).host != response.url.host:
-            raise AnswerRefused(f"its list goes on at another host: {place[:200]}")
+        try:
+            url = response.url.join(link)
+        except httpx.InvalidURL:
+            raise AnswerRefused(f"its list goes on at what is no URL: {link[:200]}") from None
+        if url.netloc != response.url.netloc:
+            raise AnswerRefused(f"its list goes on at another host: {str(url)[:200]}")
+        place = str(url)
         if place in self._pages or len(self._pages) == MAX_PAGES or self._listed > MAX_LIST_BYTES:
             raise AnswerRefused(f"its list has no end after {len(self._pages) + 1:,} pages")
         self._pages.add(place)

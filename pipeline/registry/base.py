@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ def translated(url: str) -> Iterator[None]:
         raise
     except PermissionError as error:
         raise HostError(f"{url} does not let you", why=_words(error), remedy="check your credentials for it") from None
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
     except OSError as error:
         raise HostError(f"{url} cannot be reached or written", why=_words(error)) from None
     except Exception as error:

@@ -110,7 +110,7 @@ def test_an_object_is_continued_where_a_connection_broke(monkeypatch: pytest.Mon
     [
         (Answer(200, {}, DATA[:1000]), InputDataError, "early: it sends 1,000 of 300,000 bytes"),
         (Answer(206, {"Content-Range": "bytes 7-9/10"}, b"abc"), HostError, "sends another part of a file"),
-        (Answer(307, {"Location": "http://127.0.0.1:1/x"}), HostError, "s3://models/there c"),
+        (Answer(307, {"Location": "http://127.0.0.1:1/x"}), HostError, "s3://models/there "),
         (Answer(200, {"Content-Length": "x"}), TrtpipeError, "s3://models/there"),
         (Answer(403, {}, b"<html>"), HostError, "s3://models/there"),
         (Answer(500, {}, b"[" * 1000), HostError, "s3://models/there"),
@@ -154,8 +154,8 @@ def test_an_s3_server_that_never_ends_in_time(what: str, kind: str, monkeypatch:
         ("<IsTruncated>true</IsTruncated><NextContinuationToken>{n}</NextContinuationToken>", "0 on 21 pages"),
         ("<IsTruncated>true</IsTruncated>", "cannot be used: KeyError: 'NextContinuationToken'"),
         ("<IsTruncated>x</IsTruncated><Contents><Size>5</Size></Contents>", "cannot be used: KeyError: 'Key'"),
-        ("<html>", "s3://models/there c"),
-        ("&a;", "s3://models/there c"),
+        ("<html>", "s3://models/there "),
+        ("&a;", "s3://models/there "),
     ],
 )
 def test_lists_of_s3_that_do_not_end(page: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,13 @@ def test_a_digest_in_a_list_is_no_path(server: Hub, commit: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "link", ["<http://127.0.0.2/more>", "<{here}/api/models/acme/tiny-llama/tree/main?page={n}>", "<{here}{path}>"]
+    "link",
+    [
+        "<http://127.0.0.2/more>",
+        "<http://[::1>",
+        "<{here}/api/models/acme/tiny-llama/tree/main?page={n}>",
+        "<{here}{path}>",
+    ],
 )
 def test_lists_of_the_hub_that_do_not_end(server: Hub, commit: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import hub_client
@@ -331,10 +337,11 @@ def test_lists_of_the_hub_that_do_not_end(server: Hub, commit: str, link: str, m
         return [Answer(200, {"Link": more}, body if status == 200 else b"[]").wire()]
 
     server.changed = changed
-    with pytest.raises(HostError, match=r"its list (goes on at another host|has no end)"):
+    with pytest.raises(HostError, match=r"its list (goes on at (another host|what is no URL)|has no end)"):
         hub.download(REPO, commit, ignore)
     with pytest.raises(
-        HostError, match=r"its list (goes on at another host|has no end)|lists its targets without an end"
+        HostError,
+        match=r"its list (goes on at (another host|what is no URL)|has no end)|lists its targets without an end",
     ):
         open_registry(f"hf://{REPO}").targets()
 
@@ -354,7 +361,7 @@ def test_files_of_another_size_than_the_list_says(server: Hub, commit: str, size
         hub.download(REPO, commit, ignore)
 
 
-@pytest.mark.parametrize("wait", ["100000", "9" * 400, "-1", "x", "Wed, 21 Oct 2099 07:28:00 GMT"])
+@pytest.mark.parametrize("wait", ["100000", "9" * 400, "000000000999", "²", "-1", "x", "Wed, 21 Oct 2099 07:28:00 GMT"])
 def test_a_hub_that_wants_us_to_wait(server: Hub, commit: str, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.utils._http as theirs
 
