@@ -58,15 +58,19 @@ def parse_json(
                 raise ValueError(f"it has more than {MAX_WIDE_BYTES:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
         escaped = _SURROGATE.search(text) is not None
-        opened = text.count("[") + text.count("{")
-        if opened + text.count(",") + 2 * text.count(":") > max_values:
-            raise ValueError(f"it holds more than {max_values:,} values")
+        check_values(text, max_values)
         value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
     except RecursionError:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    if escaped or opened > MAX_DEPTH:
-        _check_values(value, texts=escaped)
+    if escaped or text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_levels(value, texts=escaped)
     return value
+
+
+def check_values(text: str | bytes, max_values: int = MAX_VALUES) -> None:
+    """Raises ValueError for a JSON text of more values, counted as `parse_json` does, without parsing it."""
+    if _count(text, "[") + _count(text, "{") + _count(text, ",") + 2 * _count(text, ":") > max_values:
+        raise ValueError(f"it holds more than {max_values:,} values")
 
 
 def load_json(
@@ -113,13 +117,17 @@ def bounded_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple
                 yield number, line.rstrip(b"\r\n")
 
 
+def _count(text: str | bytes, mark: str) -> int:
+    return text.count(mark) if isinstance(text, str) else text.count(mark.encode())
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"it holds a number of more than {MAX_DIGITS} digits")
     return int(digits)
 
 
-def _check_values(value: Any, *, texts: bool) -> None:
+def _check_levels(value: Any, *, texts: bool) -> None:
     """Raises ValueError for nesting of more than MAX_DEPTH, and with `texts` for half of a surrogate pair.
 
     A loop over levels: recursion is what this guards.
