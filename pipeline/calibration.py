@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from engines.base import CalibrationConfig
 from engines.errors import HostError, InputDataError, UsageError, suggestion
 from engines.hf_folder import read_model_config
-from engines.json_input import MAX_BYTES, read_bounded
+from engines.json_input import MAX_BYTES, check_values, read_bounded
 from pipeline import config, hub
 from pipeline.digests import Digests, sha256_file
 
@@ -77,7 +77,9 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(read_bounded(path, MAX_BYTES))
+        data = read_bounded(path, MAX_BYTES)
+        check_values(data)  # the library takes 500 bytes for each and more
+        return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises no narrower class
         raise InputDataError(f"{path} is no tokenizer", why=str(error), remedy="download the model again") from None
 

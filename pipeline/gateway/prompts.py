@@ -12,12 +12,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from array import array
 from dataclasses import dataclass
 from typing import Any
 
 from engines.json_input import parse_json
+from engines.process import python_command
 from pipeline.gateway.access import KEYS_VARIABLE
 from pipeline.gateway.failure import Failure, wrong
 from pipeline.gateway.options import GatewayOptions
@@ -60,9 +60,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    sys.executable,
-                    "-m",
-                    "pipeline.gateway.prompt_process",
+                    *python_command("pipeline.gateway.prompt_process"),
                     self._options.to_json(),
                     str(theirs.fileno()),
                 ],
