@@ -41,7 +41,12 @@ Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 
 def parse_json(
-    text: str | bytes, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, pairs: Pairs | None = None
+    text: str | bytes,
+    *,
+    max_bytes: int = MAX_BYTES,
+    max_wide_bytes: int = MAX_WIDE_BYTES,
+    max_values: int = MAX_VALUES,
+    pairs: Pairs | None = None,
 ) -> Any:
     """The value of a JSON text.
 
@@ -55,8 +60,8 @@ def parse_json(
         raise ValueError(f"it has more than {max_bytes:,} bytes")
     try:
         if isinstance(text, bytes):
-            if len(text) > MAX_WIDE_BYTES and _WIDE.search(text):
-                raise ValueError(f"it has more than {MAX_WIDE_BYTES:,} bytes, and characters of four bytes")
+            if len(text) > max_wide_bytes and _WIDE.search(text):
+                raise ValueError(f"it has more than {max_wide_bytes:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
         escaped = _SURROGATE.search(text) is not None
         check_values(text, max_values)

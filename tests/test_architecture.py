@@ -216,8 +216,6 @@ def test_only_the_console_prints_and_only_the_command_exits() -> None:
     consoles = {"pipeline.console", "pipeline.console_top"}
     # The gateway's first line is for whoever started it.
     consoles |= {"pipeline.gateway_process"}
-    # Becomes tritonserver, and has nothing of ours to speak with.
-    consoles |= {"pipeline.owner_only"}
     assert {module for module in MODULES if calls(MODULES[module]) & speaks} - WORKERS == consoles
     assert {module for module in MODULES if calls(MODULES[module]) & exits} - WORKERS == {"pipeline.cli"}
 
