@@ -41,7 +41,6 @@ class Gateway:
         """Raises InputDataError for keys or a tokenizer that cannot be read."""
         self.options = options
         self.board = board
-        self.forks = forks
         self.keys = read_keys(options.api_keys_file)
         self.models = {model.name: model for model in options.models}
         self.texts = {model.name: Text(model.tokenizer) for model in options.models}

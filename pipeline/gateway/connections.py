@@ -227,6 +227,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.url = b""  # nobody's until the next request
         self._wait(UNREAD_SECONDS if self.transport.is_closing() else self.timeout_keep_alive)
 
     def send_400_response(self, msg: str) -> None:
@@ -235,6 +236,7 @@ class Connection(HttpToolsProtocol):
     # What `Connections` calls
 
     def late(self, now: float) -> bool:
+        """Whether the client has taken too long, or what uvicorn has closed is still not sent."""
         if self._deadline == math.inf and self.transport.is_closing():
             self._deadline = now + UNREAD_SECONDS
         return now > min(self._deadline, self._write_deadline)
