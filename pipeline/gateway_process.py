@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from engines.errors import StageFailed, TrtpipeError
+from engines.json_input import parse_json
 from engines.process import error_from_json, error_to_json, python_command, tail
 from pipeline.gateway.options import GatewayOptions
 
@@ -46,7 +47,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     end(process.pid)
     told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
     if told:
-        raise error_from_json(json.loads(told[1]))
+        raise error_from_json(parse_json(told[1]))
     raise StageFailed("the gateway does not start", why=tail(log), remedy=f"its log is {log}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import struct
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +14,12 @@ from engines.errors import HostError, StageFailed, UsageError
 
 # How long a server may be silent between two pieces of text.
 SILENCE_SECONDS = 120.0
+# How long it may take to end a stream whose last response has come.
+LEAVE_SECONDS = 10.0
+# Responses that wait to be shown; the server waits while there are more.
+WAITING = 64
+# What a response counts for beside its text: a server could send empty ones without end.
+RESPONSE_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +69,24 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
 
-    arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
-    client = InferenceServerClient(grpc_url)
+    from pipeline.bench.exchange import answer_limit
+
+    room = limit = answer_limit(len(prompt.encode("utf-8", "replace")), sampling.max_tokens)
+    arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue(WAITING)
+    left = threading.Event()
+
+    def arrive(result: Any, error: InferenceServerException | None) -> None:
+        while not left.is_set():
+            try:
+                arrived.put((result, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    client = InferenceServerClient(grpc_url, channel_args=[("grpc.max_receive_message_length", min(limit, 2**31 - 1))])
     whole = False
     try:
-        client.start_stream(callback=lambda result, error: arrived.put((result, error)))
+        client.start_stream(callback=arrive)
         # The id lets the ensemble's postprocessing continue the text of this very stream.
         client.async_stream_infer(
             model, _inputs(prompt, sampling), request_id=uuid.uuid4().hex, enable_empty_final_response=True
@@ -77,17 +98,35 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
                 raise StageFailed(f"the server at {grpc_url} has been silent for {SILENCE_SECONDS:.0f} s") from None
             if error is not None:
                 raise _explain(grpc_url, error)
-            text = result.as_numpy("text_output")
-            if text is not None:
-                yield "".join(piece.decode("utf-8") for piece in text.reshape(-1))
+            text = _text(grpc_url, result)
+            room -= RESPONSE_BYTES + len(text)
+            if room < 0:
+                asked = f"{sampling.max_tokens:,} tokens were asked for"
+                raise StageFailed(f"the server at {grpc_url} sent more than {limit:,} bytes", why=asked)
+            if text:
+                yield text
             if result.get_response().parameters["triton_final_response"].bool_param:
                 whole = True
                 return
     finally:
+        left.set()
         # A call that is cancelled as it ends can stay in Triton 2.51 for ever, and its model with it: the server then
-        # takes all its exit timeout to stop.
+        # takes all its exit timeout to stop. One that does not end by itself is cancelled all the same.
+        late = threading.Timer(LEAVE_SECONDS, client.stop_stream, kwargs={"cancel_requests": True})
+        late.daemon = True
+        late.start()
         client.stop_stream(cancel_requests=not whole)
+        late.cancel()
         client.close()
+
+
+def _text(grpc_url: str, result: Any) -> str:
+    """The text in a response. Raises StageFailed for one that cannot be read."""
+    try:
+        pieces = result.as_numpy("text_output")
+        return "" if pieces is None else b"".join(pieces.reshape(-1)).decode("utf-8", "replace")
+    except (ValueError, TypeError, struct.error) as error:
+        raise StageFailed(f"an answer of the server at {grpc_url} cannot be read", why=str(error)) from None
 
 
 def _inputs(prompt: str, sampling: Sampling) -> list[Any]:

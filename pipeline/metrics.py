@@ -126,6 +126,12 @@ GENERAL = "nv_trt_llm_general_metrics"
 INPUT_TOKENS, OUTPUT_TOKENS = "nv_llm_input_token_len", "nv_llm_output_token_len"
 ENGINE = (REQUESTS, KV_BLOCKS, INPUT_TOKENS, OUTPUT_TOKENS)
 
+# Bytes and lines of a page, and bytes of a line: a server with a hundred models has a tenth of that. The parser takes
+# quadratic time for a long line, and some 30 microseconds for a short one.
+MAX_PAGE = 4 << 20
+MAX_LINES = 50_000
+MAX_LINE = 16 << 10
+
 Labels = tuple[tuple[str, str], ...]
 # Published as gauges, and yet they only grow until the server starts again.
 GROWING = {(KV_BLOCKS, ("kv_cache_block_type", "reused")), (GENERAL, ("general_type", "iteration_counter"))}
@@ -183,6 +189,13 @@ class Scrape:
 def parse(text: str, at_s: float) -> Scrape:
     """Samples of Prometheus' text format; those that are no finite number are left out. Raises InputDataError."""
     from prometheus_client.parser import text_string_to_metric_families
+
+    within = len(text) <= MAX_PAGE and text.count("\n") < MAX_LINES
+    if not within or max(map(len, text.split("\n"))) > MAX_LINE:
+        raise InputDataError(
+            "these metrics are too many to read",
+            why=f"a page has at most {MAX_PAGE:,} bytes, {MAX_LINES:,} lines, and {MAX_LINE:,} bytes in one",
+        )
 
     samples: dict[tuple[str, str, Labels], Sample] = {}
     try:

@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines.errors import HostError, InputDataError, UsageError
-from pipeline.metrics import KNOWN, Figures, Scrape, derive, parse
-
-if TYPE_CHECKING:
-    import httpx
+from pipeline.fetch import fetch
+from pipeline.metrics import KNOWN, MAX_PAGE, Figures, Scrape, derive, parse
 
 # Triton answers in a few milliseconds; one that needs longer is as good as gone for whoever looks at it live.
 TIMEOUT_S = 5.0
@@ -61,40 +59,36 @@ def watch(
 
     After an outage rates span all the time since the last answer: `seconds` of the figures says how long that is.
     """
-    import httpx
-
     before: Scrape | None = None
     due = clock()
-    # A proxy from the environment has no place between this and a server that is usually on the same machine.
-    with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
-        while True:
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            try:
-                scrape = scrape_once(client, url, clock)
-            except HostError as error:
-                yield Snapshot(server=name, url=url, time=now, up=False, why=error.why)
-            else:
-                yield Snapshot(server=name, url=url, time=now, up=True, figures=derive(before, scrape))
-                before = scrape
-            # Scrapes that a slow reader or a timeout made impossible are left out, not made up for.
-            due = max(due + interval, clock())
-            sleep(max(0.0, due - clock()))
+    while True:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        try:
+            scrape = scrape_once(url, clock)
+        except HostError as error:
+            yield Snapshot(server=name, url=url, time=now, up=False, why=error.why)
+        else:
+            yield Snapshot(server=name, url=url, time=now, up=True, figures=derive(before, scrape))
+            before = scrape
+        # Scrapes that a slow reader or a timeout made impossible are left out, not made up for.
+        due = max(due + interval, clock())
+        sleep(max(0.0, due - clock()))
 
 
-def scrape_once(client: httpx.Client, url: str, clock: Callable[[], float] = time.monotonic) -> Scrape:
+def scrape_once(url: str, clock: Callable[[], float] = time.monotonic) -> Scrape:
     """The samples a server publishes now. Raises HostError."""
-    import httpx
+    import http.client
 
     try:
-        response = client.get(url)
+        status, page = fetch(url, max_bytes=MAX_PAGE, within_s=TIMEOUT_S)
         stamp = clock()
-        if response.status_code != 200:
-            raise HostError("no metrics", why=f"HTTP status {response.status_code}")
-        scrape = parse(response.text, stamp)
-    except httpx.HTTPError as error:
-        raise HostError("no metrics", why=str(error) or type(error).__name__) from None
+        if status != 200:
+            raise HostError("no metrics", why=f"HTTP status {status}")
+        scrape = parse(page.decode(errors="replace"), stamp)
     except InputDataError as error:
         raise HostError("no metrics", why=f"{error.what}: {error.why}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise HostError("no metrics", why=str(error) or type(error).__name__) from None
     if not any(sample.family in KNOWN for sample in scrape.samples):
         raise HostError("no metrics", why="none of the families is one of Triton's")
     return scrape

@@ -32,6 +32,7 @@ import triton_repo
 from engines.errors import HostError, StageFailed, UsageError
 from engines.json_input import parse_json
 from engines.process import python_command, tail
+from pipeline import owner_only
 from pipeline.environment import without_secrets
 from triton_repo.launch import ServerOptions, region_prefix, server_command
 
@@ -222,7 +223,8 @@ def start_local(
         "LD_LIBRARY_PATH": ":".join(folder for folder in libraries if folder),
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
     }
-    return _spawn(server_command(options), environment, models, log)
+    command = [sys.executable, "-I", owner_only.__file__, *server_command(options)]
+    return _spawn(command, environment, models, log)
 
 
 def start_docker(
@@ -253,10 +255,7 @@ def start_docker(
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C is ours to pass on.
-
-    The log and what the server creates, shared memory with prompts in it above all, is this user's alone.
-    """
+    """In a session of its own, so that a Ctrl-C is ours to pass on."""
     with _open_log(log) as output:
         output.write(f"{STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         output.flush()
@@ -268,12 +267,12 @@ def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: P
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            umask=0o077,
         )
 
 
 def _open_log(log: Path) -> BinaryIO:
-    """For appending: the stack that an error message pointed to stays."""
+    """For appending, so that the stack which an error message pointed to stays. A model's error may quote a prompt:
+    nobody else may read it."""
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -323,9 +322,13 @@ def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
         _control(endpoints, name, "load", log)
 
 
-def revive_model(endpoints: Endpoints, name: str, log: Path) -> None:
-    """Load a model whose processes have died: one that is loaded and unchanged Triton would leave as it is."""
+def unload_model(endpoints: Endpoints, name: str, log: Path) -> None:
+    """Take a model out of service: it counts as not ready at once. Raises StageFailed."""
     _control(endpoints, name, "unload", log)
+
+
+def load_unloaded(endpoints: Endpoints, name: str, log: Path) -> None:
+    """Load a model that is unloaded or about to be. Raises StageFailed with the reason."""
     deadline = time.monotonic() + UNLOAD_SECONDS
     while True:
         try:

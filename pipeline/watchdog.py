@@ -29,6 +29,7 @@ from triton_repo.launch import ENGINE_MODEL
 # Triton collects a dead process when its last request is gone, after a second in which it looks for signs of life.
 RELEASE_SECONDS = 1.6
 ASK_SECONDS = 1.0
+WAITING = "requests wait for it, which Triton would not end"
 PENDING = "nv_inference_pending_request_count"
 # Processes that die this often within this time are broken, not unlucky.
 MAX_DEATHS, DEATHS_SECONDS = 10, 20.0
@@ -70,7 +71,7 @@ def attend(
                 deaths = [at for at in deaths if now - at < DEATHS_SECONDS] + [now]
                 if len(deaths) > MAX_DEATHS:
                     raise _died_too_often(names, server)
-                obstacle = _load_again(server, died, stubs, backends_folder(store, server))
+                obstacle = _load_again(server, process, died, stubs, backends_folder(store, server))
                 if obstacle is None:
                     note(f"{names} is loaded again")
                     continue
@@ -92,37 +93,54 @@ def attend(
     except BaseException:
         if process.poll() is None:
             tritonserver.kill(process)
-        end(server)
         raise
     finally:
+        if server.gateway_pid is not None:
+            gateway_process.end(server.gateway_pid)
         signal.signal(signal.SIGTERM, previous)
         forget(store, server)
 
 
-def _load_again(server: Server, died: dict[int, str], stubs: Stubs, backends: Path) -> str | None:
+def _load_again(
+    server: Server, process: subprocess.Popen[bytes], died: dict[int, str], stubs: Stubs, backends: Path
+) -> str | None:
     """Load the models of dead processes again. Returns why the server has to be started again instead, or None.
 
     From the first moment the models count as not ready, and Triton refuses requests for them.
     """
+    models = sorted(set(died.values()))
     failures: list[str] = []
 
-    def revive(model: str) -> None:
+    def load(model: str) -> None:
         try:
-            tritonserver.revive_model(server.endpoints, model, server.log)
+            tritonserver.load_unloaded(server.endpoints, model, server.log)
         except StageFailed as error:
             failures.append(str(error))
 
-    loading = [threading.Thread(target=revive, args=(model,), daemon=True) for model in set(died.values())]
+    def requests_wait() -> bool:
+        return any(_held(backends, pid, model) for pid, model in died.items()) or _queued(server, models)
+
+    try:
+        for model in models:
+            tritonserver.unload_model(server.endpoints, model, server.log)
+    except StageFailed as error:
+        return str(error)
+    if requests_wait():
+        return WAITING
+    loading = [threading.Thread(target=load, args=(model,), daemon=True) for model in models]
     for thread in loading:
         thread.start()
     deadline = time.monotonic() + RELEASE_SECONDS
     while any(map(is_zombie, died)) and time.monotonic() < deadline:
-        if any(_held(backends, pid, model) for pid, model in died.items()) or _queued(server, died.values()):
-            return "requests wait for it, which Triton would not end"
+        waiting = requests_wait()
+        if not all(map(threading.Thread.is_alive, loading)):
+            break  # a model is there again: what waits may wait for that
+        if waiting:
+            return WAITING
         time.sleep(0.05)
-    while any(thread.is_alive() for thread in loading):
-        if stubs.died():
-            return "another Python process has died meanwhile"
+    while any(map(threading.Thread.is_alive, loading)):
+        if process.poll() is not None or stubs.died():
+            return "another process of the server has died meanwhile"
         time.sleep(0.05)
     return failures[0] if failures else None
 

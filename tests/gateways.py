@@ -34,6 +34,7 @@ INPUTS = ["input_ids", "seed", "min_tokens", "return_log_probs", "exclude_input_
 
 def write_model(path: Path, template: str = TEMPLATE) -> Path:
     """What a gateway reads of a model."""
+    path.mkdir(exist_ok=True)
     write_tokenizer(path)
     (path / "chat_template.jinja").write_text(template)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 0]}))
@@ -197,7 +198,7 @@ async def serving(
         await asyncio.sleep(0.005)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=100, trust_env=False) as client:
             yield client, fake
     finally:
         server.should_exit = True
@@ -205,18 +206,23 @@ async def serving(
         await fake.server.stop(None)
 
 
-def run(scenario: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(scenario, 60))
+def run(scenario: Coroutine[Any, Any, T], seconds: float) -> T:
+    return asyncio.run(asyncio.wait_for(scenario, seconds))
 
 
 def ask(
-    script: Script, folder: Path, scenario: Callable[[httpx.AsyncClient, Triton], Awaitable[T]], **options: Any
+    script: Script,
+    folder: Path,
+    scenario: Callable[[httpx.AsyncClient, Triton], Awaitable[T]],
+    *,
+    seconds: float = 120,
+    **options: Any,
 ) -> T:
     async def whole() -> T:
         async with serving(script, folder, **options) as (client, triton):
             return await scenario(client, triton)
 
-    return run(whole())
+    return run(whole(), seconds)
 
 
 CHAT = "/v1/chat/completions"

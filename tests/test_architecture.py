@@ -25,8 +25,8 @@ WORKERS = (
     {"engines.devices", "engines.gguf_import", "engines.mapped_tensors", "engines.probe", "engines.vllm_runtime"}
     | {"pipeline.docker_server"}
     # Of the gateway, what its processes load.
-    | {f"pipeline.gateway.{name}" for name in ("__main__", "answers", "app", "text")}
-    | {"pipeline.gateway.upstream"}
+    | {f"pipeline.gateway.{name}" for name in ("__main__", "answers", "app", "connections", "preparation", "prompts")}
+    | {f"pipeline.gateway.{name}" for name in ("prompt_process", "server", "text", "upstream")}
     | {"pipeline.h2.pool"}
     # The load tester's own server: a process of its own.
     | {"pipeline.bench.known_server"}
@@ -121,9 +121,11 @@ def test_the_load_tester_knows_urls_and_nothing_else() -> None:
         "pipeline.bench",
         "pipeline.h2",
         "pipeline.metrics",
+        "pipeline.fetch",
         "pipeline.folders",
         "pipeline.pages",
         "engines.errors",
+        "engines.json_input",
         "engines.process",
     )
     assert offenders("pipeline.bench", *known) == set()

@@ -173,6 +173,7 @@ def test_a_connection_that_ends_early_fails_the_request(answer: Answer, data: An
     place = data.draw(st.integers(0, len(answer.wire) - (not answer.by_close)))
     reads = cut(answer.wire[:place], data.draw(CUTS)) if place else []
     bench.feed(*reads)
+    count = len(asked.stamps)
     bench.connection.connection_lost(error)
     if answer.by_close and place >= answer.begins and error is None:
         assert asked.failure is None
@@ -181,7 +182,7 @@ def test_a_connection_that_ends_early_fails_the_request(answer: Answer, data: An
     else:
         assert asked.failed == (
             "ConnectionLost",
-            f"{error or 'the server closed it'} (after {len(asked.stamps)} reads)",
+            f"{error or 'the server closed it'} (after {count} reads)",
         )
 
 

@@ -299,6 +299,8 @@ def test_sampling_options_reach_the_engine_under_its_names(folder: Path) -> None
         cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
             ({}, {"temperature": 1.0, "runtime_top_p": 1.0, "runtime_top_k": 0}),
             ({"temperature": 0}, {"runtime_top_k": 1}),
+            ({"temperature": 1e-300}, {"runtime_top_k": 1}),  # 0 as a float of 32 bits
+            ({"top_p": 1e-300}, {"runtime_top_k": 1}),
             ({"top_p": 0.5, "top_k": 9, "seed": 3}, {"runtime_top_p": 0.5, "runtime_top_k": 9, "seed": 3}),
             ({"top_k": -1, "seed": -1}, {"runtime_top_k": 0, "seed": 2**64 - 1}),
             (
@@ -356,6 +358,18 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
         (chat(temperature=float("nan")), 400, "temperature", "finite"),
         (chat(n=True), 400, "n", "valid integer"),
         (chat(max_tokens=0), 400, "max_tokens", "greater than or equal to 1"),
+        (chat(max_tokens=2**31), 400, "max_tokens", "less than 2147483648"),
+        (chat(repetition_penalty=1e300), 400, "repetition_penalty", "less than or equal to 100"),
+        (chat(repetition_penalty=1e-300), 400, "repetition_penalty", "greater than or equal to 0.01"),
+        (chat(top_k=2**31), 400, "top_k", "less than 2147483648"),
+        (chat(seed=2**64), 400, "seed", "less than 18446744073709551616"),
+        (chat(seed=10**70), 400, None, "more than 64 digits"),
+        (chat(n=2**31), 400, "n", "at most 16 answers a request, not 2147483648"),
+        (chat(stop=["x" * 257]), 400, "stop", "up to 256 characters"),
+        (chat(stop=["x"] * 5000), 400, "stop", "'stop' holds more than 4096 elements"),
+        (chat(**{f"x{n}": 1 for n in range(50_000)}), 400, None, "the body holds more than 50000 elements"),
+        (chat(**{"x" * 5000: 1}), 400, "x" * 200 + "...", "unknown field 'xxx"),
+        (chat(model="x" * 5000), 404, "model", "xxx...' does not exist"),
         (chat(stop=["x"] * 17), 400, "stop", "up to 16"),
         (chat(stream_options={"include_usage": True}), 400, "stream_options", "needs 'stream': true"),
         ({"model": "llama"}, 400, "messages", "'messages' is missing"),

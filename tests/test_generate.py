@@ -17,7 +17,7 @@ class Client:
 
     ended: list[bool]
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, channel_args: list[tuple[str, int]]) -> None:
         Client.ended = []
 
     def start_stream(self, callback: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import InputDataError
-from engines.json_input import MAX_DEPTH, bounded_lines, load_json, parse_json, read_json
+from engines.json_input import MAX_DEPTH, bounded_lines, load_json, parse_json, parse_rows, read_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False) | st.text(),
@@ -82,3 +83,37 @@ def test_lines_are_numbered_as_an_editor_does_and_bounded(tmp_path: Path) -> Non
     path.write_bytes(b"[1]\n" + b"x" * 101 + b"\n")
     with pytest.raises(ValueError, match="line 2 has more than 100 bytes"):
         list(bounded_lines(path, max_bytes=100))
+
+
+@given(st.lists(VALUES, max_size=8))
+def test_many_short_texts_read_as_each_of_them_alone(values: list[object]) -> None:
+    rows = [json.dumps(value).encode() for value in values]
+    try:
+        alone = [parse_json(row) for row in rows]
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            list(parse_rows(rows, max_bytes=10_000))
+    else:
+        assert list(parse_rows(rows, max_bytes=10_000)) == alone
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
+        (b"[" * 100_000, "nested more than 64 deep"),
+        (b"9" * 5000, "more than 64 digits"),
+        (b'"\\ud800"', "half of a surrogate pair"),
+        (b"1,2", "Extra data"),
+        (b"", "Expecting value"),
+        (b"\x00", "Expecting value"),
+        (b'"\xed\xa0\x80"', "utf-8"),
+        (b'"' + b"x" * 1_000_000 + b'"', "more than 1,000,000 bytes"),
+    ],
+    ids=range(9),
+)
+def test_of_many_short_texts_the_one_at_fault_is_told(row: bytes, words: str) -> None:
+    read = parse_rows([b"1", row, b"2"], max_bytes=1_000_000)
+    assert next(read) == 1
+    with pytest.raises(ValueError, match=words):
+        next(read)

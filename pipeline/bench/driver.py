@@ -273,8 +273,10 @@ class Driver:
                 kind, told = "Stalled", f"nothing more within {self._limits.token_s:g} s"
             if kind:
                 self._sender.cancel(exchange)
-                responses = sum(exchange.mark in data for data in exchange.data)
+                responses = sum(exchange.mark in data for data, _ in exchange.reads())
                 exchange.fail(kind, f"{told}, after {responses} responses")
+            else:
+                exchange.compact()
         if self._watch is not None:
             self._watch(
                 Live(

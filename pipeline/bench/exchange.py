@@ -16,13 +16,30 @@ if TYPE_CHECKING:
     from pipeline.bench.work.workload import Ask
 
 
+# Bytes that an answer may have: these, as many as were sent (a server may echo the prompt or name it in an error), and
+# so many for each token that was asked for. Servers send 100 to 400 for a token, chunk lengths and JSON included.
+ANSWER_BYTES = 64 << 10
+TOKEN_BYTES = 4 << 10
+# The same for one event or message, which may hold the whole text: a token is seldom more than 16 bytes of it.
+RESPONSE_TOKEN_BYTES = 64
+# Reads of a request in flight that are kept apart; more of them are put together.
+PIECES = 4096
+# Characters of a failure's message.
+MOST_WORDS = 400
+
+
+def answer_limit(sent: int, max_tokens: int, token_bytes: int = TOKEN_BYTES) -> int:
+    """Bytes that an answer may have to a request of `sent` bytes for `max_tokens`."""
+    return ANSWER_BYTES + sent + token_bytes * max_tokens
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a request does not count. `kind` is the class that the report counts by.
 
     Kinds: ConnectFailed, ConnectionLost, TruncatedStream, ServerError (an error told inside the stream),
-    MalformedResponse, EmptyOutput, WrongLength (by the server's own count, where a length was asked for), Timeout,
-    Stalled, `http NNN`, `grpc STATUS`.
+    MalformedResponse, OversizedResponse (more bytes than `Exchange.limit`), EmptyOutput, WrongLength (by the server's
+    own count, where a length was asked for), Timeout, Stalled, `http NNN`, `grpc STATUS`.
     """
 
     kind: str
@@ -30,8 +47,9 @@ class Failure:
 
     @classmethod
     def of(cls, kind: str, message: str) -> Failure:
-        # One line each: a server's traceback belongs in its own log.
-        return cls(kind, " ".join(message.split()))
+        # One line each, and not a long one: a server's traceback belongs in its own log.
+        words = " ".join(message.split())
+        return cls(kind, words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}...")
 
 
 class Exchange:
@@ -41,13 +59,16 @@ class Exchange:
     input_tokens  length of the prompt
     max_tokens    output length asked for
     exact         neither less nor more of it
+    limit         bytes that its answer may have
+    response_limit  bytes of one event or message of it
     slot          which place of a closed loop it took; -1 in an open loop
     warmup        sent to bring the server into its stride, or to keep it there; in no distribution
     due_ns        it could have left
     sent_ns       just before its first byte; None if it never came to that
     data          what came, a read or a message at a time; empty once the stream has ended
     body, sizes   then all of it, and how many bytes each read had: a third less memory than so many small objects.
-                  What is not measured is compressed until it is read; with the rest there is no time for that
+                  What is not measured is compressed until it is read; with the rest there is no time for that.
+                  Of a failed request nothing is kept
     stamps        of each read
     chunked       the bytes have HTTP/1.1's chunks in them
     mark          what a read has in it that is more than a sign of life; empty: each is
@@ -58,9 +79,9 @@ class Exchange:
     """
 
     __slots__ = (
-        "_kept", "ask", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure", "id", "input_tokens",
-        "mark", "max_tokens", "message", "on_ended", "sent_ns", "session", "sizes", "slot", "stamps",
-        "turn", "warmup",
+        "_compressed", "_heard", "_kept", "ask", "call", "chunked", "data", "due_ns", "end_ns", "exact", "failure",
+        "id", "input_tokens", "limit", "mark", "max_tokens", "message", "on_ended", "response_limit", "sent_ns",
+        "session", "sizes", "slot", "stamps", "turn", "warmup",
     )  # fmt: skip
 
     def __init__(self, identity: str, message: bytes, *, input_tokens: int, max_tokens: int) -> None:
@@ -68,6 +89,8 @@ class Exchange:
         self.message = message
         self.input_tokens = input_tokens
         self.max_tokens = max_tokens
+        self.limit = answer_limit(len(message), max_tokens)
+        self.response_limit = answer_limit(len(message), max_tokens, RESPONSE_TOKEN_BYTES)
         self.exact = False
         self.slot = -1
         self.session = self.turn = -1
@@ -78,6 +101,8 @@ class Exchange:
         self.failure: Failure | None = None
         self.data: list[bytes] = []
         self._kept = b""
+        self._compressed = False
+        self._heard: int | None = None  # of the reads that have been put together
         self.sizes = array("I")
         self.stamps = array("q")
         self.chunked = False
@@ -93,7 +118,14 @@ class Exchange:
     def heard_ns(self) -> int | None:
         """When its stream last held more than a sign of life, while it is in flight; None before that."""
         recent = zip(reversed(self.data), reversed(self.stamps), strict=False)
-        return next((stamp for data, stamp in recent if self.mark in data), None)
+        return next((stamp for data, stamp in recent if self.mark in data), self._heard)
+
+    def compact(self) -> None:
+        """Put the reads together where there are many, while it is in flight: an object for each byte would take
+        fifty times its memory."""
+        if len(self.data) > PIECES:
+            self._heard = self.heard_ns()
+            self._pack()
 
     def end(self, stamp_ns: int, failure: Failure | None = None) -> None:
         """Its stream is over. Only the first end counts."""
@@ -104,10 +136,21 @@ class Exchange:
         self.call = None
         if self.on_ended is not None:
             self.on_ended(self)
+        if failure is not None:
+            self.data.clear()
+            self.forget()
+            return
         self._pack()
+        if self.warmup and self._kept:
+            self._kept, self._compressed = zlib.compress(self._kept, 1), True
 
     def fail(self, kind: str, message: str) -> None:
         self.end(monotonic_ns(), Failure.of(kind, message))
+
+    def fail_oversized(self, why: str = "") -> None:
+        """Its answer has more bytes than `limit`, or `why` says what else is too large."""
+        what = why or f"an answer of more than {self.limit:,} bytes"
+        self.fail("OversizedResponse", f"{what}, where {self.max_tokens:,} tokens were asked for")
 
     def reads(self) -> Iterator[tuple[bytes, int]]:
         """All that came, each read with its stamp."""
@@ -119,19 +162,14 @@ class Exchange:
     @property
     def body(self) -> bytes:
         self._pack()
-        return self._unpacked()
+        return zlib.decompress(self._kept) if self._compressed else self._kept
 
     def forget(self) -> None:
-        """Its bytes: they have been read."""
-        self._kept, self.sizes = b"", array("I")
+        """Its bytes and stamps: they have been read."""
+        self._kept, self._compressed, self.sizes, self.stamps = b"", False, array("I"), array("q")
 
     def _pack(self) -> None:
-        if not self.data:
-            return
-        body = self._unpacked() + b"".join(self.data)
-        self._kept = zlib.compress(body, 1) if self.warmup else body
-        self.sizes.extend(map(len, self.data))
-        self.data.clear()
-
-    def _unpacked(self) -> bytes:
-        return zlib.decompress(self._kept) if self.warmup and self._kept else self._kept
+        if self.data:
+            self._kept += b"".join(self.data)
+            self.sizes.extend(map(len, self.data))
+            self.data.clear()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 NONE = -1
 # Who counted the tokens of an answer.
 SERVER, USAGE, TOKENIZER = "server", "usage", "tokenizer"
+# A server that says it sent twice the tokens that were asked for, and these, is not believed: every token is an entry
+# in what is computed of an answer.
+SURPLUS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +225,8 @@ def _unlike(exchange: Exchange, source: str, total: int) -> Failure | None:
     asked = exchange.max_tokens
     if not total:
         return Failure.of("EmptyOutput", f"the stream ended without a token of the {asked} asked for")
+    if total > 2 * asked + SURPLUS and source != TOKENIZER:
+        return Failure.of("WrongLength", f"{total} tokens by the server's count, where {asked} were asked for")
     if exchange.exact and total != asked and source != TOKENIZER:
         return Failure.of(
             "WrongLength", f"{total} tokens, not {asked}: where a server ends answers itself, ask for --natural-end"

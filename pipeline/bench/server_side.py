@@ -6,19 +6,22 @@ A thread fetches bytes and stamps them; they are read after the run, like everyt
 from __future__ import annotations
 
 import threading
-import urllib.parse
 from dataclasses import asdict
 from itertools import pairwise
 from time import monotonic_ns
 from typing import Any
+from urllib.parse import urlsplit
 
 from engines.errors import InputDataError
 from pipeline.bench import gpus
 from pipeline.bench.gpus import GpuSampler
-from pipeline.metrics import Change, Figures, Scrape, derive, parse
+from pipeline.fetch import fetch
+from pipeline.metrics import MAX_PAGE, Change, Figures, Scrape, derive, parse
 
 PERIOD_S = 1.0
 TIMEOUT_S = 5.0
+# Bytes of all pages of a level: an hour of a server with five models.
+MAX_PAGES = 64 << 20
 # Of the server's count of tokens: what ours may differ by.
 AGREEMENT = 0.01
 
@@ -45,9 +48,10 @@ class Scraper:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = url if urlsplit(url).path else f"{url}/metrics"
         self.pages: list[tuple[int, bytes]] = []
         self.trouble = ""
+        self._size = 0  # of all pages
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -67,20 +71,18 @@ class Scraper:
     def _fetch(self) -> None:
         import http.client
 
-        parts = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", parts.path or "/metrics")
-            response = connection.getresponse()
-            page = response.read()
-            if response.status == 200:
-                self.pages.append((monotonic_ns(), page))
-            else:
-                self.trouble = f"status {response.status}"
-        except (OSError, http.client.HTTPException) as error:
+            status, page = fetch(self.url, max_bytes=MAX_PAGE, within_s=TIMEOUT_S)
+        except (OSError, http.client.HTTPException, ValueError) as error:
             self.trouble = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        finally:
-            connection.close()
+            return
+        if status != 200:
+            self.trouble = f"status {status}"
+            return
+        if self._size + len(page) > MAX_PAGES:  # its course ends there; the last page says what the level made
+            self._size -= len(self.pages.pop()[1])
+        self._size += len(page)
+        self.pages.append((monotonic_ns(), page))
 
 
 class Beside:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import HostError, TrtpipeError
+from engines.json_input import parse_json
 from engines.process import error_to_json
 from pipeline.errors import translate
 from pipeline.gateway.app import build
@@ -28,7 +29,8 @@ def main(spec: dict[str, Any]) -> int:
         forks = ForkServer(options)
         forks.start()  # beside this process, which loads the same files
         board = Board(Path(spec["board"]), spec["index"], options.workers)
-        app, connections = build(options, board, forks, most_connections=most_connections())
+        most = most_connections(tls=options.tls_cert is not None)
+        app, connections = build(options, board, forks, most_connections=most)
         listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
         # All workers bind the port; the kernel deals the connections out.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,4 +66,4 @@ def _follow(life: int) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(json.loads(sys.argv[1])))
+    raise SystemExit(main(parse_json(sys.argv[1])))

@@ -37,7 +37,8 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20
 # Bytes of all requests of this process that have not arrived completely; beyond it the largest are refused.
 UNFINISHED_BYTES = 32 << 20
 # Connections of this process, where the limit of open files allows it; beyond it the longest idle are closed.
-MOST_CONNECTIONS = 16384
+# One with TLS takes 50 KB.
+MOST_CONNECTIONS, MOST_TLS_CONNECTIONS = 16384, 2048
 # Closed together, because finding them takes a look at all.
 CLOSED_AT_ONCE = 64
 SWEEP_SECONDS = 1.0
@@ -90,7 +91,7 @@ class Connections:
                 )
 
     def _close_idle(self, newest: Connection) -> None:
-        waiting = [one for one in self._open if one.waiting and one is not newest]
+        waiting = [one for one in self._open if not one.answering and one is not newest]
         for connection in heapq.nsmallest(CLOSED_AT_ONCE, waiting, key=lambda one: one.waiting_since):
             connection.drop()
         if not waiting:  # every other one is being answered
@@ -129,11 +130,6 @@ class Connection(HttpToolsProtocol):
     @property
     def answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it is the client's turn."""
-        return not (self.answering or self._closing)
 
     # What the transport calls
 

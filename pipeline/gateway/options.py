@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.errors import UsageError
+from engines.json_input import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class GatewayOptions:
 
     @classmethod
     def from_json(cls, text: str) -> GatewayOptions:
-        raw = json.loads(text)
+        raw = parse_json(text)
         models = tuple(ServedModel(**{**model, "tokenizer": Path(model["tokenizer"])}) for model in raw.pop("models"))
         for name in ("api_keys_file", "tls_cert", "tls_key"):
             raw[name] = raw[name] and Path(raw[name])

@@ -26,13 +26,13 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2.sandbox  # noqa: F401  # here, and not in every process that is forked
 
 from engines.json_input import parse_json
+from pipeline.chat import ChatTemplate
 from pipeline.gateway.failure import Failure
 from pipeline.gateway.options import GatewayOptions
 from pipeline.gateway.preparation import Preparation
@@ -40,10 +40,10 @@ from pipeline.gateway.text import Text
 
 LENGTHS = struct.Struct("<II")
 SMALL, LARGE = b"\0", b"\1"
-# Processor time of a job with a small body and with a large one.
+# Processor time of a job with a small body and with a large one, and its memory beyond what the tokenizers take.
+# A text of 4 MB takes half of it, or all where each of its characters is a token.
 SECONDS = {SMALL: 1.0, LARGE: 10.0}
-# Beyond what the tokenizers take. A text of 4 MB takes half of it, or all where each of its characters is a token.
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = {SMALL: 256 << 20, LARGE: 1 << 30}
 
 
 def main(options: GatewayOptions, control: socket.socket) -> None:
@@ -52,9 +52,8 @@ def main(options: GatewayOptions, control: socket.socket) -> None:
     preparation = Preparation(options, texts)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for text in texts.values():
-        # Once here instead of in every process; but a template can be made to take all memory when it is compiled.
-        if text.apply_template is not None and _ends_well(text.apply_template.compile):
-            text.apply_template.compile()
+        if text.apply_template is not None:
+            _compile(text.apply_template)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for these children
     control.sendall(b"\0")  # ready
     while True:
@@ -65,32 +64,34 @@ def main(options: GatewayOptions, control: socket.socket) -> None:
         if os.fork() == 0:
             control.close()
             if size == LARGE:
-                os.nice(10)  # small requests, and answers, come first
+                os.nice(5)  # small requests, and answers, come first
             # The gateway closes its end, or has ended.
             with contextlib.suppress(ConnectionError):
-                _work(jobs, preparation, SECONDS[size])
+                _work(jobs, preparation, size)
             os._exit(0)
         jobs.close()
 
 
-def _ends_well(work: Callable[[], None]) -> bool:
-    """Try `work` in a process with the limits of a small job."""
+def _compile(template: ChatTemplate) -> None:
+    """Compile it here instead of in every process, unless that takes more than a small job may: it can be made to."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    _limit_memory(MEMORY_BYTES[SMALL])
     child = os.fork()
     if child == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            _limit_memory()
-            _limit_time(SECONDS[SMALL])
-            work()
-            status = 0
-        os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
+        _limit_time(SECONDS[SMALL])
+        with contextlib.suppress(Exception):
+            template.compile()
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(child, 0)[1] == 0:
+        template.compile()
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _limit_memory() -> None:
+def _limit_memory(more: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, most))
 
 
 def _limit_time(seconds: float) -> None:
@@ -98,12 +99,12 @@ def _limit_time(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _work(jobs: socket.socket, preparation: Preparation, seconds: float) -> None:
-    _limit_memory()
+def _work(jobs: socket.socket, preparation: Preparation, size: bytes) -> None:
+    _limit_memory(MEMORY_BYTES[size])
     while True:
         sizes = LENGTHS.unpack(_receive(jobs, LENGTHS.size))
         job, body = parse_json(_receive(jobs, sizes[0])), _receive(jobs, sizes[1])
-        _limit_time(seconds)
+        _limit_time(SECONDS[size])
         told, ids = _reply(job, body, preparation)
         _limit_time(0)
         head = json.dumps(told).encode()

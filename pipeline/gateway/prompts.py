@@ -207,7 +207,7 @@ class _Lane:
         """Why a prompt process has ended during a job."""
         if not self._forks.running:
             return _unavailable("it has ended, and is started again")
-        limits = f"{SECONDS[size]:g} s of processor time or {MEMORY_BYTES >> 20} MB of memory"
+        limits = f"{SECONDS[size]:g} s of processor time or {MEMORY_BYTES[size] >> 20} MB of memory"
         return wrong(f"the prompt of this request takes more than {limits} to make", code="prompt_too_costly")
 
 

@@ -18,7 +18,7 @@ MAX_VALUES = 1_000_000
 MAX_ELEMENTS = 4096
 MAX_ALL_ELEMENTS = 50_000
 # Of what a client wrote, in an error message.
-QUOTED_CHARACTERS = 100
+QUOTED_CHARACTERS = 200
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
 # Fields of OpenAI's that would change the answer and that no engine behind this gateway can follow, with the values

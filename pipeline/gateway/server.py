@@ -10,21 +10,22 @@ from typing import Any
 
 import uvicorn
 
-from pipeline.gateway.connections import MOST_CONNECTIONS, Connection, Connections
+from pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
 
 # Running answers have this long to end once the worker is told to stop.
 GRACE_SECONDS = 5
 HANDSHAKE_SECONDS = 10.0
 
 
-def most_connections() -> int:
-    """Raise the limit of open files as far as this user may, and return how many connections fit below it.
+def most_connections(*, tls: bool) -> int:
+    """Raise the limit of open files as far as this user may, and return how many connections to hold.
 
-    A quarter is left for connections that are being closed, and for Triton.
+    A quarter of the files is left for connections that are being made or closed, and for Triton.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, most * 3 // 4)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    most = MOST_TLS_CONNECTIONS if tls else MOST_CONNECTIONS
+    return most if files == resource.RLIM_INFINITY else min(most, files * 3 // 4)
 
 
 class Server(uvicorn.Server):

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from engines.errors import HostError, StageFailed
+from engines.json_input import parse_json
 from engines.process import error_from_json, python_command
 from pipeline.gateway.options import GatewayOptions
 
@@ -198,7 +199,7 @@ def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) 
             if not piece:
                 process.wait(timeout=STOP_SECONDS)
                 if said:
-                    raise error_from_json(json.loads(said))
+                    raise error_from_json(parse_json(said))
                 raise StageFailed("the gateway does not start", why=f"it ended with status {process.returncode}")
             said += piece
     finally:

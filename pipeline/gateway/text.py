@@ -7,11 +7,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 import triton_repo
 from engines.errors import InputDataError
 from engines.json_input import read_json
 from pipeline.chat import compile_template, read_template
 from pipeline.gateway.failure import wrong
+from pipeline.gateway.requests import Common, quoted
 
 _SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
 
@@ -38,6 +41,12 @@ class Text:
             self.end_ids, self.pad_id, self.bos = shared().special_ids(folder, self.tokenizer)
         except Exception as error:  # the tokenizers library raises plain Exception
             raise InputDataError(f"{folder} holds no tokenizer that can be read", why=str(error)) from None
+        if not all(type(token) is int and 0 <= token < 2**31 for token in [*self.end_ids, self.pad_id]):
+            raise InputDataError(
+                f"the end or padding token of {folder} is no token id",
+                why=f"eos_token_id is {quoted(str(self.end_ids))}, pad_token_id {quoted(str(self.pad_id))}",
+                remedy="correct generation_config.json",
+            )
         template = read_template(folder)
         self.apply_template = compile_template(folder, template) if template is not None else None
         path = folder / "generation_config.json"
@@ -48,6 +57,13 @@ class Text:
             for name in ("temperature", "top_p", "top_k", "repetition_penalty")
             if generation.get("do_sample", True) and isinstance(generation.get(name), (int, float))
         }
+        try:
+            Common.model_validate({"model": "", **self.defaults})
+        except ValidationError as error:
+            wanted = f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}"
+            raise InputDataError(
+                f"{path} recommends sampling that no request may ask for", why=wanted, remedy="correct the file"
+            ) from None
         self.vocab_size: int = self.tokenizer.get_vocab_size()
 
     @functools.cached_property
@@ -62,7 +78,8 @@ class Text:
         try:
             return self.apply_template(messages)
         except InputDataError as error:
-            raise wrong(f"the chat template refuses these messages: {error.why}", "messages") from None
+            why = quoted(error.why or "")
+            raise wrong(f"the chat template refuses these messages: {why}", "messages") from None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         # "fast" does without each token's place in the text, which takes half of the time and a quarter of the memory.

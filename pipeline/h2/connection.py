@@ -45,6 +45,14 @@ STREAM_WINDOW = 8 << 20
 CONNECTION_WINDOW = frames.LARGEST_WINDOW
 OWN_MAX_FRAME = 64 << 10
 MAX_MESSAGE = 64 << 20
+# Bytes of an answer, where its caller sets no bound.
+UNBOUNDED = 1 << 63
+# Informational header blocks of a stream, before the answer's own.
+MAX_INTERIM = 100
+# Frames in a row that bring nothing: no message, and no header block of a call that is open.
+MAX_IDLE = 100_000
+# Frames that want an answer (PING, SETTINGS) from a peer that reads none of them.
+MAX_UNREAD = 10_000
 
 # A peer that says nothing while calls wait for it is asked whether it lives. gRPC servers count pings as abuse when
 # they come without data in between and more often than every 300 s, so one is sent in each silence, then seldom.
@@ -64,6 +72,10 @@ class Stream:
         "_buffer",
         "_close_when_sent",
         "_connection",
+        "_interim",
+        "_left",
+        "_max_bytes",
+        "_max_message",
         "_outgoing",
         "_plain",
         "_renew_in",
@@ -75,7 +87,9 @@ class Stream:
         "on_end",
     )
 
-    def __init__(self, connection: Connection, number: int, on_data: OnData, on_end: OnEnd, window: int) -> None:
+    def __init__(
+        self, connection: Connection, number: int, on_data: OnData, on_end: OnEnd, max_bytes: int, max_message: int
+    ) -> None:
         self.number = number
         self.on_data = on_data
         self.on_end = on_end
@@ -83,8 +97,12 @@ class Stream:
         self._connection = connection
         self._buffer = bytearray()  # the start of a message whose rest has not come
         self._plain = False  # headers have come and no message is begun: the next one may take the short path
-        self._renew_in = STREAM_WINDOW // 2  # bytes until the window is renewed
-        self._send_window = window
+        self._renew_in = min(STREAM_WINDOW // 2, max_bytes)  # bytes until the window is renewed, if more may come
+        self._left = max_bytes - self._renew_in  # bytes that may come after those
+        self._max_bytes = max_bytes
+        self._max_message = max_message
+        self._interim = 0  # informational header blocks so far
+        self._send_window = 0  # beside the peer's initial window, which may change for all streams at once
         self._outgoing = bytearray()  # held back by flow control
         self._close_when_sent = False
         self._sent_all = False
@@ -126,6 +144,8 @@ class Connection(asyncio.Protocol):
         self._lookup = self._streams  # empty while a header block is open: nothing may come in between
         self._waiting: dict[int, Stream] = {}  # held back by flow control or by the socket
         self._paused = False
+        self._idle = 0  # frames since one brought something
+        self._unread = 0  # frames answered since the socket took no more
         self._held: list[bytes] | None = None  # written while corked
         self._next = 1
         self._rest = b""
@@ -198,11 +218,14 @@ class Connection(asyncio.Protocol):
         on_end: OnEnd,
         half_close: bool = True,
         metadata: Metadata = (),
+        max_bytes: int = UNBOUNDED,
+        max_message: int = MAX_MESSAGE,
     ) -> Stream:
         """Begin a call of `method` (/package.Service/Method) with its first message.
 
         on_data  each message of the answer, whole, and the stamp of the read that completed it
         on_end   once, unless the call is cancelled from here: its status, and the stamp
+        max_bytes, max_message  of the answer and of each message in it; one that is larger ends with `oversized`
 
         Raises TooManyStreams, Draining or ConnectionLost; once it has returned, every failure goes to `on_end`.
         """
@@ -214,7 +237,7 @@ class Connection(asyncio.Protocol):
         self._next = number + 2
         if self._next >= frames.LARGEST_STREAM_ID:
             self.error = Draining("this connection has used up its stream numbers")
-        stream = Stream(self, number, on_data, on_end, self._peer_window)
+        stream = Stream(self, number, on_data, on_end, max_bytes, max_message)
         self._streams[number] = stream
         block = self._headers_of.request(method, metadata)
         head = frames.header_frames(number, block, self._peer_max_frame)
@@ -237,15 +260,16 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(WATCH_S, self._watch)
         return stream
 
-    async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
-        """One message for one message. Raises CallFailed with the status."""
+    async def unary(self, method: str, message: bytes, timeout: float, max_bytes: int = MAX_MESSAGE) -> bytes:
+        """One message for one message of at most `max_bytes`. Raises CallFailed with the status."""
         ended: asyncio.Future[Status] = self._loop.create_future()
         answers: list[bytes] = []
         stream = self.start(
             method,
             message,
-            on_data=lambda data, stamp: answers.append(data),
+            on_data=lambda data, stamp: answers.append(data) if len(answers) < 2 else None,
             on_end=lambda status, stamp: None if ended.done() else ended.set_result(status),
+            max_bytes=max_bytes + frames.PREFIX.size,
         )
         try:
             status = await asyncio.wait_for(ended, timeout)
@@ -254,7 +278,8 @@ class Connection(asyncio.Protocol):
         finally:
             stream.cancel()
         if status.ok and len(answers) != 1:
-            status = Status(Code.INTERNAL, f"{len(answers)} messages answered a call that has one")
+            many = "more than one message" if answers else "no message"
+            status = Status(Code.INTERNAL, f"{many} answered a call that has one")
         if not status.ok:
             raise CallFailed(status)
         return answers[0]
@@ -290,6 +315,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._unread = 0
         self._flush_all()
 
     def eof_received(self) -> bool:
@@ -349,6 +375,7 @@ class Connection(asyncio.Protocol):
         if position < size:
             self._rest = data[position:]
         if received:
+            self._idle = 0
             self._renew(received)
 
     # Frames
@@ -372,6 +399,9 @@ class Connection(asyncio.Protocol):
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a frame within a header block")
         payload = data[position + 9 : end]
+        self._idle += kind != frames.WINDOW_UPDATE  # of which a large request takes many
+        if self._idle > MAX_IDLE:
+            raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"{MAX_IDLE:,} frames in a row without a message")
         if kind == frames.DATA:
             self._data(number, flags, payload, stamp)
         elif kind == frames.HEADERS:
@@ -401,19 +431,32 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             return  # of a call that was cancelled here
-        # The part of the window above `_renew_in` is the half that is still open.
         stream._renew_in -= size
-        if stream._renew_in < -(STREAM_WINDOW // 2):
-            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the stream's window")
-        if stream._renew_in <= 0:
-            self._write(frames.window_update(number, STREAM_WINDOW // 2 - stream._renew_in))
-            stream._renew_in = STREAM_WINDOW // 2
+        if stream._renew_in <= 0 and not self._renew_stream(stream, stamp):
+            return
         if not stream._plain and not stream._buffer:
             self._end(stream, Status(Code.INTERNAL, "the server sent data before headers", lost=True), stamp)
             return
         self._messages(stream, body, stamp)
         if flags & frames.END_STREAM and not stream.ended:
             self._end(stream, of_trailers({}), stamp, by_peer=True)
+
+    def _renew_stream(self, stream: Stream, stamp: int) -> bool:
+        """Let the peer send more on a stream; False where it has sent more than the caller takes."""
+        # The part of the window above `_renew_in` is the half that is still open.
+        over = -stream._renew_in
+        if over > stream._left:
+            why = f"an answer of more than {stream._max_bytes:,} bytes"
+            self._end(stream, Status(Code.RESOURCE_EXHAUSTED, why, oversized=True), stamp)
+            return False
+        if over > STREAM_WINDOW // 2:
+            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the stream's window")
+        if stream._left:
+            self._write(frames.window_update(stream.number, STREAM_WINDOW // 2 + over))
+        stream._left -= over
+        stream._renew_in = min(STREAM_WINDOW // 2, stream._left)
+        stream._left -= stream._renew_in
+        return True
 
     def _messages(self, stream: Stream, body: bytes, stamp: int) -> None:
         """Hand over every message that `body` completes."""
@@ -425,9 +468,9 @@ class Connection(asyncio.Protocol):
             if compressed:
                 self._end(stream, Status(Code.INTERNAL, "a compressed message, which was not asked for"), stamp)
                 return
-            if length > MAX_MESSAGE:
-                why = f"a message of {length} bytes; the limit is {MAX_MESSAGE}"
-                self._end(stream, Status(Code.RESOURCE_EXHAUSTED, why), stamp)
+            if length > stream._max_message:
+                why = f"a message of {length:,} bytes, more than the {stream._max_message:,} that are taken"
+                self._end(stream, Status(Code.RESOURCE_EXHAUSTED, why, oversized=True), stamp)
                 return
             start, position_after = position + 5, position + 5 + length
             if position_after > len(buffer):
@@ -439,6 +482,7 @@ class Connection(asyncio.Protocol):
             if stream.ended:
                 return
             position = position_after
+            self._idle = 0
         del buffer[:position]
         stream._plain = not buffer
 
@@ -476,10 +520,15 @@ class Connection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is None:
             return
+        self._idle = 0
         status = headers.get(b":status")
         if status is not None:
-            if status.startswith(b"1") and not last:
-                return  # informational: the answer's headers are still to come
+            if status.startswith(b"1") and not last:  # informational: the answer's headers are still to come
+                stream._interim += 1
+                if stream._interim > MAX_INTERIM:
+                    endless = Status(Code.INTERNAL, "the server sent informational headers without end", lost=True)
+                    self._end(stream, endless, stamp, ErrorCode.ENHANCE_YOUR_CALM)
+                return
             if status != b"200":
                 self._end(stream, of_http(status.decode("latin-1")), stamp)
                 return
@@ -512,7 +561,7 @@ class Connection(asyncio.Protocol):
             if stream is None:
                 return
             stream._send_window += increment
-            if not increment or stream._send_window > frames.LARGEST_WINDOW:
+            if not increment or stream._send_window + self._peer_window > frames.LARGEST_WINDOW:
                 why = f"the server opened the stream's window by {increment}"
                 self._end(stream, Status(Code.INTERNAL, why, lost=True), stamp, ErrorCode.FLOW_CONTROL_ERROR)
             elif number in self._waiting:
@@ -543,14 +592,12 @@ class Connection(asyncio.Protocol):
             elif key == frames.INITIAL_WINDOW_SIZE:
                 if value > frames.LARGEST_WINDOW:
                     raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, f"an initial window of {value}")
-                for stream in self._streams.values():
-                    stream._send_window += value - self._peer_window  # below zero is legal
-                self._peer_window = value
+                self._peer_window = value  # with it a stream's window may be below zero
             elif key == frames.MAX_FRAME_SIZE:
                 if not frames.DEFAULT_MAX_FRAME <= value < 1 << 24:
                     raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, f"a largest frame of {value}")
                 self._peer_max_frame = value
-        self._write(frame(frames.SETTINGS, frames.ACK, 0))
+        self._answer(frame(frames.SETTINGS, frames.ACK, 0))
         self._has_settings = True
         if not self._greeted.done():
             self._greeted.set_result(None)
@@ -563,7 +610,7 @@ class Connection(asyncio.Protocol):
         if len(payload) != 8:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
         if not flags & frames.ACK:
-            self._write(frame(frames.PING, frames.ACK, 0, payload))
+            self._answer(frame(frames.PING, frames.ACK, 0, payload))
         elif payload == _PING:
             self._pinged = None
             self._answered = stamp
@@ -704,6 +751,14 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None and not self._closed:
             self._transport.write(data)
 
+    def _answer(self, data: bytes) -> None:
+        """Answer a frame, unless the peer reads none of the answers: they would pile up without end."""
+        if self._paused:
+            self._unread += 1
+            if self._unread > MAX_UNREAD:
+                raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"{MAX_UNREAD} frames whose answers are not read")
+        self._write(data)
+
     def _flush(self, stream: Stream) -> None:
         """Send of a stream's data what the windows and the socket allow."""
         if stream.ended or stream._sent_all:
@@ -712,7 +767,7 @@ class Connection(asyncio.Protocol):
         position = 0
         out = bytearray()
         while position < len(data) and not self._paused:
-            room = min(stream._send_window, self._send_window, self._peer_max_frame)
+            room = min(stream._send_window + self._peer_window, self._send_window, self._peer_max_frame)
             if room <= 0:
                 break
             piece = data[position : position + room]

@@ -14,8 +14,9 @@ from pipeline.h2.frames import ErrorCode
 from pipeline.h2.status import ProtocolViolation
 
 MAX_BLOCK = 64 << 10
-# How many blocks are remembered: peers send few different ones, unless they write times into them.
+# How many blocks are remembered, and how long ones: peers send few different ones, unless they write times into them.
 _KEPT = 256
+_KEPT_BYTES = 1024
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -49,7 +50,7 @@ class HeaderBlocks:
             raise ProtocolViolation(ErrorCode.COMPRESSION_ERROR, f"headers that cannot be decoded: {error}") from None
         if self._decoder.header_table_size != 0:
             self.known.clear()
-        elif stateless and len(self.known) < _KEPT:
+        elif stateless and len(self.known) < _KEPT and len(block) <= _KEPT_BYTES:
             self.known[block] = headers
         return headers
 

@@ -37,12 +37,14 @@ class Status:
 
     retry  the server has not begun the call: it may be sent again, elsewhere, without being done twice
     lost   not the server's own word: the connection or the stream broke
+    oversized  not the server's own word either: the answer was larger than its caller takes
     """
 
     code: Code
     message: str = ""
     retry: bool = False
     lost: bool = False
+    oversized: bool = False
 
     @property
     def ok(self) -> bool:

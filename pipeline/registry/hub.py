@@ -17,6 +17,7 @@ import httpx
 
 from engines.errors import HostError, UsageError
 from engines.json_input import parse_json
+from pipeline.http_limits import patience
 from pipeline.hub_client import limit_hub
 from pipeline.registry.base import (
     MAX_PAGES,
@@ -32,6 +33,8 @@ from pipeline.registry.streams import body, continued
 
 # The Hub takes larger files by Git LFS alone. A smaller one is held in memory, as base64 in the commit.
 MAX_REGULAR_BYTES = 10 << 20
+# What a commit of many files may take beyond other answers.
+COMMIT_SECONDS = 300.0
 
 
 class HubRegistry:
@@ -85,7 +88,7 @@ class HubRegistry:
 
         text = (json.dumps(index, indent=1) + "\n").encode()
         operations = [*self._added, CommitOperationAdd(f"targets/{target}.json", text)]
-        with translated(self.url):
+        with translated(self.url), patience(COMMIT_SECONDS):
             HfApi().create_commit(
                 self._repo_id, operations, commit_message=f"trtpipe push {target}", revision=self._revision
             )

@@ -15,12 +15,15 @@ from typing import Any
 
 from engines.errors import HostError
 from pipeline.folders import write_whole
+from pipeline.http_limits import patience
 from pipeline.registry.base import Blob, Moved
 from pipeline.registry.oci_client import joined
 
 CHUNK = 32 << 20
 # Of a chunk, held in memory.
 PIECE = 1 << 18
+# Bytes of a file that a registry may copy and hash in a second, when all of it is there.
+VERIFIED_PER_SECOND = 10_000_000
 # How often it breaks off without a byte more before the push gives up.
 TRIES = 3
 # As OciRegistry's own: (method, URL, **of requests), a HostError for what is refused, but for the statuses `also`.
@@ -67,7 +70,8 @@ class Upload:
             if done > furthest:
                 tries, furthest = 0, done
         mark = "&" if "?" in self._place else "?"
-        self._ask("PUT", f"{self._place}{mark}digest=sha256:{self._blob.sha256}")
+        with patience(self._blob.size / VERIFIED_PER_SECOND):
+            self._ask("PUT", f"{self._place}{mark}digest=sha256:{self._blob.sha256}")
         self._kept.unlink(missing_ok=True)
 
     def _goes_on(self) -> int | None:

@@ -6,17 +6,46 @@ under its digest, so whatever was begun under that name is of the same bytes.
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from pipeline.http_limits import patience
 from pipeline.registry.base import Moved
 
 # S3 takes none below 5 MiB but the last.
 PART = 32 << 20
 MAX_PARTS = 10_000
 AT_ONCE = 4
+# Bytes that a server may join in a second, when all parts are there.
+JOINED_PER_SECOND = 10_000_000
+
+
+class FilePart(io.RawIOBase):
+    """Bytes [start, start + size) of an open file, as a file: it is sent without being held in memory."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self._size - self._at)
+        data = os.pread(self._file.fileno(), max(0, count), self._start + self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
 
 
 class Parts:
@@ -40,10 +69,10 @@ class Parts:
             held = there.get(number)
             if held is None or held["Size"] != size:
                 with self._path.open("rb") as file:
-                    file.seek(start)
                     held = self._call(
-                        "upload_part", Key=self._key, UploadId=upload, PartNumber=number, Body=file.read(size)
-                    )
+                        "upload_part", Key=self._key, UploadId=upload, PartNumber=number, size=size,
+                        Body=FilePart(file, start, size),
+                    )  # fmt: skip
             return {"PartNumber": number, "ETag": held["ETag"]}
 
         parts: list[dict[str, Any]] = []
@@ -55,7 +84,8 @@ class Parts:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._call("complete_multipart_upload", Key=self._key, UploadId=upload, MultipartUpload={"Parts": parts})
+        with patience(self._size / JOINED_PER_SECOND):
+            self._call("complete_multipart_upload", Key=self._key, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def _begun(self) -> str | None:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import HostError
-from pipeline.http_limits import ANSWER_SECONDS, SLOWEST
+from pipeline.http_limits import ANSWER_SECONDS, EXTRA_SECONDS, SLOWEST
 from pipeline.registry.base import (
     MAX_INDEX_BYTES,
     MAX_PAGES,
@@ -27,7 +27,7 @@ from pipeline.registry.streams import Interrupted, another_part, continued, skip
 
 # At a time, from the far end.
 PIECE = 1 << 20
-# How often one call may be tried, by s3fs and botocore together, before it has taken too long.
+# How often a call is tried.
 ATTEMPTS = 3
 
 
@@ -53,7 +53,9 @@ class S3Registry:
                 "s3:// is not installed", why=str(error), remedy="run `pip install trtpipe[registry]`"
             ) from None
         with translated(url):
-            system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, config_kwargs=settings())
+            system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, config_kwargs=settings(ATTEMPTS))
+            system.retries = 1  # botocore's alone begin a file that is sent again at its start
+            system.connect()  # a client is made, which takes longer than many a call
         return S3Registry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
@@ -68,7 +70,8 @@ class S3Registry:
             if blob.size > PART:
                 Parts(self._call, self._blob(blob), path).upload(moved)
             else:  # an object appears when it is whole
-                self._call("put_object", Key=self._blob(blob), Body=path.read_bytes())
+                with path.open("rb") as file:
+                    self._call("put_object", Key=self._blob(blob), size=blob.size, Body=file)
                 moved(blob.size)
 
     def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
@@ -76,12 +79,13 @@ class S3Registry:
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
         with translated(self.url):
-            self._call("put_object", Key=self._index(target), Body=(json.dumps(index, indent=1) + "\n").encode())
+            text = (json.dumps(index, indent=1) + "\n").encode()
+            self._call("put_object", Key=self._index(target), size=len(text), Body=text)
 
     def targets(self) -> list[str]:
         out: list[str] = []
         prefix = f"{self._prefix}targets/"
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         seen: set[str] = set()
         while True:
             with translated(self.url):
@@ -144,10 +148,9 @@ class S3Registry:
             raise Interrupted(f"{self.url} broke off", why=str(error) or "it takes too long") from None
         return data
 
-    def _call(self, method: str, **named: Any) -> Any:
-        """Raises what s3fs and botocore raise, and TimeoutError where it takes too long."""
-        body = named.get("Body", b"")
-        limit = ATTEMPTS * (ANSWER_SECONDS + len(body) / SLOWEST)
+    def _call(self, method: str, *, size: int = 0, **named: Any) -> Any:
+        """Call a method of S3 that sends `size` bytes. Raises what s3fs and botocore raise, and TimeoutError."""
+        limit = ATTEMPTS * (ANSWER_SECONDS + EXTRA_SECONDS.get() + size / SLOWEST)
         return self._system.call_s3(method, timeout=limit, Bucket=self._bucket, **named)
 
     def _blob(self, blob: Blob) -> str:

@@ -10,7 +10,14 @@ from typing import Any
 from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
 
-from pipeline.http_limits import ANSWER_SECONDS, CONNECT_SECONDS, MAX_ANSWER_BYTES, SLOWEST, STALL_SECONDS
+from pipeline.http_limits import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    EXTRA_SECONDS,
+    MAX_ANSWER_BYTES,
+    SLOWEST,
+    STALL_SECONDS,
+)
 
 
 class AnswerTooLarge(Exception): ...
@@ -22,7 +29,8 @@ class LimitedSession(AIOHTTPSession):  # type: ignore[misc]
     async def send(self, request: Any) -> Any:
         streamed = request.stream_output
         request.stream_output = True  # else all of the answer is read, however large
-        answer = await asyncio.wait_for(self._whole(request, streamed), ANSWER_SECONDS + _size(request) / SLOWEST)
+        limit = ANSWER_SECONDS + EXTRA_SECONDS.get() + _size(request) / SLOWEST
+        answer = await asyncio.wait_for(self._whole(request, streamed), limit)
         request.stream_output = streamed
         return answer
 
@@ -57,11 +65,11 @@ class _LimitedResponse(AioAWSResponse):  # type: ignore[misc]
         return self._content
 
 
-def settings() -> dict[str, Any]:
+def settings(attempts: int) -> dict[str, Any]:
     """Of botocore's configuration."""
     return {
         "http_session_cls": LimitedSession, "connect_timeout": CONNECT_SECONDS, "read_timeout": STALL_SECONDS,
-        "retries": {"mode": "standard", "total_max_attempts": 3},
+        "retries": {"mode": "standard", "total_max_attempts": attempts},
     }  # fmt: skip
 
 

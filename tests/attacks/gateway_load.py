@@ -135,9 +135,9 @@ BODIES: dict[str, Callable[[], tuple[str, bytes]]] = {
     "n": lambda: _chat('[{"role":"user","content":"', "x", '"}], "n": 2147483647'),
     "logit_bias": lambda: (
         CHAT,
-        json.dumps({"model": "m", "logit_bias": {str(n): 1 for n in range(380_000)}}).encode(),
+        json.dumps({"model": "m", "logit_bias": {str(n): 1 for n in range(300_000)}}).encode(),
     ),
-    "unknown fields": lambda: (CHAT, json.dumps({"model": "m", **{f"x{n}": 1 for n in range(330_000)}}).encode()),
+    "unknown fields": lambda: (CHAT, json.dumps({"model": "m", **{f"x{n}": 1 for n in range(300_000)}}).encode()),
 }
 
 
@@ -168,7 +168,8 @@ def _head(lines: str = "", key: str = KEY) -> bytes:
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 
 
-def _attack(name: str, port: int) -> None:
+def attack(pipe: Pipe, name: str, port: int) -> None:
+    """Send requests of one kind until killed."""
     if name == "wrong key":
         _one_body(port, *BODIES["messages"](), key="wrong")
     elif name == "endless header":
@@ -251,10 +252,6 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[Pipe]:
         process.join()
 
 
-def _without_pipe(pipe: Pipe, name: str, port: int) -> None:
-    _attack(name, port)
-
-
 def _p(latencies: list[float], share: float) -> float:
     """In milliseconds."""
     return sorted(latencies)[min(len(latencies) - 1, int(share * len(latencies)))] * 1e3
@@ -293,7 +290,7 @@ def run(tokenizer: Path, keys: Path, names: list[str], seconds: float, connectio
             print(f"undisturbed | {_figures(*ask(seconds))} | |", flush=True)
             memory = Memory(gateway.pids[0])
             held = name in HELD
-            with child(*((hold, name, port, connections) if held else (_without_pipe, name, port))) as attacker:
+            with child(*((hold, name, port, connections) if held else (attack, name, port))) as attacker:
                 if held:
                     attacker.recv()
                 else:

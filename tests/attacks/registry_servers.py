@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -56,13 +58,15 @@ Talk = Callable[[Request], Iterable[bytes]]
 
 
 @contextlib.contextmanager
-def serving(talk: Talk, asked: list[Request] | None = None) -> Iterator[str]:
+def serving(
+    talk: Talk, asked: list[Request] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[str]:  # fmt: skip
     """host:port of a server that answers each request, which it notes in `asked`, over a connection of its own."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     open_now: set[socket.socket] = set()
 
     def serve(sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, ValueError), sock:
+        with contextlib.suppress(OSError, ValueError), sock if tls is None else tls.wrap_socket(sock, True) as sock:
             request = _read(sock)
             if request is None:
                 return
@@ -70,7 +74,8 @@ def serving(talk: Talk, asked: list[Request] | None = None) -> Iterator[str]:
                 asked.append(request)
             for piece in talk(request):
                 sock.sendall(piece)
-            sock.shutdown(socket.SHUT_WR)
+            if tls is None:
+                sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):  # what the client still sends would reset the connection, and lose our answer
                 pass
         open_now.discard(sock)
@@ -112,8 +117,6 @@ def _read(sock: socket.socket) -> Request | None:
     else:
         body = file.read(int(headers.get("content-length", 0)))
     if "aws-chunked" in headers.get("content-encoding", ""):
-        import io
-
         body = _chunks(io.BytesIO(body))
     return Request(first[0], first[1], headers, body)
 

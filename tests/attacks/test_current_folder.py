@@ -159,6 +159,23 @@ def test_the_module_of_the_command_itself(trap: Trap) -> None:
     assert trap.imported() <= {"re", "typing"}
 
 
+@pytest.mark.parametrize("how", [["-m", "pipeline"], [str(LAUNCHER), "pipeline"]])
+def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
+    """An entry of PYTHONPATH that names a folder outright; and not our own, which may be a site-packages."""
+    stated = tmp_path / "stated"
+    stated.mkdir()
+    (stated / "sitecustomize.py").write_text("import atexit, sys; atexit.register(lambda: print(sys.path))")
+    environment = {**os.environ, "PYTHONPATH": f"{stated}::relative"}
+    done = subprocess.run(
+        [sys.executable, *how, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    path = json.loads(done.stdout.splitlines()[1].replace("'", '"'))
+    assert path[0] == str(stated)
+    assert not {"", str(tmp_path), str(tmp_path / "relative")} & set(path)
+    # Where an installation has put it, after the libraries of Python.
+    assert str(LAUNCHER.parent) not in path[:4]
+
+
 @pytest.mark.real
 def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> None:
     pythonpath = "."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import shutil
 import time
@@ -150,7 +149,7 @@ def mutated_text(rng: random.Random, text: bytes) -> bytes:
     """JSON with another value or one less somewhere inside; else other bytes somewhere inside."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         at, end = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         return text[:at] + rng.choice((b"", b"\0", b"<x>", text[at:end] * 3)) + text[end:]
     spots: list[tuple[Any, Any]] = []
@@ -194,13 +193,12 @@ def made(in_folder: Path, tmp_path: Path) -> Store:
     return store
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of time, and waits."""
     for module in (http_limits, s3_session):
         monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
-    monkeypatch.setattr(http_limits, "ANSWER_SECONDS", 1.0)
-    for module in (s3_session, s3):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 0.4)
+        monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(s3, "ANSWER_SECONDS", 2.0)
     monkeypatch.setattr(s3, "ATTEMPTS", 1)
     for module in (streams, oci_client):
         monkeypatch.setattr(module, "WAITS", (0.0, 0.0, 0.0))
@@ -213,9 +211,6 @@ def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for module in (downloads, theirs):
         monkeypatch.setattr(module, "time", type("NoTime", (), {"sleep": staticmethod(lambda seconds: None)}))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    (tmp_path / "docker").mkdir()
-    (tmp_path / "docker" / "config.json").write_text('{"auths": {"127.0.0.1": {"auth": "YTpi"}}}')
 
 
 @contextlib.contextmanager
@@ -298,6 +293,9 @@ def attempt(seed: int, wire: Wire, url: str, made: Store, before: dict[str, byte
 def fuzz(kind: str, seeds: range, made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each outcome was."""
     outcomes: dict[str, int] = {}
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker" / "config.json").write_text('{"auths": {"127.0.0.1": {"auth": "YTpi"}}}')
     wire = Wire()
     runs = Path("runs").absolute()
     before = {
@@ -305,6 +303,7 @@ def fuzz(kind: str, seeds: range, made: Store, tmp_path: Path, monkeypatch: pyte
     }
     with fuzzed(kind, wire, tmp_path, monkeypatch) as (url, base):
         ship.push(TARGET, open_registry(url), made)
+        shorten(monkeypatch)
         for seed in seeds:
             folder = tmp_path / "elsewhere"
             folder.mkdir()
@@ -329,11 +328,10 @@ def test_answers_that_are_changed_at_random(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["oci", "s3", "hub"])
+@pytest.mark.parametrize(("kind", "runs"), [("oci", 2000), ("s3", 600), ("hub", 2000)])
 @pytest.mark.timeout(3600)
 def test_answers_that_are_changed_at_random_for_long(
-    kind: str, made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, runs: int, made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = int(os.environ.get("RUNS", "2000"))
     outcomes = fuzz(kind, range(1000, 1000 + runs), made, tmp_path, monkeypatch)
-    assert outcomes["pull done"] > 20
+    assert outcomes["pull done"] > runs // 100

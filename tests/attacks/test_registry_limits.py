@@ -19,10 +19,9 @@ import pytest
 
 from engines.errors import HostError, InputDataError, TrtpipeError
 from pipeline import http_limits
-from pipeline.registry import docker_config, oci, oci_client, streams
+from pipeline.registry import oci, oci_client, streams
 from pipeline.registry.address import open_registry
 from pipeline.registry.base import Blob, Registry
-from pipeline.registry.sites import may_have_credentials
 from tests.attacks.registry_servers import Answer, Bucket, Images, Request, Talk, quiet, serving
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
@@ -156,22 +155,22 @@ def bytewise(data: bytes) -> Iterator[bytes]:
 
 
 SLOW: dict[str, tuple[Callable[[Request], Iterable[bytes]], str]] = {
-    "silence": (lambda request: drip([b""] * 99, 0.2), "nothing came for 0 seconds|takes more than"),
+    "silence": (lambda request: drip([b""] * 99, 0.2), "nothing came for 0 seconds|takes too long"),
     "a head that drips": (
-        lambda request: drip(bytewise(b"HTTP/1.1 200 OK\r\n" * 99), 0.1), "takes more than 1 seconds"
+        lambda request: drip(bytewise(b"HTTP/1.1 200 OK\r\n" * 99), 0.1), "takes too long"
     ),
     "100 Continue without end": (
-        lambda request: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), "takes more than 1 seconds"
+        lambda request: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"), "takes too long"
     ),
     "a body that drips": (
         lambda request: drip([head("HTTP/1.1 200 OK", "Content-Length: 300000"), *bytewise(DATA[:99])], 0.2),
-        "takes more than 1 seconds",
+        "takes too long",
     ),
     "chunks without content": (
         lambda request: drip(
             [head("HTTP/1.1 200 OK", "Transfer-Encoding: chunked"), *[b"1;" + b"x" * 999 + b"\r\nx\r\n"] * 99], 0.1
         ),
-        "takes more than 1 seconds",
+        "takes too long",
     ),
 }  # fmt: skip
 
@@ -331,7 +330,7 @@ def test_small_answers_without_an_end(place: str) -> None:
 
     with (
         serving(talking(lambda request: endless(request) if place in request.path else None)) as address,
-        pytest.raises(HostError, match=r"its answer has more than 8,388,608 bytes|takes more than"),
+        pytest.raises(HostError, match=r"its answer has more than 8,388,608 bytes|takes too long"),
     ):
         opened(address).index("one")
     assert sent[0] < 32 << 20
@@ -359,34 +358,6 @@ def test_credentials_are_for_the_registrys_own_site(tmp_path: Path) -> None:
         f"oci://{address}/team/models asks for your credentials on behalf of tokens.evil.example: that is another "
         "site, and they were not sent; set TRTPIPE_AUTH_HOSTS=tokens.evil.example if they are for it, too"
     )
-
-
-@pytest.mark.parametrize(
-    ("registry", "others", "strangers"),
-    [
-        ("registry-1.docker.io", ["auth.docker.io", "docker.io", "AUTH.DOCKER.IO."], ["docker.io.x", "evil.io"]),
-        ("registry.gitlab.com", ["gitlab.com", "registry.gitlab.com"], ["gitlab.com.evil.example", "notgitlab.com"]),
-        ("registry.digitalocean.com", ["api.digitalocean.com"], ["com", "evil.com"]),
-        ("registry.eu.team.example", ["auth.eu.team.example"], ["team.example", "auth.us.team.example"]),
-        ("ghcr.io", ["ghcr.io", "auth.ghcr.io"], ["io", "quay.io", "evilghcr.io"]),
-        ("victim.azurecr.io", ["victim.azurecr.io"], ["evil.azurecr.io", "azurecr.io"]),
-        ("1.dkr.ecr.us-east-1.amazonaws.com", [], ["2.dkr.ecr.us-east-1.amazonaws.com", "evil.s3.amazonaws.com"]),
-        ("victim.github.io", [], ["evil.github.io"]),
-        ("shop.co.uk", ["registry.shop.co.uk"], ["evil.co.uk", "co.uk"]),
-        ("registry.shop.co.uk", ["shop.co.uk", "auth.shop.co.uk"], ["evil.co.uk"]),
-        ("10.0.0.5", ["10.0.0.5"], ["11.0.0.5", "10.0.0.6", "0.0.5"]),
-        ("[::1]", ["[::1]"], ["[::2]"]),
-        ("localhost", ["localhost", "named.example"], ["evil", "example", "other.named.example"]),
-    ],
-)  # fmt: skip
-def test_which_hosts_are_of_one_site(
-    registry: str, others: list[str], strangers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRTPIPE_AUTH_HOSTS", "first.example, named.example")
-    assert [host for host in others if not may_have_credentials(host, registry)] == []
-    assert [host for host in strangers if may_have_credentials(host, registry)] == []
-    monkeypatch.delenv("TRTPIPE_AUTH_HOSTS")
-    assert not may_have_credentials("", registry)
 
 
 @pytest.mark.parametrize(
@@ -494,52 +465,3 @@ def test_an_upload_that_loses_what_it_took_ends(tmp_path: Path, monkeypatch: pyt
     with serving(talking(told)) as address, pytest.raises(HostError, match="refuses: 500"):
         opened(address).put(BLOB, tmp_path / "file", lambda nbytes: None)
     assert next(count) <= 8
-
-
-# Docker's configuration
-
-
-def helper(folder: Path, name: str, script: str) -> None:
-    path = folder / f"docker-credential-{name}"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-
-
-def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docker").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    file = tmp_path / "docker" / "config.json"
-    known = docker_config.credentials
-    assert known("registry.example") is None
-    auths: dict[str, Any] = {
-        "one.example": {"auth": "b25l"}, "https://two.example/v1/": {"auth": "dHdv"}, "asked.example": {},
-        "three.example:5000": {"auth": "dGhyZWU="}, "localhost:5000": {"auth": "aGVyZQ=="},
-        "https://index.docker.io/v1/": {"auth": "aHVi"},
-    }  # fmt: skip
-    helpers = {"asked.example": "works", "broken.example": "broken", "absent.example": "absent"}
-    file.write_text(json.dumps({"auths": auths, "credHelpers": helpers, "credsStore": "store"}))
-    helper(tmp_path, "works", 'cat >"$0.asked"; echo \'{"Username": "ali", "Secret": "open sesame"}\'')
-    helper(tmp_path, "broken", "echo '[]'")
-    helper(tmp_path, "store", "cat >/dev/null; exit 1")
-    assert [known(host) for host in ("one.example", "two.example", "three.example:5000", "three.example")] == [
-        "b25l", "dHdv", "dGhyZWU=", None,
-    ]  # fmt: skip
-    assert [known(host) for host in ("127.0.0.1:5000", "registry-1.docker.io")] == ["aGVyZQ==", "aHVi"]
-    assert known("asked.example") == USER
-    assert (tmp_path / "docker-credential-works.asked").read_text() == "asked.example"
-    assert [known(host) for host in ("broken.example", "absent.example", "other.example")] == [None] * 3
-    for text, why in (
-        ("[", "is not JSON"),
-        ("[]", "holds a list"),
-        ('{"auths": []}', None),
-        ('{"auths": 7}', "`auths` in"),
-    ):
-        file.write_text(text)
-        if why is None:
-            assert known("one.example") is None
-            continue
-        with pytest.raises(InputDataError, match=why):
-            known("one.example")
-    file.write_text('{"auths": {"one.example": {"auth": "a\\r\\nb"}}}')
-    with pytest.raises(InputDataError, match="no base64"):
-        known("one.example")

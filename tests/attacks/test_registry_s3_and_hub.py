@@ -39,11 +39,11 @@ REPO = "acme/tiny-llama"
 def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (http_limits, s3_session):
         monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
-    for module in (http_limits, s3_session, s3):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", 1.0)
+    for module, seconds in ((http_limits, 1.0), (s3_session, 1.0), (s3, 2.0)):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", seconds)
         monkeypatch.setattr(module, "SLOWEST", 1 << 20)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    monkeypatch.setattr(streams, "WAITS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(streams, "WAITS", (0.01, 0.01))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "two")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "three")
@@ -213,6 +213,29 @@ def test_parts_of_an_upload_whose_list_does_not_end(tmp_path: Path, monkeypatch:
     methods = [request.method for request in asked]
     assert methods.count("PUT") == 3
     assert methods.count("GET") == 1 + 4
+
+
+@pytest.mark.parametrize("part", [100_000, 1_000_000], ids=["parts", "whole"])
+def test_what_is_sent_again_is_sent_from_its_start(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server: each request is refused once."""
+    monkeypatch.setattr(parts, "PART", part)
+    monkeypatch.setattr(s3, "PART", part)
+    (tmp_path / "file").write_bytes(DATA)
+    seen: set[str] = set()
+    taken: dict[int, bytes] = {}
+
+    def told(request: Request) -> Answer:
+        if request.path not in seen:
+            seen.add(request.path)
+            return Answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+        if request.method == "PUT":
+            taken[int(request.query.get("partNumber", 1))] = request.body
+        return Answer(200, {"ETag": '"1"'}, b"<R><UploadId>u</UploadId><ETag>1</ETag></R>")
+
+    with serving(talking(told)) as address:
+        opened(address, monkeypatch).put(BLOB, tmp_path / "file", lambda nbytes: None)
+    assert len(taken) == -(-300_000 // part)
+    assert b"".join(taken[number] for number in sorted(taken)) == DATA
 
 
 # The Hub

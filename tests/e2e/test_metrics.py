@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from pipeline import console_top, top
@@ -35,8 +34,7 @@ def engine(figures: Figures) -> EngineFigures:
 
 
 def published(served: Served) -> Scrape:
-    with httpx.Client() as client:
-        return top.scrape_once(client, served.metrics)
+    return top.scrape_once(served.metrics)
 
 
 def settled(served: Served) -> None:

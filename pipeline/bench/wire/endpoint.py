@@ -6,10 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.errors import StageFailed, TrtpipeError, UsageError, suggestion
+from engines.errors import HostError, StageFailed, TrtpipeError, UsageError, suggestion
 
 # Seconds that a server may take to say who it is. Not a measurement: only how long an absent one is waited for.
 CONNECT_TIMEOUT_S = 5.0
+# Bytes of such an answer: a list of 10,000 models has less.
+MAX_BYTES = 1 << 20
+# Dimensions of an input; those of the models that are asked here have two.
+MAX_RANK = 8
+# Models that an error names.
+_NAMED = 20
 
 Value = str | int | float | bool | list[int] | list[str]
 
@@ -84,6 +90,12 @@ class Endpoint:
     inputs: Mapping[str, tuple[str, int]]
     outputs: frozenset[str]
 
+    def __post_init__(self) -> None:
+        """Raises HostError for what no model declares: each request would be as large as the server likes."""
+        most = max((rank for _, rank in self.inputs.values()), default=0)
+        if most > MAX_RANK:
+            raise HostError(f"model '{self.model}' at {self.url} declares an input of {most:,} dimensions")
+
     def family(self) -> Family:
         """Raises UsageError unless the model streams tokens for a prompt."""
         for family in FAMILIES:
@@ -155,8 +167,9 @@ def model_error(model: str, url: str, index: Iterable[tuple[str, str, str]]) -> 
         )
     ready = sorted(name for name, (state, _) in states.items() if state == "READY")
     near = suggestion(model, ready)
+    more = f" and {len(ready) - _NAMED} more" if len(ready) > _NAMED else ""
     return UsageError(
         f"model '{model}' is not served at {url}",
-        why="served: " + (", ".join(ready) or "nothing"),
+        why="served: " + (", ".join(ready[:_NAMED]) + more or "nothing"),
         remedy=near if near.startswith("did you mean") else "name one that is",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.errors import HostError, UsageError
 from pipeline.bench.exchange import Exchange, Failure
-from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S
+from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S, MAX_BYTES
 from pipeline.bench.wire.triton_grpc import CallRefused
 from pipeline.h2.connection import Connection, Dial
 from pipeline.h2.status import CallFailed, ConnectFailed, H2Error, Status
@@ -67,10 +67,13 @@ class H2Sender:
         return made
 
     async def ask(self, method: str, message: bytes) -> bytes:
-        """One message for one message, before anything is measured. Raises CallRefused."""
+        """One message for one message, before anything is measured. Raises CallRefused, HostError."""
         try:
-            return await self._connections[0].unary(method, message, CONNECT_TIMEOUT_S)
+            return await self._connections[0].unary(method, message, CONNECT_TIMEOUT_S, MAX_BYTES)
         except CallFailed as error:
+            if error.status.lost or error.status.oversized:
+                why = error.status.message
+                raise HostError(f"{self._host}:{self._port} does not answer over gRPC", why=why) from None
             raise CallRefused(str(error)) from None
         except H2Error as error:
             raise HostError(f"the connection to {self._host}:{self._port} is lost", why=str(error)) from None
@@ -146,6 +149,8 @@ class H2Sender:
                     on_data=exchange.receive,
                     on_end=partial(self._ended, exchange),
                     metadata=METADATA,
+                    max_bytes=exchange.limit,
+                    max_message=exchange.response_limit,
                 )
         finally:
             sent = connection.uncork()
@@ -153,12 +158,14 @@ class H2Sender:
             exchange.sent_ns = sent if exchange.sent_ns is None else exchange.sent_ns
 
     def _ended(self, exchange: Exchange, status: Status, stamp_ns: int) -> None:
-        if status.retry and not self._closed:
+        if status.retry and not self._closed and not exchange.stamps:
             exchange.call = asyncio.get_running_loop().call_later(_AGAIN_S, self._start_again, exchange)
             return
         exchange.message = b""
         if status.ok:
             exchange.end(stamp_ns)
+        elif status.oversized:
+            exchange.fail_oversized(status.message)
         else:
             kind = "ConnectionLost" if status.lost else f"grpc {status.code.name}"
             exchange.end(stamp_ns, Failure.of(kind, f"{status.message} (after {len(exchange.stamps)} responses)"))

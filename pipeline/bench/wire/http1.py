@@ -7,13 +7,13 @@ While the clock runs only the head of an answer and the lengths of its chunks ar
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import monotonic_ns
 from typing import Any, cast
 
 from engines.errors import HostError, UsageError
+from engines.json_input import parse_json
 from pipeline.bench.exchange import Exchange, Failure
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.stamped import dial
@@ -22,6 +22,8 @@ from pipeline.h2.peer import tune
 # What reads of an event stream have in them that are more than a comment to keep the connection open.
 SSE_DATA = b"data:"
 MAX_HEAD = 64 << 10
+MAX_INTERIM = 100  # informational heads (100 Continue, 103 Early Hints) before an answer
+MAX_DIGITS = 16  # of a length: 2^63 has 19 digits, or 16 of base 16
 MAX_KNOWN = 4096  # lengths of chunks
 _CLOSE_DELIMITED = -1
 _AT_ONCE = 64  # connections; a listen queue is not endless
@@ -34,10 +36,12 @@ class HttpConnection(asyncio.Protocol):
         self._sender = sender
         self._transport: asyncio.Transport | None = None
         self.exchange: Exchange | None = None
+        self._room = 0  # bytes that the body may still have
+        self._interim = 0  # informational heads so far
         self._begin()
 
     def _begin(self) -> None:
-        self._head = b""
+        self._head = bytearray()
         self._in_body = False
         self._status = 0
         self._keep = True
@@ -53,6 +57,7 @@ class HttpConnection(asyncio.Protocol):
     def send(self, exchange: Exchange) -> None:
         assert self._transport is not None
         self._begin()
+        self._room, self._interim = exchange.limit, 0
         self.exchange = exchange
         exchange.call = self
         exchange.mark = SSE_DATA
@@ -84,33 +89,31 @@ class HttpConnection(asyncio.Protocol):
         if exchange is None:  # an answer nobody asked for
             self.close()
             return
-        if not self._in_body:
-            self._head += data
-            head, separator, data = self._head.partition(b"\r\n\r\n")
-            if not separator:
-                if len(self._head) > MAX_HEAD:
-                    self._fail("MalformedResponse", f"a head of more than {MAX_HEAD} bytes")
+        while not self._in_body:
+            rest = self._take_head(data)
+            if rest is None:
                 return
-            if not self._read_head(head):
-                self._fail("MalformedResponse", f"no HTTP answer: {head[:80]!r}")
-                return
-            if self._status < 200:  # the answer is still to come
-                self._begin()
-                if data:
-                    self.feed(data, stamp)
-                return
-            self._in_body = True
-            self._head = b""
-            exchange.chunked = self._chunked
-        if 0 <= self._left < len(data) and not self._chunked:
-            data, self._keep = data[: self._left], False  # more than the answer
-        if data:
-            exchange.receive(data, stamp)
-        ended = self._follow_chunks(data) if self._chunked else self._follow_length(len(data))
-        if ended is None:
-            self._fail("MalformedResponse", "a chunk without a length")
+            data = rest
+        size = len(data)
+        self._room -= size
+        ended: bool | None
+        if self._chunked:
+            if size:
+                exchange.receive(data, stamp)
+            ended = self._follow_chunks(data)
+        else:
+            if 0 <= self._left < size:
+                data, self._keep = data[: self._left], False  # more than the answer
+            if data:
+                exchange.receive(data, stamp)
+            ended = self._follow_length(len(data))
+        if ended is False:
+            if self._room < 0:
+                self._stop_oversized()
         elif ended:
             self._finish(stamp)
+        else:
+            self._fail("MalformedResponse", "a chunk without a length")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._sender.lost(self)
@@ -124,10 +127,41 @@ class HttpConnection(asyncio.Protocol):
 
     # The answer
 
+    def _take_head(self, data: bytes) -> bytes | None:
+        """What follows the head that `data` completes: of the body, or of the head after an informational one. None
+        while the head has no end, or where the answer has failed."""
+        start = max(0, len(self._head) - 3)
+        self._head += data
+        end = self._head.find(b"\r\n\r\n", start)
+        if end > MAX_HEAD or (end < 0 and len(self._head) > MAX_HEAD):
+            self._fail("MalformedResponse", f"a head of more than {MAX_HEAD} bytes")
+            return None
+        if end < 0:
+            return None
+        head, rest = bytes(self._head[:end]), bytes(self._head[end + 4 :])
+        if not self._read_head(head):
+            self._fail("MalformedResponse", f"no HTTP answer: {head[:80]!r}")
+            return None
+        if self._status >= 200:
+            self._in_body = True
+            self._head.clear()
+            assert self.exchange is not None
+            self.exchange.chunked = self._chunked
+            if self._status == 200 and self._left > self._room:
+                self._stop_oversized()
+                return None
+            return rest
+        self._interim += 1
+        if self._interim > MAX_INTERIM:
+            self._fail("MalformedResponse", f"more than {MAX_INTERIM} informational answers")
+            return None
+        self._begin()
+        return rest or None
+
     def _read_head(self, head: bytes) -> bool:
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ", 2)
-        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not (words[1].isdigit() and len(words[1]) == 3):
             return False
         self._status = int(words[1])
         self._keep = words[0] == b"HTTP/1.1"
@@ -140,7 +174,8 @@ class HttpConnection(asyncio.Protocol):
             elif name == b"content-length" and not self._chunked:
                 if not value.isdigit():
                     return False
-                self._left = int(value)
+                # Of more digits than that the first are too much already, and `int` refuses thousands.
+                self._left = int(value.lstrip(b"0")[:MAX_DIGITS] or b"0")
             elif name == b"connection":
                 self._keep = value == b"keep-alive" or (self._keep and value != b"close")
         return True
@@ -188,9 +223,12 @@ class HttpConnection(asyncio.Protocol):
                 length = chunk_length(line)
             except ValueError:
                 return None
+            if length > self._room + size:
+                self._room = -1
+                return False
             if length:
                 self._left = length + 2
-                if len(self._sender.whole_chunks) < MAX_KNOWN:
+                if len(self._sender.whole_chunks) < MAX_KNOWN and len(line) <= MAX_DIGITS:
                     self._sender.whole_chunks[line + b"\n"] = len(line) + 1 + self._left
             else:
                 self._last_chunk = True
@@ -211,6 +249,16 @@ class HttpConnection(asyncio.Protocol):
             return
         body = b"".join(piece for piece, _ in pieces(exchange))
         exchange.end(stamp, Failure.of(f"http {self._status}", error_text(body)))
+
+    def _stop_oversized(self) -> None:
+        """The answer is larger than any to what was asked. Of a refusal its beginning is enough."""
+        exchange, self.exchange = self.exchange, None
+        assert exchange is not None
+        self.close()
+        if self._status == 200:
+            exchange.fail_oversized()
+        else:
+            self._end(exchange, monotonic_ns())
 
     def _fail(self, kind: str, message: str) -> None:
         exchange, self.exchange = self.exchange, None
@@ -348,7 +396,7 @@ def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
 def chunk_length(line: bytes) -> int:
     """Raises ValueError."""
     digits = line.split(b";", 1)[0].strip()
-    if not digits.isalnum():  # `int` takes signs and underscores too
+    if not digits.isalnum() or len(digits) > MAX_DIGITS:  # `int` takes signs and underscores too
         raise ValueError(f"a chunk of length {digits[:20]!r}")
     return int(digits, 16)
 
@@ -362,7 +410,7 @@ def error_text(body: bytes) -> str:
 def told_error(body: bytes) -> str | None:
     """Triton's {"error": text} or OpenAI's {"error": {"message": text}}; None of a body that is neither."""
     try:
-        error = json.loads(body)["error"]
+        error = parse_json(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return None

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.errors import HostError, UsageError
-from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S
+from engines.json_input import parse_json
+from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S, MAX_BYTES
+from pipeline.fetch import fetch
 
 
 @dataclass(frozen=True)
@@ -45,27 +47,24 @@ class Site:
 
     def ask(self, method: str, path: str, what: str) -> tuple[int, Any]:
         """Status and JSON (None if it is none) of an answer. Raises HostError when nothing answers."""
-        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=CONNECT_TIMEOUT_S)
+        url = f"{self.origin}{self.path}{path}"
         try:
-            connection.request(method, self.path + path, headers=dict(self.headers))
-            response = connection.getresponse()
-            body = response.read()
+            status, body = fetch(
+                url, method=method, headers=self.headers, max_bytes=MAX_BYTES, within_s=CONNECT_TIMEOUT_S
+            )
         except ssl.SSLError as error:
             raise HostError(
                 f"no TLS connection to {self.url}",
                 why=getattr(error, "verify_message", "") or error.reason or str(error),
                 remedy="is it https there? SSL_CERT_FILE names the certificates that are trusted",
             ) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             why, remedy = _reason(error), "start one with `trtpipe serve`, or give the URL of one that runs"
             raise HostError(f"no {what} answers over HTTP at {self.url}", why=why, remedy=remedy) from None
-        finally:
-            connection.close()
         try:
-            return response.status, json.loads(body)
+            return status, parse_json(body)
         except ValueError:
-            return response.status, None
+            return status, None
 
     def post(self, path: str, identity: str, body: Mapping[str, Any]) -> bytes:
         """A request with a JSON body, whole."""
@@ -82,7 +81,7 @@ class Site:
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
 
-def _reason(error: OSError | http.client.HTTPException) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, http.client.BadStatusLine) and not str(error).strip().isprintable():
         return "what answers speaks no HTTP/1.1; is it a gRPC port?"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -108,8 +108,13 @@ class GrpcAioSender(_TaskSender):
                 await call.done_writing()
             except asyncio.InvalidStateError:
                 pass  # the call has already ended; reading tells how
+            left = exchange.limit
             while (message := await call.read()) is not grpc.aio.EOF:
                 exchange.receive(message, monotonic_ns())
+                left -= len(message) + 5
+                if left < 0:
+                    exchange.fail_oversized()
+                    return
         except grpc.aio.AioRpcError as error:
             exchange.fail(f"grpc {error.code().name}", f"{error.details()} (after {len(exchange.stamps)} responses)")
         else:
@@ -149,11 +154,19 @@ class HttpxSender(_TaskSender):
         try:
             response = await self._client.send(request, stream=True)
             try:
-                if response.status_code != 200:
-                    exchange.fail(f"http {response.status_code}", error_text(await response.aread()))
-                    return
+                refused = response.status_code != 200
+                left = exchange.limit
                 async for piece in response.aiter_raw():
                     exchange.receive(piece, monotonic_ns())
+                    left -= len(piece)
+                    if left < 0 and not refused:
+                        exchange.fail_oversized()
+                        return
+                    if left < 0:
+                        break
+                if refused:
+                    exchange.fail(f"http {response.status_code}", error_text(exchange.body))
+                    return
             finally:
                 await response.aclose()
         except httpx.ConnectError as error:

@@ -6,18 +6,19 @@ hold several, so the whole answer is counted by the server's usage, or here.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from engines.errors import HostError, UsageError, suggestion
+from engines.json_input import parse_rows
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.sse import events
-from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
+from pipeline.bench.wire.transport import MOST_TOKENS, Answer, BadAnswer, Messages
 
 # Where a chunk of a chat has its text, by server.
 _TEXTS = ("content", "reasoning_content", "reasoning")
+_NO_JSON = (b"[DONE]", b"")
 
 
 class OpenAiHttp:
@@ -37,7 +38,7 @@ class OpenAiHttp:
         if status == 401:
             raise UsageError(f"{site.url} asks for a key", remedy="give it in TRTPIPE_API_KEY")
         try:
-            names = [entry["id"] for entry in listing["data"]]
+            names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
         except (KeyError, TypeError):
             raise HostError(
                 f"what answers at {site.url} is no OpenAI-compatible server",
@@ -68,14 +69,14 @@ class OpenAiHttp:
         prompt: int | None = None
         done = False
         found = events(exchange)
-        values = _values([event for event, _ in found])
-        for (event, stamp), value in zip(found, values, strict=True):
+        chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=exchange.limit)
+        for event, stamp in found:
             if event == b"[DONE]":
                 done = True
-            if event in (b"[DONE]", b""):
+            if event in _NO_JSON:
                 continue
             try:
-                chunk = json.loads(event) if value is None else value
+                chunk = next(chunks)
                 error = chunk if chunk.get("object") == "error" else chunk.get("error")
                 if error:
                     raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
@@ -117,19 +118,6 @@ def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
     value = usage.get(name)
     if value is None:
         return before
-    if type(value) not in (int, float) or value < 0 or value % 1:
+    if type(value) not in (int, float) or not 0 <= value <= MOST_TOKENS or value % 1:
         raise ValueError(f"{name} is {value!r}")
     return int(value)
-
-
-def _values(events: Sequence[bytes]) -> list[Any]:
-    """What events hold, read all at once, which takes less than half the time; None of those that have to be read by
-    themselves."""
-    if events and events[-1] == b"[DONE]":
-        try:
-            values: list[Any] = json.loads(b"[" + b",".join(events[:-1]) + b"]")
-        except ValueError:  # reading each will tell which
-            values = []
-        if len(values) == len(events) - 1:
-            return [*values, None]
-    return [None] * len(events)

@@ -17,7 +17,7 @@ class SseDecoder:
     """Splits a byte stream into the data of server-sent events, however the bytes were cut."""
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._open: list[bytes] = []  # pieces of a line that has no end yet
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -25,7 +25,12 @@ class SseDecoder:
 
         A browser skips fields it does not know. Here they are a proxy's page, or a token in a broken line.
         """
-        *lines, self._tail = (self._tail + piece).split(b"\n")
+        head, end, rest = piece.rpartition(b"\n")
+        if not end:
+            self._open.append(piece)
+            return []
+        lines = b"".join([*self._open, head]).split(b"\n")
+        self._open = [rest]
         events = []
         for raw in lines:
             line = raw.removesuffix(b"\r")
@@ -42,6 +47,10 @@ class SseDecoder:
     def check_tail(self) -> None:
         """Raises ValueError where what came after the last line end cannot become a line of events."""
         _check_line(self._tail, whole=False)
+
+    @property
+    def _tail(self) -> bytes:
+        return b"".join(self._open)
 
     @property
     def pending(self) -> bytes:
@@ -63,7 +72,14 @@ def _check_line(line: bytes, *, whole: bool) -> None:
 def events(exchange: Exchange) -> list[tuple[bytes, int]]:
     """(data, stamp) of each event of an answer that has ended. Raises BadAnswer."""
     found = _a_chunk_each(exchange)
-    return _however_cut(exchange) if found is None else found
+    if found is None:
+        found = _however_cut(exchange)
+    most = exchange.response_limit
+    longest = max((len(event) for event, _ in found), default=0) if sum(exchange.sizes) > most else 0
+    if longest > most:
+        why = f"an event of {longest:,} bytes, where {exchange.max_tokens:,} tokens were asked for"
+        raise BadAnswer("OversizedResponse", why)
+    return found
 
 
 def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:

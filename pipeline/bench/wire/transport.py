@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 from pipeline.bench.exchange import Exchange
 
+# No prompt and no answer has more.
+MOST_TOKENS = 1 << 30
+
 Messages = Sequence[Mapping[str, str]]
 
 

@@ -124,6 +124,8 @@ class TritonGrpc:
         if not final:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} responses without a final one")
         if is_engine or count is not None:
+            if min(tokens, default=0) < 0:
+                raise BadAnswer("MalformedResponse", f"a response of {min(tokens)} tokens")
             return Answer(stamps, tokens)
         return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
 
@@ -138,21 +140,27 @@ class TritonGrpc:
 
 
 async def _endpoint(ask: Ask, url: str, model: str) -> Endpoint:
+    from google.protobuf.message import DecodeError
+
     service_pb2 = messages()
+
+    async def answer(method: str, question: bytes, kind: Any) -> Any:
+        message = await ask(method, question)
+        try:
+            return kind.FromString(message)
+        except DecodeError as error:
+            raise _no_triton(url, f"its answer to {method} cannot be read: {error}") from None
+
     try:
-        server = service_pb2.ServerMetadataResponse.FromString(await ask(SERVER_METADATA, b""))
+        server = await answer(SERVER_METADATA, b"", service_pb2.ServerMetadataResponse)
     except CallRefused as error:
-        raise HostError(
-            f"what answers at {url} is not Triton's gRPC endpoint",
-            why=str(error),
-            remedy="give the address of Triton's gRPC port (8001 by default)",
-        ) from None
+        raise _no_triton(url, str(error)) from None
     try:
         about = service_pb2.ModelMetadataRequest(name=model).SerializeToString()
-        metadata = service_pb2.ModelMetadataResponse.FromString(await ask(MODEL_METADATA, about))
+        metadata = await answer(MODEL_METADATA, about, service_pb2.ModelMetadataResponse)
     except CallRefused:
         try:
-            listing = service_pb2.RepositoryIndexResponse.FromString(await ask(REPOSITORY_INDEX, b""))
+            listing = await answer(REPOSITORY_INDEX, b"", service_pb2.RepositoryIndexResponse)
         except CallRefused:  # not every server has one
             listing = service_pb2.RepositoryIndexResponse()
         index = [(entry.name, entry.state, entry.reason) for entry in listing.models]
@@ -166,6 +174,14 @@ async def _endpoint(ask: Ask, url: str, model: str) -> Endpoint:
         model_versions=tuple(metadata.versions),
         inputs={tensor.name: (tensor.datatype, len(tensor.shape)) for tensor in metadata.inputs},
         outputs=frozenset(tensor.name for tensor in metadata.outputs),
+    )
+
+
+def _no_triton(url: str, why: str) -> HostError:
+    return HostError(
+        f"what answers at {url} is not Triton's gRPC endpoint",
+        why=why,
+        remedy="give the address of Triton's gRPC port (8001 by default)",
     )
 
 

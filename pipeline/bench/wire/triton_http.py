@@ -7,18 +7,18 @@ inside a 200 stream.
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engines.errors import HostError
+from engines.json_input import parse_json
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import Endpoint, model_error
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.sse import events
-from pipeline.bench.wire.transport import Answer, BadAnswer, Messages
+from pipeline.bench.wire.transport import MOST_TOKENS, Answer, BadAnswer, Messages
 
 # A quote inside a JSON string has a backslash before it, so these bytes stand for the key wherever they are.
 _ERROR = b'"error":'
@@ -66,7 +66,7 @@ class TritonHttp:
                 if found is None:
                     usual, number = b"", self._read(event, texts)
                 else:
-                    usual, number = event[: found.end() + 1], int(found[1])
+                    usual, number = event[: found.end() + 1], _count(found[1])
             if number:
                 stamps.append(stamp)
                 tokens.append(number)
@@ -84,7 +84,7 @@ class TritonHttp:
     def _read(self, event: bytes, texts: list[str]) -> int:
         """Tokens of an event in which the server does not count: ids, or 1 for some text, which is kept."""
         try:
-            value = json.loads(event)
+            value = parse_json(event)
             if "error" in value:
                 raise BadAnswer("ServerError", str(value["error"]))
             out = value[self._output]  # Triton unwraps arrays of one element
@@ -98,27 +98,44 @@ class TritonHttp:
         return bool(out)
 
 
+def _count(digits: bytes) -> int:
+    """Raises BadAnswer for a number that no answer has tokens of."""
+    if len(digits) > 10 or int(digits) > MOST_TOKENS:
+        raise BadAnswer("MalformedResponse", f"a response of {digits[:20].decode()} tokens")
+    return int(digits)
+
+
 def _endpoint(site: Site, model: str) -> Endpoint:
     _, server = site.ask("GET", "/v2", "Triton")
-    if not isinstance(server, dict) or "version" not in server:
-        raise HostError(
-            f"what answers at {site.url} is not Triton's HTTP endpoint",
-            why="GET /v2 gives no server metadata",
-            remedy="give the URL of Triton's HTTP port (8000 by default)",
-        )
-    status, metadata = site.ask("GET", f"/v2/models/{urllib.parse.quote(model, safe='')}", "Triton")
+    if not isinstance(server, dict) or not isinstance(server.get("version"), str):
+        raise _no_triton(site, "GET /v2 gives no server metadata")
+    path = f"/v2/models/{urllib.parse.quote(model, safe='')}"
+    status, metadata = site.ask("GET", path, "Triton")
     if status != 200 or not isinstance(metadata, dict):
         _, index = site.ask("POST", "/v2/repository/index", "Triton")
-        listed = index if isinstance(index, list) else []  # not every server has an index
-        entries = [(entry["name"], entry.get("state", ""), entry.get("reason", "")) for entry in listed]
-        raise model_error(model, site.url, entries)
-    return Endpoint(
-        protocol="http",
-        url=site.url,
-        server_name=server.get("name", ""),
-        server_version=server["version"],
-        model=model,
-        model_versions=tuple(metadata.get("versions", ())),
-        inputs={tensor["name"]: (tensor["datatype"], len(tensor["shape"])) for tensor in metadata["inputs"]},
-        outputs=frozenset(tensor["name"] for tensor in metadata["outputs"]),
+        listed = [entry for entry in index if isinstance(entry, dict)] if isinstance(index, list) else []
+        states = [[str(entry.get(key, "")) for key in ("name", "state", "reason")] for entry in listed]
+        raise model_error(model, site.url, [(name, state, reason) for name, state, reason in states])
+    try:
+        return Endpoint(
+            protocol="http",
+            url=site.url,
+            server_name=str(server.get("name", "")),
+            server_version=server["version"],
+            model=model,
+            model_versions=tuple(map(str, metadata.get("versions", ()))),
+            inputs={
+                str(tensor["name"]): (str(tensor["datatype"]), len(tensor["shape"])) for tensor in metadata["inputs"]
+            },
+            outputs=frozenset(str(tensor["name"]) for tensor in metadata["outputs"]),
+        )
+    except (KeyError, TypeError):
+        raise _no_triton(site, f"GET {path} gives no metadata of a model") from None
+
+
+def _no_triton(site: Site, why: str) -> HostError:
+    return HostError(
+        f"what answers at {site.url} is not Triton's HTTP endpoint",
+        why=why,
+        remedy="give the URL of Triton's HTTP port (8000 by default)",
     )

@@ -1,0 +1,59 @@
+"""tritonserver itself is killed, and made to crash."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.attacks.streams import Attacked
+from tests.e2e.conftest import Cli
+
+pytestmark = pytest.mark.real
+
+
+def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(server: Attacked, cli: Cli) -> None:
+    repository = cli.folder / "runs" / server.name / "repository"
+    ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+    with cli.serving(str(repository.resolve()), *ports, "--no-openai", "--restart", "1") as serving:
+        assert serving.stderr is not None
+        records = json.loads(cli.ok("ps", "--json").out)
+        record = next(one for one in records if one["server"] != server.name)
+        log = cli.home / "logs" / f"serve-{record['server']}.log"
+        psutil.Process(record["pid"]).send_signal(signal.SIGSEGV)
+        assert serving.stderr.readline().startswith("starting tritonserver with ")
+        crash = serving.stderr.readline()
+        assert "tritonserver ended by itself (status -" in crash
+        assert str(log) in crash
+        assert "serves again" in serving.stderr.readline()
+        text = log.read_text(errors="replace")
+        assert text.count("--- tritonserver is started ") == 2
+        # The stack of the first, where the message said that it is.
+        assert text.index("Signal (11) received.") < text.rindex("--- tritonserver is started ")
+        again = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == record["server"])
+        assert (again["http"], again["grpc"]) == (record["http"], record["grpc"])
+        psutil.Process(again["pid"]).send_signal(signal.SIGSEGV)
+        _, err = serving.communicate(timeout=60)
+    assert serving.returncode == 5
+    assert err.strip().splitlines()[-1].startswith("error: tritonserver ended by itself (status -")
+    assert record["server"] not in cli.ok("ps").out
+
+
+def test_stop_ends_the_watchdog_first(server: Attacked, cli: Cli) -> None:
+    """Else it would start again what was to be stopped. One that was killed before is not missed."""
+    repository = cli.folder / "runs" / server.name / "repository"
+    ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
+    for kill_watchdog in (False, True):
+        cli.ok("serve", str(repository.resolve()), *ports, "--no-openai", "--restart", "3", "--detach")
+        record = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] != server.name)
+        state = json.loads((cli.home / "servers" / f"{record['server']}.json").read_text())
+        processes = [psutil.Process(state["watcher"]), psutil.Process(record["pid"])]
+        if kill_watchdog:
+            processes[0].kill()
+        assert cli.ok("stop", record["server"]).out == f"stopped {record['server']}\n"
+        time.sleep(0.2)
+        assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert record["server"] not in cli.ok("ps").out
