@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
 import time
@@ -265,7 +266,7 @@ def kept(base: Images | Bucket | Hub) -> dict[str, bytes]:
 
 
 def attempt(seed: int, wire: Wire, url: str, made: Store, before: dict[str, bytes], folder: Path) -> str:
-    """What came of one run."""
+    """What came of one run, in the folder of another machine."""
     rng = random.Random(seed)
     wire.rng, wire.odds = rng, rng.choice((0.0, 0.5, 0.8, 0.95))
     what = rng.choice(("search", "pull", "pull", "push"))
@@ -277,8 +278,12 @@ def attempt(seed: int, wire: Wire, url: str, made: Store, before: dict[str, byte
         elif what == "push":
             ship.push(TARGET, registry, made)
         else:
-            with contextlib.chdir(folder):
+            home = Path.cwd()
+            os.chdir(folder)
+            try:
                 ship.pull(TARGET, registry, Store(folder / "home"))
+            finally:
+                os.chdir(home)
     except TrtpipeError as error:
         assert "\n" not in str(error)  # noqa: PT017
         return f"{what} {type(error).__name__}"

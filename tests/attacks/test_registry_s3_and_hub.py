@@ -36,18 +36,23 @@ REPO = "acme/tiny-llama"
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (http_limits, s3_session):
-        monkeypatch.setattr(module, "STALL_SECONDS", 0.5)
-    for module, seconds in ((http_limits, 1.0), (s3_session, 1.0), (s3, 2.0)):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", seconds)
-        monkeypatch.setattr(module, "SLOWEST", 1 << 20)
-    monkeypatch.setattr(s3, "ATTEMPTS", 2)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits between attempts, and credentials."""
+    monkeypatch.setattr(s3, "ATTEMPTS", 1)
     monkeypatch.setattr(streams, "WAITS", (0.01, 0.01))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "two")
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "three")
+    for name, value in {"ACCESS_KEY_ID": "one", "SECRET_ACCESS_KEY": "two", "SESSION_TOKEN": "three"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short limits of time."""
+    for module in (http_limits, s3_session):
+        monkeypatch.setattr(module, "STALL_SECONDS", 0.3)
+    for module, seconds in ((http_limits, 0.6), (s3_session, 0.6), (s3, 1.0)):
+        monkeypatch.setattr(module, "ANSWER_SECONDS", seconds)
+        monkeypatch.setattr(module, "SLOWEST", 4 << 20)
 
 
 def head(*lines: str) -> bytes:
@@ -128,6 +133,7 @@ def test_objects_that_are_not_what_was_asked_for(
 @pytest.mark.parametrize("what", ["a file", "a list", "an index", "whether"])
 @pytest.mark.parametrize("kind", ["silence", "a head that drips", "a body that drips"])
 @pytest.mark.clock
+@pytest.mark.usefixtures("short")
 def test_an_s3_server_that_never_ends_in_time(what: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (kind, what) == ("a body that drips", "whether"):
         return  # the answer has none
@@ -218,6 +224,7 @@ def test_parts_of_an_upload_whose_list_does_not_end(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("part", [100_000, 1_000_000], ids=["parts", "whole"])
 def test_what_is_sent_again_is_sent_from_its_start(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy server: each request is refused once."""
+    monkeypatch.setattr(s3, "ATTEMPTS", 2)
     monkeypatch.setattr(parts, "PART", part)
     monkeypatch.setattr(s3, "PART", part)
     (tmp_path / "file").write_bytes(DATA)
@@ -397,6 +404,7 @@ def test_answers_of_the_hub_of_another_form(server: Hub, commit: str, text: byte
 
 @pytest.mark.parametrize("slow", ["silence", "a body that drips"])
 @pytest.mark.clock
+@pytest.mark.usefixtures("short")
 def test_a_hub_that_never_ends_in_time(server: Hub, commit: str, slow: str) -> None:
     def changed(asked: Asked, status: int, headers: dict[str, str], body: bytes) -> Iterable[bytes] | None:
         if slow == "silence":
