@@ -86,7 +86,11 @@ class BenchOptions:
             )
         if self.search is not None and not self.objectives:
             raise UsageError("nothing says what a load has to meet", remedy="give --slo, such as ttft:p99<500ms")
-        for name, value in (("repeat", self.repeat), ("workers", self.workers), ("connections", self.wiring.connections)):
+        for name, value in (
+            ("repeat", self.repeat),
+            ("workers", self.workers),
+            ("connections", self.wiring.connections),
+        ):
             if value < 1:
                 raise UsageError(f"{name} is {shown(value)}", remedy="give 1 or more")
             if value > MOST:
