@@ -33,6 +33,8 @@ class Server:
     def __init__(self, talk: Callable[[socket.socket], None]) -> None:
         self._talk = talk
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        # So little that a client soon notices who reads nothing.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
         self.port = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()

@@ -49,7 +49,7 @@ from tests.attacks.running import LIMIT_BYTES, LIMIT_S, Outcome, read_here
 from tests.test_h2 import Bench
 from tests.wires import Wire
 
-QUICK = 20
+QUICK = 5
 SLOW = 20_000
 DATA = Path(__file__).parents[1] / "data" / "bench"
 

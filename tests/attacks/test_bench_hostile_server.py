@@ -48,6 +48,12 @@ class Attack:
     fails: str | tuple[str, ...]
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    slow: bool = False
+
+
+def named(attacks: dict[str, Attack]) -> list[Any]:
+    """Parameters of a test: the names, those that take seconds marked so."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * attack.slow, id=name) for name, attack in attacks.items()]
 
 
 IMPATIENT = {"timeout_s": 0.5, "token_timeout_s": 10}
@@ -166,7 +172,7 @@ HTTP = {
 }
 
 
-@pytest.mark.parametrize("name", HTTP)
+@pytest.mark.parametrize("name", named(HTTP))
 def test_an_answer_over_http(child: Child, name: str) -> None:
     attack = HTTP[name]
     with closing(hostile.http_server(attack.wire)) as server:
@@ -254,7 +260,10 @@ GRPC = {
         "a frame of 16777215 bytes",
     ),
     "informational headers without an end": Attack(
-        lambda n: without_end(headers(n, b"\x08\x03103") * 1000), "ConnectionLost", "informational headers without end"
+        lambda n: without_end(headers(n, b"\x08\x03103") * 1000),
+        "ConnectionLost",
+        "informational headers without end",
+        slow=True,
     ),
     "a header block without an end": Attack(endless_block, "ConnectionLost", "a header block of over"),
     "a header block of megabytes": Attack(
@@ -269,7 +278,7 @@ GRPC = {
         lambda n: [headers(n, b"\xff" * 16_000)], "ConnectionLost", "headers that cannot be decoded"
     ),
     "settings without an end, and no answer is read": Attack(
-        lambda n: without_end(settings(frames.INITIAL_WINDOW_SIZE, 7) * 1000), "ConnectionLost", IDLE
+        lambda n: without_end(settings(frames.INITIAL_WINDOW_SIZE, 7) * 1000), "ConnectionLost", IDLE, slow=True
     ),
     "pings without an end, and no answer is read": Attack(
         lambda n: without_end(frame(frames.PING, 0, 0, bytes(8)) * 1000), "ConnectionLost", IDLE
@@ -278,6 +287,7 @@ GRPC = {
         lambda n: after(headers(n), without_end(frame(frames.PING, 0, 0, bytes(8)) * 50_000 + data(n, b"\x0a\x00"))),
         "ConnectionLost",
         "whose answers are not read",
+        slow=True,
     ),
     "settings of ten thousand windows": Attack(
         lambda n: without_end(frame(frames.SETTINGS, 0, 0, struct.pack(">HL", frames.INITIAL_WINDOW_SIZE, 1) * 10_000)),
@@ -337,7 +347,7 @@ def part(content: bytes) -> bytes:
     return b"\x12" + _varint(len(content)) + content
 
 
-@pytest.mark.parametrize("name", GRPC)
+@pytest.mark.parametrize("name", named(GRPC))
 def test_an_answer_over_grpc(child: Child, name: str) -> None:
     attack = GRPC[name]
     with closing(hostile.grpc_server(attack.wire, reads_on="no answer is read" not in name)) as server:
