@@ -21,7 +21,7 @@ from engines.errors import InputDataError
 MAX_BYTES = 64 << 20
 # Arrays, objects and commas count once, colons twice: an entry of an object takes some 300 bytes of memory, a value of
 # an array 100, so that no file takes much more than 400 MB. Gemma 3's tokenizer.json counts some 2.5 million.
-MAX_VALUES = 2_800_000
+MAX_VALUES = 2_650_000
 # Python keeps every character of a text in four bytes when one of them needs that, as an emoji does.
 MAX_WIDE_BYTES = 40 << 20
 # One line of a JSONL file: a prompt of a million tokens has some 5 MB.
@@ -36,6 +36,11 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # What makes a text of four bytes for each character.
 _WIDE = re.compile(rb"[\xf0-\xf7]|\\u[dD][89a-fA-F]")
 _SURROGATE_BYTES = re.compile(_SURROGATE.pattern.encode())
+
+
+class TooLarge(ValueError):
+    """More bytes or values than are read: nothing is known to be wrong with them."""
+
 
 Pairs = Callable[[list[tuple[str, Any]]], Any]
 
@@ -57,11 +62,11 @@ def parse_json(
     Raises ValueError, whose words are about the text alone, for whatever is wrong with it.
     """
     if len(text) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes:,} bytes")
+        raise TooLarge(f"it has more than {max_bytes:,} bytes")
     try:
         if isinstance(text, bytes):
             if len(text) > max_wide_bytes and _WIDE.search(text):
-                raise ValueError(f"it has more than {max_wide_bytes:,} bytes, and characters of four bytes")
+                raise TooLarge(f"it has more than {max_wide_bytes:,} bytes, and characters of four bytes")
             text = text.decode("utf-8")
         escaped = _SURROGATE.search(text) is not None
         check_values(text, max_values)
@@ -102,7 +107,7 @@ def parse_rows(rows: Sequence[bytes], *, max_bytes: int, max_values: int = MAX_V
 def check_values(text: str | bytes, max_values: int = MAX_VALUES) -> None:
     """Raises ValueError for a JSON text of more values, counted as `parse_json` does, without parsing it."""
     if _count(text, "[") + _count(text, "{") + _count(text, ",") + 2 * _count(text, ":") > max_values:
-        raise ValueError(f"it holds more than {max_values:,} values")
+        raise TooLarge(f"it holds more than {max_values:,} values")
 
 
 def load_json(
@@ -130,7 +135,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes:,} bytes")
+        raise TooLarge(f"it has more than {max_bytes:,} bytes")
     return data
 
 

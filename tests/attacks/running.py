@@ -1,9 +1,11 @@
-"""Running of the trtpipe command within this process, under limits of time, memory and size of files."""
+"""Running of the trtpipe command, within this process or in one of its own, under limits of time, memory and files."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import resource
 import signal
 import socket
@@ -29,6 +31,8 @@ LIMIT_S = 15.0
 LIMIT_BYTES = 500 << 20
 STOP_BYTES = 4 << 30
 LIMIT_FILE = 512 << 20
+# A command that is stopped has hung; a busy machine is not to be taken for that.
+STOP_S = 4 * LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Outcome:
     trace: str
     seconds: float
     peak: int
+
+
+Run = Callable[[Iterable[str]], Outcome]
 
 
 class Hang(BaseException):
@@ -77,6 +84,37 @@ def read_here(read: Callable[[], object]) -> Outcome:
         except BaseException:
             trace = traceback.format_exc()
         return Outcome(code, err, trace, time.monotonic() - started, peak())
+
+
+@contextlib.contextmanager
+def commands(folder: Path) -> Iterator[Run]:
+    """Gives what runs the command as a user does, in the current folder; what it prints goes to files in `folder`."""
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("measured.py"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    stdin, stdout = helper.stdin, helper.stdout
+    trtpipe = str(Path(sys.executable).with_name("trtpipe"))
+
+    def run(arguments: Iterable[str]) -> Outcome:
+        asked = {
+            "command": [trtpipe, *arguments], "cwd": str(Path.cwd()), "env": dict(os.environ),
+            "out": str(folder / "out"), "err": str(folder / "err"), "seconds": STOP_S,
+        }  # fmt: skip
+        stdin.write(json.dumps(asked) + "\n")
+        stdin.flush()
+        told = json.loads(stdout.readline())
+        err = (folder / "err").read_text(errors="replace")
+        return Outcome(told["status"], err, "", told["seconds"], told["peak"])
+
+    try:
+        yield run
+    finally:
+        stdin.close()
+        helper.wait()
+        stdout.close()
 
 
 @contextlib.contextmanager

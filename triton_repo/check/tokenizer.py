@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.json_input import MAX_BYTES, parse_json, read_bounded
+from engines.json_input import TooLarge, load_json, open_regular
 from triton_repo.check.faults import Report
 from triton_repo.check.models import Model
 from triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
@@ -117,16 +117,20 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        data = read_bounded(path, MAX_BYTES)
-        if not data.strip():
+        with open_regular(path) as file:
+            start = file.read(len(_POINTER))
+        if not start.strip():
             report.warning("tokenizer-damaged", path, "", "is empty", remedy="copy the model's tokenizer again")
             return {}
-        if data.startswith(_POINTER):
+        if start == _POINTER:
             report.error(
                 "tokenizer-damaged", path, "", "is a Git LFS pointer, not the file", remedy="fetch it with git lfs pull"
             )
             return {}
-        value = parse_json(data)
+        value = load_json(path)
+    except TooLarge as error:
+        report.warning("tokenizer-damaged", path, "", "is not looked at", why=str(error))
+        return {}
     except (OSError, ValueError) as error:
         report.error(
             "tokenizer-damaged", path, "", "is not JSON", why=str(error), remedy="copy the model's tokenizer again"
