@@ -275,7 +275,10 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("bench", "--rate", "2", "--requests", "9", "--duration", "1") == (
         "options: both --requests and --duration are given; give one of them"
     )
-    assert refused("bench", "--duration", "-1") == "options: --duration is -1; give a positive number of seconds"
+    assert (
+        refused("bench", "--duration", "-1")
+        == "options: --duration is -1; give a positive number of seconds, at most 2,592,000"
+    )
     assert refused("bench", "--concurrency", "4", "--requests", "5") == (
         "options: 5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
     )

@@ -421,7 +421,7 @@ def change(index: dict[str, Any], place: str, value: Any) -> None:
         ("artefacts.engine.record.colour", 1, "record.colour: Extra inputs are not permitted"),
         ("model.name", "../../out", "model.name: String should match pattern"),
         ("model.name", "other", "it is of other.cpu.bf16, and says tiny.cpu.bf16"),
-        ("model.source.kind", "nowhere", "KeyError: 'nowhere'"),
+        ("model.source.kind", "nowhere", "it has no source of a kind that is known"),
         ("target", "other", "it is of other"),
         ("passport", None, "passport: Field required"),
         ("passport.colour", "blue", "passport.colour: Unexpected keyword argument"),
@@ -480,7 +480,7 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     brought = f", imported from {shelf}, not built here"
     told = [line + brought if line.startswith(("tokenizer", "engine")) else line for line in lines]
     assert found.lines == told[:4] + found.lines[4:], "also of the stages that ran elsewhere"
-    assert found.elsewhere == ["model", "checkpoint"]
+    assert found.elsewhere == ["model", "checkpoint", "repository"]
     (Path("runs") / TARGET / provenance.FILE).unlink()
     with pytest.raises(
         InputDataError, match=r"nothing tells where the model of .* came from, of which the tokenizer was made"

@@ -195,7 +195,7 @@ def test_files_that_are_not_keys(tmp_path: Path, pair: tuple[Path, Path]) -> Non
     unsupported = write_pair(tmp_path, dsa.generate_private_key(2048), "dsa")
     for path, words in (
         (tmp_path / "absent.pub", "the public key .*absent.pub cannot be read: No such file"),
-        (tmp_path, "cannot be read: it is not a regular file"),
+        (tmp_path, "cannot be read: Is a directory"),
         (large, "cannot be read: it has more than 65,536 bytes"),
         (garbage, "garbage.pub is not a public key in PEM form"),
         (private, "key.pem is not a public key in PEM form"),

@@ -229,7 +229,7 @@ GRPC = {
         lambda n: after(headers(n), without_end(data(n, tokens(text="x" * 16_000)))), "OversizedResponse", LARGE
     ),
     "responses without an end": Attack(
-        lambda n: after(headers(n), without_end(data(n, tokens()) * 100)), "OversizedResponse", LARGE
+        lambda n: after(headers(n), without_end(data(n, tokens()) * 100)), SPILLED, LARGE
     ),
     "empty messages without an end": Attack(
         lambda n: after(headers(n), without_end(data(n, b"") * 1000)), SPILLED, LARGE
