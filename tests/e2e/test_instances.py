@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -84,6 +85,9 @@ def test_a_dead_engine_is_told_through_every_instance_and_started_once(shared: S
 
 
 def test_the_engine_outlives_one_stub_and_leaves_with_the_last(shared: Served) -> None:
+    """Without the watchdog, which would load the model again."""
+    record = json.loads((shared.cli.home / "servers" / f"{shared.name}.json").read_text())
+    psutil.Process(record["watcher"]).kill()
     (engine,) = processes(shared)["engine"]
     first, *others = processes(shared)["tensorrt_llm"]
     first.kill()

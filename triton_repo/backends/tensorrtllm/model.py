@@ -241,7 +241,8 @@ class TritonPythonModel:
         try:
             self.engine.start()
         except pb_utils.TritonModelException as error:
-            self._leave(str(error))
+            if not self.closing.is_set():  # else the model is being unloaded
+                self._leave(str(error))
 
     def _leave(self, reason):
         """End this process once everybody has been told. The watchdog of `trtpipe serve` then takes the model out of
