@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import struct
-import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.base import Mapping
-from engines.process import python_command
 from engines.tensorrt_llm.convert import convert
+from tests.attacks.running import commands
 from tests.factories import GGUF_KEYS, gguf_bytes, hf_folder
 
 pytestmark = [pytest.mark.process, pytest.mark.clock]
@@ -25,36 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.clock]
 LAYERS = 2_000_000
 # A refusal takes a second and 90 MB. The bound on time is for a busy machine: what it is for had no end.
 MOST_SECONDS = 20.0
-MOST_MB = 200
-
-
-@dataclass(frozen=True)
-class Ended:
-    status: int
-    err: str
-    seconds: float
-    peak_mb: float
-
-
-def measured(command: list[str], folder: Path) -> Ended:
-    """Run a command that may take 3 GB of address space; the largest resident set is that of its children too."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-
-    begin = time.monotonic()
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limit,
-        env={**os.environ, "TRTPIPE_HOME": str(folder / "home")},
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        late = time.monotonic() + 2 * MOST_SECONDS
-        while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() > late:
-                process.kill()
-            time.sleep(0.01)
-        process.returncode = os.waitstatus_to_exitcode(ended[1])
-        return Ended(process.returncode, process.stderr.read(), time.monotonic() - begin, ended[2].ru_maxrss / 1000)
+MOST_BYTES = 200 << 20
 
 
 def change(path: Path, **values: Any) -> None:
@@ -168,16 +134,17 @@ CASES: list[tuple[str, Callable[[Path], None], tuple[str, ...], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "commands", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(("make", "asked", "message"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_stated_size_is_refused_at_once(
-    tmp_path: Path, make: Callable[[Path], None], commands: tuple[str, ...], message: str
+    in_folder: Path, tmp_path: Path, make: Callable[[Path], None], asked: tuple[str, ...], message: str
 ) -> None:
-    make(tmp_path)
-    for command in commands:
-        ended = measured([*python_command("pipeline"), *command.split()], tmp_path)
-        errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-        assert (ended.status, len(errors)) == (3, 1), ended.err
-        assert message in errors[0]
-        assert ended.seconds < MOST_SECONDS, command
-        assert ended.peak_mb < MOST_MB, command
-        assert not (tmp_path / "out").exists()
+    make(in_folder)
+    with commands(tmp_path) as run:
+        for command in asked:
+            ended = run(command.split())
+            errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+            assert (ended.code, len(errors)) == (3, 1), ended.err
+            assert message in errors[0]
+            assert ended.seconds < MOST_SECONDS, command
+            assert ended.peak < MOST_BYTES, command
+            assert not (in_folder / "out").exists()
