@@ -84,7 +84,16 @@ class ForkServer:
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        if self._process is None or self._process.poll() is not None:
+            return False
+        assert self._control is not None
+        try:
+            # A process closes its sockets before it can be waited for.
+            return self._control.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def fork(self, size: bytes) -> socket.socket:
         """The socket of a new prompt process, for SMALL or LARGE requests. Raises Failure 503."""
