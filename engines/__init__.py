@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from engines.backend import EngineBackend
+    from trtpipe.engines.backends.base import EngineBackend
 
 # runtime name -> module that offers what `EngineBackend` asks for, imported on demand
 BACKENDS = {
-    "reference": "engines.reference",
-    "tensorrt_llm": "engines.tensorrt_llm",
-    "trtllm_pytorch": "engines.trtllm_pytorch",
-    "vllm": "engines.vllm",
+    "reference": "trtpipe.engines.backends.reference",
+    "tensorrt_llm": "trtpipe.engines.backends.tensorrt_llm",
+    "trtllm_pytorch": "trtpipe.engines.backends.trtllm_pytorch",
+    "vllm": "trtpipe.engines.backends.vllm",
 }
 
 

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.errors import UsageError
+from trtpipe.engines.errors import UsageError
 
 
 class DataType(str, enum.Enum):

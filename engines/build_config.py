@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engines.errors import UsageError, suggestion
+from trtpipe.engines.errors import UsageError, suggestion
 
 FLOAT_PLUGIN = ("auto", "float16", "bfloat16", "float32", "disable")
 FP8_PLUGIN = ("fp8", "disable")

@@ -1,6 +1,6 @@
 """Where a toolchain's program runs: what an executor is given, and what it owes.
 
-The executors themselves are the pipeline's (`pipeline.executors`); an engine backend only hands them a task.
+The executors themselves are the pipeline's (`trtpipe.pipeline.execution`); an engine backend only hands them a task.
 """
 
 from __future__ import annotations

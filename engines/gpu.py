@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engines.errors import UsageError
+from trtpipe.engines.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class Measured:
     date, host     when and on what
     driver         of the NVIDIA driver
     ranks          GPUs that the all-reduces ran over
-    the rest       as engines/probe.py measures it
+    the rest       as engines/probe_worker.py measures it
     """
 
     date: str

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError
 
 # The largest files with a use: tokenizer.json of Gemma 3 has 33 MB and a million values.
 MAX_BYTES = 64 << 20

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from engines.errors import HostError
+from trtpipe.engines.errors import HostError
 
 _FIELDS = "index,name,compute_cap,driver_version,memory.total,memory.used"
 _SECONDS = 30

@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engines.backend import Target
-from engines.build_config import BuildConfig
-from engines.errors import ArtefactRefused
-from engines.files import write_json
-from engines.json_input import read_json
-from engines.nvidia import Gpu
-from engines.toolchain import version_key
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import ArtefactRefused
+from trtpipe.engines.files import write_json
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.toolchain import version_key
 
 NAME = "passport.json"
 # More than any engine has; whoever deploys one makes something for each.

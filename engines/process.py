@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines import errors
-from engines.errors import HostError, StageFailed, TrtpipeError
+from trtpipe.engines import errors
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
 
 TAIL_LINES = 5
 # How much of a log is read for them.
@@ -36,7 +36,7 @@ FOLLOW_SECONDS = 0.1
 CHANNEL = "TRTPIPE_CHANNEL"
 
 # What every Python process of ours is started through.
-LAUNCHER = Path(__file__).resolve().parents[1] / "trtpipe_launch.py"
+LAUNCHER = Path(__file__).parents[1].absolute() / "launch.py"
 
 Progress = Callable[[int, int], None]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.errors import UsageError
+from trtpipe.engines.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

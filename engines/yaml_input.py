@@ -10,8 +10,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from engines.errors import InputDataError
-from engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 
 # The largest file of configs/ has 20 kB.
 MAX_BYTES = 1 << 20

@@ -1,3 +1,1 @@
-"""A run: what to do, in what order, what is already done."""
-
-__version__ = "0.1.0"
+"""The staged pipeline, and what a user runs around it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from engines.errors import HostError, TrtpipeError
+from trtpipe.engines.errors import HostError, TrtpipeError
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 

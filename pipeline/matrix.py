@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engines.errors import TrtpipeError, UsageError
-from pipeline.host import GpuAbsent
-from pipeline.plan import Plan
-from pipeline.runner import StageResult
-from pipeline.stages import stages_of
+from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.pipeline.execution.hardware import GpuAbsent
+from trtpipe.pipeline.runner import StageResult
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import stages_of
 
 # Options that take a list.
 LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")

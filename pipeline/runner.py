@@ -13,19 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines import load_backend
-from engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
-from engines.hf_folder import read_model_config
-from engines.json_input import load_json
-from engines.tensorrt_llm.memory import check_fit
-from pipeline import host
-from pipeline.diagnosis import explain
-from pipeline.folders import sync, write_whole
-from pipeline.manifest import Origin, Record, differences
-from pipeline.plan import Plan
-from pipeline.stages import MAKES, Job, Stage, stages_of
-from pipeline.store import KEY_DIGITS, Artefact, Store
-from pipeline.trust import NOBODY, Trust
+from trtpipe.engines import load_backend
+from trtpipe.engines.checkpoint.memory import check_fit
+from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution.diagnosis import explain
+from trtpipe.pipeline.registry.trust import NOBODY, Trust
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import MAKES, Job, Stage, stages_of
+from trtpipe.pipeline.store.folders import sync, write_whole
+from trtpipe.pipeline.store.manifest import Origin, Record, differences
+from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
 
 RUNS = Path("runs")
 

@@ -19,9 +19,9 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
-from tests.factories import write_tokenizer
+from tests.support.factories import write_tokenizer
+from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
 
 # Without a GPU its kernels run number by number. Triton asks when it is first imported.
 if not Path("/dev/nvidiactl").exists():

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from engines.errors import InputDataError
-from engines.yaml_input import read_yaml
-from triton_repo.check.text import read_text
-from triton_repo.llmapi import SETTINGS
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.yaml_input import read_yaml
+from trtpipe.triton_repo.check.text import read_text
+from trtpipe.triton_repo.llmapi import SETTINGS
 
 
 def model_names(repository: Path) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from engines.base import Engine
-from engines.errors import InputDataError
-from engines.files import place
-from engines.trtllm_pytorch import FILE
-from engines.yaml_input import read_yaml
-from triton_repo.serving import ServingConfig
-from triton_repo.tensors import ANY, Tensor
+from trtpipe.engines.backends.trtllm_pytorch import FILE
+from trtpipe.engines.base import Engine
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import place
+from trtpipe.engines.yaml_input import read_yaml
+from trtpipe.triton_repo.serving import ServingConfig
+from trtpipe.triton_repo.tensors import ANY, Tensor
 
 MODEL = "tensorrt_llm"
 SETTINGS = "model.yaml"

@@ -15,15 +15,15 @@ from typing import Any
 
 import jinja2
 
-from engines.base import Engine
-from engines.errors import InputDataError
-from engines.files import place
-from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
-from engines.passport import Passport, read_passport
-from triton_repo import llmapi, tensors
-from triton_repo.check import check_configs
-from triton_repo.llmapi import place_llmapi
-from triton_repo.serving import ServingConfig
+from trtpipe.engines.base import Engine
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import place
+from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
+from trtpipe.engines.passport import Passport, read_passport
+from trtpipe.triton_repo import llmapi, tensors
+from trtpipe.triton_repo.check import check_configs
+from trtpipe.triton_repo.llmapi import place_llmapi
+from trtpipe.triton_repo.serving import ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
 # What the text models share; the name is ours alone, since a stub finds it through sys.path.

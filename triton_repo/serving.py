@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engines.build_config import BuildConfig
-from engines.errors import UsageError, suggestion
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import UsageError, suggestion
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engines.errors import InputDataError, UsageError, suggestion
-from engines.hf_folder import read_config_json, read_model_config
-from engines.json_input import read_json
-from engines.process import Progress, run_worker
-from engines.tensorrt_llm.checkpoint import read_config
+from trtpipe.engines.checkpoint.layout import read_config
+from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.hf.folder import read_config_json, read_model_config
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.process import Progress, run_worker
 
 DEVICES = ("auto", "cpu", "cuda")
 # Nats above which a perplexity is no number that JSON could hold.
@@ -138,7 +138,7 @@ def measure(
             "device": device,
             "out": str(out),
         }
-        run_worker("engines.accuracy.worker", spec, log, what="comparing with the original", progress=progress)
+        run_worker("trtpipe.engines.accuracy.worker", spec, log, what="comparing with the original", progress=progress)
         found = read_json(out, "result")
     layers = tuple(LayerError(**layer) for layer in found.pop("layers"))
     saturation = tuple(Saturation(**entry) for entry in found.pop("saturation"))

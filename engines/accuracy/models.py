@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from engines.errors import InputDataError
-from engines.hf_folder import locate_tensors, read_config_json
-from engines.reference.hf_weights import HfFolder, UnifiedFolder
-from engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
-from engines.tensorrt_llm.checkpoint import SAFETENSORS_DTYPE, EmbeddingSharding, read_config
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, EmbeddingSharding, read_config
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.folder import locate_tensors, read_config_json
+from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
 
 
 def open_model(folder: Path, device: torch.device) -> WeightSource:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engines.quant import KvCacheQuantAlgo
-from engines.reference.branches import Branches, Each, OneInput, OneProduct
-from engines.reference.codes import E4M3_MAX
-from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Fp8, Int8, Linear, Smoothed, Stacked
-from engines.reference.weights import LayerShard
+from trtpipe.engines.quantization import KvCacheQuantAlgo
+from trtpipe.engines.reference.kv_codec import KvCodec
+from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Smoothed, Stacked
+from trtpipe.engines.reference.mlp import Branches, Each, OneInput, OneProduct
+from trtpipe.engines.reference.number_formats import E4M3_MAX
+from trtpipe.engines.reference.weights import LayerShard
 
 INT8_MAX = 127
 _CACHE = "attention.kv_cache"

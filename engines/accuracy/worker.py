@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.accuracy.distributions import Distributions
-from engines.accuracy.job import LayerError, Saturation
-from engines.accuracy.models import check_pair, embed, open_model, vocabulary_rows
-from engines.accuracy.watch import watched
-from engines.devices import find_device, named_memory_errors
-from engines.errors import InputDataError
-from engines.files import write_json
-from engines.process import Progress, serve_worker
-from engines.reference.fused import rms_norm
-from engines.reference.layer import run_layer
-from engines.reference.rope import rotary_tables
-from engines.reference.weights import LayerShard, WeightSource
+from trtpipe.engines.accuracy.distributions import Distributions
+from trtpipe.engines.accuracy.job import LayerError, Saturation
+from trtpipe.engines.accuracy.models import check_pair, embed, open_model, vocabulary_rows
+from trtpipe.engines.accuracy.watch import watched
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import write_json
+from trtpipe.engines.process import Progress, serve_worker
+from trtpipe.engines.reference.cuda.fused import rms_norm
+from trtpipe.engines.reference.devices import find_device, named_memory_errors
+from trtpipe.engines.reference.layer import run_layer
+from trtpipe.engines.reference.rope import rotary_tables
+from trtpipe.engines.reference.weights import LayerShard, WeightSource
 
 # Tokens in one pass through a layer: on a GPU enough to fill it, on a CPU few enough for its caches.
 BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}

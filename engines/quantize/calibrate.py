@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModel
 
-from engines.errors import InputDataError
-from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.quantize.scales import ATTENTION_INPUTS, LINEARS, LayerScales, LinearScales
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize.scales import ATTENTION_INPUTS, LINEARS, LayerScales, LinearScales
 
 _KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
 

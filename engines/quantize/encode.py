@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from engines.errors import InputDataError
-from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.quantize.scales import ATTENTION_INPUTS, LINEARS, MLP_INPUTS, LayerScales
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize.scales import ATTENTION_INPUTS, LINEARS, MLP_INPUTS, LayerScales
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engines.base import DataType, Mapping
-from engines.errors import HostError, UsageError, suggestion
-from engines.hf_folder import read_model_config
-from engines.process import Progress, run_worker
-from engines.quant import KvCacheQuantAlgo, QuantRecipe
-from engines.tensorrt_llm.checkpoint import EmbeddingSharding, check_mapping
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import EmbeddingSharding, check_mapping
+from trtpipe.engines.errors import HostError, UsageError, suggestion
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.process import Progress, run_worker
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe
 
 FORMATS = ("trtllm", "hf")
 DEVICES = ("auto", "cpu", "cuda")
@@ -124,7 +124,7 @@ def quantize(
             "hidden_bytes": hidden_bytes,
             "scratch": scratch,
         }
-        run_worker("engines.quantize.worker", spec, log, what="quantizing", progress=progress)
+        run_worker("trtpipe.engines.quantize.worker", spec, log, what="quantizing", progress=progress)
 
 
 def require_modelopt() -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engines.base import CalibrationConfig
-from engines.errors import InputDataError, UsageError
-from engines.json_input import bounded_lines, parse_json
+from trtpipe.engines.base import CalibrationConfig
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.json_input import bounded_lines, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

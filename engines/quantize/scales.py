@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engines.errors import InputDataError
-from engines.quant import Quantization
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.quantization import Quantization
 
 # The linears of a decoder layer, by the names they have in it.
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

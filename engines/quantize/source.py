@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from engines.hf_folder import ModelConfig, locate_tensors
-from engines.mapped_tensors import MappedTensors
-from engines.tensorrt_llm.convert import check_source
+from trtpipe.engines.checkpoint.convert import check_source
+from trtpipe.engines.hf.folder import ModelConfig, locate_tensors
+from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
 
 class Source:

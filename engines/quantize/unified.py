@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engines.base import DataType, Mapping
-from engines.errors import InputDataError
-from engines.files import write_json
-from engines.hf_export import config_in, copy_companions, whole
-from engines.hf_folder import ModelConfig, read_config_json
-from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.tensorrt_llm.checkpoint import TensorPlan, config_json, parse_config, source_shapes
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import TensorPlan, config_json, parse_config, source_shapes
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import write_json
+from trtpipe.engines.hf.export import config_in, copy_companions, whole
+from trtpipe.engines.hf.folder import ModelConfig, read_config_json
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
 DETAILS = "hf_quant_config.json"
 EXCLUDED = ["lm_head", "model.embed_tokens"]

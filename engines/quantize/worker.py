@@ -14,26 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.base import DataType, Mapping
-from engines.devices import find_device, named_memory_errors
-from engines.errors import InputDataError
-from engines.files import write_json
-from engines.hf_export import lay_out
-from engines.hf_folder import ModelConfig, read_model_config
-from engines.process import Progress, serve_worker
-from engines.quant import KvCacheQuantAlgo, QuantAlgo, Quantization
-from engines.quantize import unified
-from engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
-from engines.quantize.scales import LayerScales, load_scales, save_scales
-from engines.quantize.source import Source
-from engines.quantize.writer import Writer
-from engines.tensorrt_llm.checkpoint import (
-    SAFETENSORS_DTYPE,
-    EmbeddingSharding,
-    config_json,
-    plan_rank,
-    rank_file,
-)
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, EmbeddingSharding, config_json, plan_rank, rank_file
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import write_json
+from trtpipe.engines.hf.export import lay_out
+from trtpipe.engines.hf.folder import ModelConfig, read_model_config
+from trtpipe.engines.process import Progress, serve_worker
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
+from trtpipe.engines.quantize.scales import LayerScales, load_scales, save_scales
+from trtpipe.engines.quantize.source import Source
+from trtpipe.engines.quantize.writer import Writer
+from trtpipe.engines.reference.devices import find_device, named_memory_errors
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,
@@ -99,7 +93,7 @@ def _layers(
             yield source.layer(index), LayerScales()
         return
     # Imported here: ModelOpt takes seconds, and writing from known scales does without it.
-    from engines.quantize.calibrate import Calibrator
+    from trtpipe.engines.quantize.calibrate import Calibrator
 
     embedding = source.tensor("model.embed_tokens.weight")
     where[0] = "taking the samples in"

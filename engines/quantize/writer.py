@@ -15,9 +15,9 @@ from types import TracebackType
 
 import torch
 
-from engines.files import pwrite_all
-from engines.safetensors_file import ITEMSIZE, header_bytes
-from engines.tensorrt_llm.checkpoint import TensorPlan
+from trtpipe.engines.checkpoint.layout import TensorPlan
+from trtpipe.engines.files import pwrite_all
+from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 
 # On the way from a GPU to a file; small enough to stay in the cores' caches between the two copies.
 STAGING_BYTES = 16 << 20

@@ -16,13 +16,13 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from engines.quant import KvCacheQuantAlgo
-from engines.reference.fused import can_compile, rotate_and_keep
-from engines.reference.graphs import Decode
-from engines.reference.kv_codec import KvCodec
-from engines.reference.rope import rotary_tables
-from engines.reference.weights import LayerShard, rank_heads
-from engines.tensorrt_llm.checkpoint import CheckpointConfig
+from trtpipe.engines.checkpoint.layout import CheckpointConfig
+from trtpipe.engines.quantization import KvCacheQuantAlgo
+from trtpipe.engines.reference.cuda.fused import can_compile, rotate_and_keep
+from trtpipe.engines.reference.cuda.graphs import Decode
+from trtpipe.engines.reference.kv_codec import KvCodec
+from trtpipe.engines.reference.rope import rotary_tables
+from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
 # For steps of any length: cuDNN's attention, which a GPU would take, spends 50 ms on each that it has not met.
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -230,7 +230,7 @@ class Attention:
         """[n, heads, head_size] -> [n, heads * head_size]."""
         positions, tables, length, mask = decodes
         if self._paged:
-            from engines.reference.kernels import paged_attention
+            from trtpipe.engines.reference.cuda.kernels import paged_attention
 
             return paged_attention(query, pool, codec, tables, positions, self._kv_heads, self._block)
         n, heads, size = query.shape

@@ -11,16 +11,25 @@ from pathlib import Path
 
 import torch
 
-from engines.base import Mapping as Ranks
-from engines.errors import InputDataError
-from engines.hf_folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
-from engines.mapped_tensors import MappedTensors
-from engines.quant import UNQUANTIZED, KvCacheQuantAlgo, Quantization
-from engines.quantize import unified
-from engines.reference.branches import make_branches
-from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, Stacked, make_linear
-from engines.reference.weights import (
+from trtpipe.engines.base import Mapping as Ranks
+from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX, check_source
+from trtpipe.engines.checkpoint.layout import (
+    SAFETENSORS_DTYPE,
+    CheckpointConfig,
+    TensorPlan,
+    config_json,
+    parse_config,
+    plan_rank,
+)
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize import unified
+from trtpipe.engines.reference.kv_codec import KvCodec
+from trtpipe.engines.reference.linear import Linear, Stacked, make_linear
+from trtpipe.engines.reference.mapped_tensors import MappedTensors
+from trtpipe.engines.reference.mlp import make_branches
+from trtpipe.engines.reference.weights import (
     CPU,
     EMBEDDING,
     FINAL_NORM,
@@ -32,15 +41,6 @@ from engines.reference.weights import (
     rank_heads,
     read_layer,
 )
-from engines.tensorrt_llm.checkpoint import (
-    SAFETENSORS_DTYPE,
-    CheckpointConfig,
-    TensorPlan,
-    config_json,
-    parse_config,
-    plan_rank,
-)
-from engines.tensorrt_llm.convert import DERIVED_SUFFIX, check_source
 
 _FLOATS = frozenset(SAFETENSORS_DTYPE.values())
 # What `make_linear` calls the tensors of a linear.

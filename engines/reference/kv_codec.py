@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.quant import KvCacheQuantAlgo
-from engines.reference.codes import to_e4m3, to_int8
+from trtpipe.engines.quantization import KvCacheQuantAlgo
+from trtpipe.engines.reference.number_formats import to_e4m3, to_int8
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from engines.reference.fused import add_norm, encoded, rotated, swiglu
-from engines.reference.ranks import Ranks, Together
-from engines.reference.weights import LayerShard, rank_heads
-from engines.tensorrt_llm.checkpoint import CheckpointConfig
+from trtpipe.engines.checkpoint.layout import CheckpointConfig
+from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated, swiglu
+from trtpipe.engines.reference.ranks import Ranks, Together
+from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
 # (place of the shard, [T, features of q, k and v]) -> [T, features of q], for the heads of that shard.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]

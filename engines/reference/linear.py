@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from engines.quant import QuantAlgo
-from engines.reference.codes import E4M3_MAX, quantize_rows, to_e4m3, to_int8, unpack_int4
-from engines.reference.fused import one_kernel
-from engines.reference.products import e4m3_operand, e4m3_product, int8_operand, int8_product, multiply
+from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.reference.cuda.fused import one_kernel
+from trtpipe.engines.reference.matmul import e4m3_operand, e4m3_product, int8_operand, int8_product, multiply
+from trtpipe.engines.reference.number_formats import E4M3_MAX, quantize_rows, to_e4m3, to_int8, unpack_int4
 
 # The smallest scale of a token, or a token of zeros would divide by zero.
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)

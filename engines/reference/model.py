@@ -13,14 +13,14 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from engines.reference.attention import ANY_LENGTH, Attention, Span, Step
-from engines.reference.fused import rms_norm
-from engines.reference.graphs import Decode, Graphs
-from engines.reference.layer import apply_layer
-from engines.reference.products import multiply
-from engines.reference.ranks import Ranks, Together
-from engines.reference.weights import Weights
-from engines.tensorrt_llm.checkpoint import CheckpointConfig, EmbeddingSharding
+from trtpipe.engines.checkpoint.layout import CheckpointConfig, EmbeddingSharding
+from trtpipe.engines.reference.attention import ANY_LENGTH, Attention, Span, Step
+from trtpipe.engines.reference.cuda.fused import rms_norm
+from trtpipe.engines.reference.cuda.graphs import Decode, Graphs
+from trtpipe.engines.reference.layer import apply_layer
+from trtpipe.engines.reference.matmul import multiply
+from trtpipe.engines.reference.ranks import Ranks, Together
+from trtpipe.engines.reference.weights import Weights
 
 
 class Model:

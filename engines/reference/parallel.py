@@ -21,13 +21,13 @@ import torch
 import torch.distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from engines.errors import HostError, TrtpipeError
-from engines.process import python_command
-from engines.reference.attention import Span
-from engines.reference.model import Model
-from engines.reference.ranks import Apart
-from engines.reference.weights import Weights, load_weights
-from engines.tensorrt_llm.checkpoint import CheckpointConfig
+from trtpipe.engines.checkpoint.layout import CheckpointConfig
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.process import python_command
+from trtpipe.engines.reference.attention import Span
+from trtpipe.engines.reference.model import Model
+from trtpipe.engines.reference.ranks import Apart
+from trtpipe.engines.reference.weights import Weights, load_weights
 
 LOCALHOST = "127.0.0.1"
 
@@ -64,7 +64,7 @@ class ParallelModel:
         self._closing = False
         for rank in range(1, size):
             ours, theirs = Pipe()
-            command = [*python_command("engines.reference.parallel"), str(theirs.fileno())]
+            command = [*python_command("trtpipe.engines.reference.parallel"), str(theirs.fileno())]
             self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
             theirs.close()
             ours.send(_Part(folder, config, dtype, _device(device.type, rank), rank, store.port))

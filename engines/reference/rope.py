@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engines.tensorrt_llm.checkpoint import CheckpointConfig, CheckpointError
+from trtpipe.engines.checkpoint.layout import CheckpointConfig, CheckpointError
 
 SUPPORTED = ("linear", "llama3", "yarn", "dynamic", "longrope")
 

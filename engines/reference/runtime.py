@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from engines.base import DataType
-from engines.build_config import BuildConfig
-from engines.devices import find_device, named_memory_errors
-from engines.errors import InputDataError, UsageError, suggestion
-from engines.json_input import read_json
-from engines.reference.attention import Span
-from engines.reference.cache import BlockPool
-from engines.reference.model import Model
-from engines.reference.parallel import ParallelModel
-from engines.reference.request import FloatArray, Output, Request, RequestRefused
-from engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
-from engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
-from engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
-from engines.tensorrt_llm.checkpoint import CheckpointConfig, parse_config
+from trtpipe.engines.base import DataType
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.layout import CheckpointConfig, parse_config
+from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
+from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.reference.attention import Span
+from trtpipe.engines.reference.cache import BlockPool
+from trtpipe.engines.reference.devices import find_device, named_memory_errors
+from trtpipe.engines.reference.model import Model
+from trtpipe.engines.reference.parallel import ParallelModel
+from trtpipe.engines.reference.sampling import MAX_TOP_K, Sampler, choose, log_probs
+from trtpipe.engines.reference.scheduler import Chunk, Policy, Scheduler, Sequence
+from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_heads
 
 # Default size of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more.
 DEFAULT_KV_CACHE_BYTES = 1 << 30

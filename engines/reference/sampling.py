@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engines.reference.request import Finish, Request
+from trtpipe.engines.engine_process.request import Finish, Request
 
 # TensorRT-LLM's limit, and the candidates sorted first when there is none.
 MAX_TOP_K = 1024

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
-from engines.reference.cache import ROOT, BlockPool, chain_digest
-from engines.reference.request import Request
+from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.reference.cache import ROOT, BlockPool, chain_digest
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 

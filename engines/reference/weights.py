@@ -13,14 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engines.base import DataType
-from engines.hf_folder import LocatedTensor
-from engines.mapped_tensors import MappedTensors
-from engines.reference.branches import Branches, make_branches
-from engines.reference.kv_codec import KvCodec
-from engines.reference.linear import Linear, make_linear
-from engines.safetensors_file import read_header
-from engines.tensorrt_llm.checkpoint import (
+from trtpipe.engines.base import DataType
+from trtpipe.engines.checkpoint.layout import (
     ROTARY_TABLES,
     CheckpointConfig,
     CheckpointError,
@@ -28,6 +22,12 @@ from engines.tensorrt_llm.checkpoint import (
     rank_file,
     rank_layout,
 )
+from trtpipe.engines.hf.folder import LocatedTensor
+from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.reference.kv_codec import KvCodec
+from trtpipe.engines.reference.linear import Linear, make_linear
+from trtpipe.engines.reference.mapped_tensors import MappedTensors
+from trtpipe.engines.reference.mlp import Branches, make_branches
 
 TORCH_DTYPE = {
     DataType.BFLOAT16: torch.bfloat16,

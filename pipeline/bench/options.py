@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from engines.errors import InputDataError, UsageError, suggestion
-from pipeline.bench.driver import Live
-from pipeline.bench.search import Search
-from pipeline.bench.slo import Objective
-from pipeline.bench.wire.connect import TRANSPORTS, Wiring
-from pipeline.bench.work.lines import shown
-from pipeline.bench.work.loads import Closed, Load, Replay
-from pipeline.bench.work.work import Work
+from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.pipeline.bench.load.lines import shown
+from trtpipe.pipeline.bench.load.loads import Closed, Load, Replay
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.loop.driver import Live
+from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring
+from trtpipe.pipeline.bench.results.slo import Objective
+from trtpipe.pipeline.bench.search import Search
 
 PROTOCOLS = ("grpc", "http", "completions", "chat")
 # Repeats of a level, processes on a machine, connections of each, and machines.

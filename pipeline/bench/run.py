@@ -12,19 +12,19 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-from engines.errors import TrtpipeError, UsageError
-from pipeline.bench.digest import digest
-from pipeline.bench.driver import Live
-from pipeline.bench.hand import Hand, OwnHand, Watch
-from pipeline.bench.level import Driven, evaluate
-from pipeline.bench.options import BenchOptions, Progress, Target
-from pipeline.bench.report import BenchReport, LevelResult, SearchResult
-from pipeline.bench.search import BEHIND, Found, Search, Trial, Unmeasurable, find
-from pipeline.bench.server_side import Beside
-from pipeline.bench.share import Share
-from pipeline.bench.work.loads import Closed, Load
-from pipeline.bench.work.work import Work
-from pipeline.bench.work.workload import Render
+from trtpipe.engines.errors import TrtpipeError, UsageError
+from trtpipe.pipeline.bench.load.loads import Closed, Load
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.load.workload import Render
+from trtpipe.pipeline.bench.loop.driver import Live
+from trtpipe.pipeline.bench.loop.load_point import Driven, evaluate
+from trtpipe.pipeline.bench.monitors.server import Beside
+from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
+from trtpipe.pipeline.bench.results.digest import digest
+from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult, SearchResult
+from trtpipe.pipeline.bench.search import BEHIND, Found, Search, Trial, Unmeasurable, find
+from trtpipe.pipeline.bench.workers.share import Share
+from trtpipe.pipeline.bench.workers.worker import Hand, OwnHand, Watch
 
 _T = TypeVar("_T")
 
@@ -109,7 +109,7 @@ class _Session:
         options, render = self._options, self._render
         shares = [Share(index, options.shares) for index in range(options.shares)]
         if options.hosts:
-            from pipeline.bench.hosts import RayHand, check_reach, nodes
+            from trtpipe.pipeline.bench.workers.ray import RayHand, check_reach, nodes
 
             chosen = nodes(options.ray, options.hosts)
             check_reach(options, chosen)
@@ -119,7 +119,7 @@ class _Session:
         elif len(shares) == 1:
             self._hands.append(OwnHand(options, render))
         else:
-            from pipeline.bench.processes import ProcessHand
+            from trtpipe.pipeline.bench.workers.processes import ProcessHand
 
             for share in shares:
                 self._hands.append(ProcessHand(options, render, share))

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from engines.errors import UsageError, suggestion
-from pipeline.bench.work.loads import Open
+from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.pipeline.bench.load.loads import Open
 
 GOALS = ("max-rate", "max-goodput")
 # A value this many times within or beyond its limit is no chance.

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
-from pipeline.bench.known.script import Truth
-from pipeline.bench.options import BenchOptions, Target
-from pipeline.bench.records import NONE, Records
-from pipeline.bench.report import BenchReport
-from pipeline.bench.run import run
-from pipeline.bench.wire.connect import Wiring
-from pipeline.bench.work.loads import Closed
-from pipeline.bench.work.work import Work
+from trtpipe.pipeline.bench.load.loads import Closed
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.mock_server.script import Truth
+from trtpipe.pipeline.bench.options import BenchOptions, Target
+from trtpipe.pipeline.bench.protocols.connect import Wiring
+from trtpipe.pipeline.bench.results.records import NONE, Records
+from trtpipe.pipeline.bench.results.report import BenchReport
+from trtpipe.pipeline.bench.run import run
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,18 +17,19 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-import engines.errors
-from engines.errors import HostError, StageFailed, TrtpipeError
-from pipeline import __version__, host
-from pipeline.cluster.needs import Needs, needs
-from pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
-from pipeline.manifest import Record
-from pipeline.matrix import Outcome, require_distinct
-from pipeline.model_ref import FolderSource, GgufSource
-from pipeline.plan import Plan
-from pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
-from pipeline.stages import Stage
-from pipeline.store import Artefact, Store
+import trtpipe.engines.errors
+from trtpipe import __version__
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
+from trtpipe.engines.model_source import FolderSource, GgufSource
+from trtpipe.pipeline.cluster.needs import Needs, needs
+from trtpipe.pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
+from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.matrix import Outcome, require_distinct
+from trtpipe.pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import Stage
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Artefact, Store
 
 # How often a stage is tried on another machine when the one that ran it is lost.
 RETRIES = 3
@@ -57,7 +58,7 @@ class Cluster:
         self, address: str, store: Store, exchange: str | None, told: Told,
         work: Callable[[Order, Tell], Answer] = run_stage,
     ) -> None:  # fmt: skip
-        from pipeline.bench.hosts import connect
+        from trtpipe.pipeline.bench.workers.ray import connect
 
         self._ray: Any = connect(address)
         self._store = store
@@ -66,8 +67,8 @@ class Cluster:
         self._url = exchange
         self._exchange: Any = None
         if exchange is not None:
-            from pipeline.cluster.exchange import Exchange
-            from pipeline.registry.address import open_registry
+            from trtpipe.pipeline.cluster.exchange import Exchange
+            from trtpipe.pipeline.registry.address import open_registry
 
             self._exchange = Exchange(open_registry(exchange))
         self._told = told
@@ -284,6 +285,6 @@ def _listens(address: str) -> bool:
 
 def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
     """A far end's error, as one of here."""
-    found = host.GpuAbsent if kind == "GpuAbsent" else getattr(engines.errors, kind, HostError)
+    found = host.GpuAbsent if kind == "GpuAbsent" else getattr(trtpipe.engines.errors, kind, HostError)
     made: TrtpipeError = found(what, why=why, remedy=remedy)
     return made

@@ -6,13 +6,13 @@ import dataclasses
 import shutil
 from functools import partial
 
-from engines.errors import InputDataError, UsageError
-from pipeline.manifest import Record
-from pipeline.registry.base import Blob, Registry
-from pipeline.registry.fetch import Counter, Fetch
-from pipeline.shipment import check_files, receive
-from pipeline.shipment_form import entry_fault
-from pipeline.store import KEY_DIGITS, Artefact, Store
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.registry.fetch import Counter, Fetch
+from trtpipe.pipeline.registry.index_schema import entry_fault
+from trtpipe.pipeline.registry.package import check_files, receive
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
 
 
 class Exchange:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines import load_backend
-from engines.gpu import GpuSpec
-from pipeline.plan import Plan
-from pipeline.stages import Stage
+from trtpipe.engines import load_backend
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import Stage
 
 # Stages that compute with torch: on a GPU where the cluster has one.
 ON_TORCH = ("calibrate", "quantize", "verify")

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, TrtpipeError
-from pipeline import __version__
-from pipeline.manifest import Record
-from pipeline.runner import satisfy
-from pipeline.shipment import plan_of
-from pipeline.stages import stages_of
-from pipeline.store import Artefact, Store, default_home
+from trtpipe import __version__
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.pipeline.registry.package import plan_of
+from trtpipe.pipeline.runner import satisfy
+from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Artefact, Store, default_home
 
 # Of a stage's progress, at most so often.
 PROGRESS_SECONDS = 0.5
@@ -76,8 +76,8 @@ def run_stage(order: Order, tell: Tell) -> Answer:
             )
         exchange = None
         if order.exchange:
-            from pipeline.cluster.exchange import Exchange
-            from pipeline.registry.address import open_registry
+            from trtpipe.pipeline.cluster.exchange import Exchange
+            from trtpipe.pipeline.registry.address import open_registry
 
             exchange = Exchange(open_registry(order.exchange))
         inputs = {}

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from engines.errors import UsageError
+from trtpipe.engines.errors import UsageError
 
 # Kubernetes allows 63. Controllers append to the names of what they make: group, worker, hash of the revision.
 NAME_LENGTH = 40

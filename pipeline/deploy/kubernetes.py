@@ -15,15 +15,15 @@ from typing import Any
 
 import yaml
 
-from engines.errors import ArtefactRefused, UsageError
-from engines.gpu import GpuSpec
-from engines.passport import Passport
-from pipeline.deploy import launch, readme, rendezvous
-from pipeline.deploy.config import DeployConfig, dns_name
-from pipeline.deploy.placement import Placement, place
-from pipeline.deploy.pods import pod_spec
-from pipeline.deploy.prometheus import FULL, FULLNESS, adapter_rules, pod_monitor, waiting_metric
-from pipeline.folders import new_folder
+from trtpipe.engines.errors import ArtefactRefused, UsageError
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy import launch, readme, rendezvous
+from trtpipe.pipeline.deploy.config import DeployConfig, dns_name
+from trtpipe.pipeline.deploy.placement import Placement, place
+from trtpipe.pipeline.deploy.pods import pod_spec
+from trtpipe.pipeline.deploy.prometheus import FULL, FULLNESS, adapter_rules, pod_monitor, waiting_metric
+from trtpipe.pipeline.store.folders import new_folder
 
 Manifest = dict[str, Any]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.errors import ArtefactRefused
-from engines.passport import Passport
-from pipeline.deploy.config import DeployConfig
-from pipeline.deploy.placement import Placement
-from triton_repo.launch import ENGINE_MODEL
+from trtpipe.engines.errors import ArtefactRefused
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy.config import DeployConfig
+from trtpipe.pipeline.deploy.placement import Placement
+from trtpipe.triton_repo.launch import ENGINE_MODEL
 
 # Where things are inside a container.
 MODELS = "/models"

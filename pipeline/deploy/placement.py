@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.errors import UsageError
+from trtpipe.engines.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engines.gpu import GpuSpec
-from engines.passport import Passport
-from pipeline.deploy import rendezvous
-from pipeline.deploy.config import DeployConfig
-from pipeline.deploy.launch import MODELS, OURS, PORTS, PRE_STOP_SECONDS, RENDEZVOUS_PORT, SCRIPTS, TEMPORARY
-from pipeline.deploy.placement import Placement
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy import rendezvous
+from trtpipe.pipeline.deploy.config import DeployConfig
+from trtpipe.pipeline.deploy.launch import MODELS, OURS, PORTS, PRE_STOP_SECONDS, RENDEZVOUS_PORT, SCRIPTS, TEMPORARY
+from trtpipe.pipeline.deploy.placement import Placement
 
 # Triton's images have a user of this number, triton-server; so has one of ours.
 USER = 1000

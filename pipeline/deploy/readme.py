@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engines.gpu import GpuSpec
-from engines.passport import Passport
-from pipeline.config import load_toolchains
-from pipeline.deploy import launch
-from pipeline.deploy.config import DeployConfig
-from pipeline.deploy.placement import Placement
-from pipeline.deploy.pods import GPU_PRODUCT, SECRET_KEY, USER
-from pipeline.deploy.prometheus import FULLNESS, SERIES, waiting_metric
+from trtpipe.configs.facts import load_toolchains
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy import launch
+from trtpipe.pipeline.deploy.config import DeployConfig
+from trtpipe.pipeline.deploy.placement import Placement
+from trtpipe.pipeline.deploy.pods import GPU_PRODUCT, SECRET_KEY, USER
+from trtpipe.pipeline.deploy.prometheus import FULLNESS, SERIES, waiting_metric
 
 # The model that clients ask, and what it calls the number of tokens.
 FRONT = ("ensemble", "max_tokens")

@@ -1,4 +1,4 @@
-"""One worker: `python -m pipeline.gateway SPEC`, started by the supervisor, which keeps the port and the board."""
+"""One worker of the gateway, started by the supervisor, which keeps the port and the board."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, TrtpipeError
-from engines.json_input import parse_json
-from engines.process import error_to_json
-from pipeline.errors import translate
-from pipeline.gateway.app import build
-from pipeline.gateway.board import Board
-from pipeline.gateway.options import GatewayOptions
-from pipeline.gateway.prompts import ForkServer
-from pipeline.gateway.server import Server, most_connections
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.process import error_to_json
+from trtpipe.pipeline.errors import translate
+from trtpipe.pipeline.gateway.app import build
+from trtpipe.pipeline.gateway.board import Board
+from trtpipe.pipeline.gateway.options import GatewayOptions
+from trtpipe.pipeline.gateway.prompts import ForkServer
+from trtpipe.pipeline.gateway.server import Server, most_connections
 
 
 def main(spec: dict[str, Any]) -> int:

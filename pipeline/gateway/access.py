@@ -7,8 +7,8 @@ import os
 import ssl
 from pathlib import Path
 
-from engines.errors import InputDataError
-from pipeline.gateway.options import GatewayOptions
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.gateway.options import GatewayOptions
 
 KEYS_VARIABLE = "TRTPIPE_API_KEYS"
 

@@ -16,10 +16,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipeline.gateway.board import Board
-from pipeline.gateway.failure import Failure
-from pipeline.gateway.text import Stops, Text
-from pipeline.gateway.upstream import EngineRequest, Generation, Upstream
+from trtpipe.pipeline.gateway.board import Board
+from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.text import Stops, Text
+from trtpipe.pipeline.gateway.upstream import EngineRequest, Generation, Upstream
 
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

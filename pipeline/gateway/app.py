@@ -15,17 +15,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from pipeline.gateway.access import read_keys
-from pipeline.gateway.answers import Answer, Order
-from pipeline.gateway.board import Board
-from pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
-from pipeline.gateway.failure import Failure, wrong
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.preparation import no_model
-from pipeline.gateway.prompts import ForkServer, Prompts
-from pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
-from pipeline.gateway.text import Text
-from pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
+from trtpipe.pipeline.gateway.access import read_keys
+from trtpipe.pipeline.gateway.answers import Answer, Order
+from trtpipe.pipeline.gateway.board import Board
+from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
+from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.preparation import no_model
+from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
+from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
+from trtpipe.pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # What anybody may ask, without a key and without a body.

@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.failure import Failure, wrong
 
 # The first line and the headers. Each header counts HEADER_COST bytes more, which Python objects take.
 HEAD_BYTES = 32 << 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.h2.status import Code, Status
+from trtpipe.pipeline.net.h2.status import Code, Status
 
 # Words of a server that is overloaded, and of one that has no engine right now; both say UNAVAILABLE.
 _FULL = ("queue", "too many", "try again later")

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines.errors import UsageError
-from engines.json_input import parse_json
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.json_input import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from pipeline.gateway.failure import Failure, wrong
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.requests import ChatOptions, ChatRequest, CompletionOptions, CompletionRequest, parse, quoted
-from pipeline.gateway.text import Text
+from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.requests import (
+    ChatOptions,
+    ChatRequest,
+    CompletionOptions,
+    CompletionRequest,
+    parse,
+    quoted,
+)
+from trtpipe.pipeline.gateway.text import Text
 
 KINDS: dict[str, tuple[type[ChatRequest | CompletionRequest], type[ChatOptions | CompletionOptions]]] = {
     "chat": (ChatRequest, ChatOptions),

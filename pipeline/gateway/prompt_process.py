@@ -1,8 +1,8 @@
 """Process that makes requests into prompts: parses and checks them, applies the chat template, tokenises.
 
-`python -m pipeline.gateway.prompt_process OPTIONS DESCRIPTOR` loads the tokenizer of every model, and forks a prompt
-process for each socket that it is sent over DESCRIPTOR, with SMALL or LARGE. A prompt process does the jobs that come
-over its socket, one after another, until the socket is closed.
+`python -m trtpipe.pipeline.gateway.prompt_process OPTIONS DESCRIPTOR` loads the tokenizer of every model, and forks a
+prompt process for each socket that it is sent over DESCRIPTOR, with SMALL or LARGE. A prompt process does the jobs that
+come over its socket, one after another, until the socket is closed.
 
 A chat template is a program that came with the model. Jinja's sandbox keeps it from the machine, but bounds neither
 its time nor its memory; nor can a thread that parses or tokenises be stopped. The kernel can end a process.
@@ -31,12 +31,12 @@ from typing import Any
 
 import jinja2.sandbox  # noqa: F401  # here, and not in every process that is forked
 
-from engines.json_input import parse_json
-from pipeline.chat import ChatTemplate
-from pipeline.gateway.failure import Failure
-from pipeline.gateway.options import GatewayOptions
-from pipeline.gateway.preparation import Preparation
-from pipeline.gateway.text import Text
+from trtpipe.engines.hf.chat_template import ChatTemplate
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.options import GatewayOptions
+from trtpipe.pipeline.gateway.preparation import Preparation
+from trtpipe.pipeline.gateway.text import Text
 
 LENGTHS = struct.Struct("<II")
 SMALL, LARGE = b"\0", b"\1"

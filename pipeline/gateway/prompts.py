@@ -16,14 +16,14 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from engines.json_input import parse_json
-from engines.process import python_command
-from pipeline.gateway.access import KEYS_VARIABLE
-from pipeline.gateway.failure import Failure, wrong
-from pipeline.gateway.options import GatewayOptions
-from pipeline.gateway.preparation import KINDS
-from pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
-from pipeline.gateway.requests import ChatOptions, CompletionOptions
+from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.process import python_command
+from trtpipe.pipeline.gateway.access import KEYS_VARIABLE
+from trtpipe.pipeline.gateway.failure import Failure, wrong
+from trtpipe.pipeline.gateway.options import GatewayOptions
+from trtpipe.pipeline.gateway.preparation import KINDS
+from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
+from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
 
 # A text of this size is tokenised in some 10 ms, which is what a process of its own costs.
 SMALL_BYTES = 16 << 10
@@ -60,7 +60,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *python_command("pipeline.gateway.prompt_process"),
+                    *python_command("trtpipe.pipeline.gateway.prompt_process"),
                     self._options.to_json(),
                     str(theirs.fileno()),
                 ],

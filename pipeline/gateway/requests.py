@@ -8,8 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from engines.json_input import parse_json
-from pipeline.gateway.failure import Failure, wrong
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.gateway.failure import Failure, wrong
 
 # Of a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
+from trtpipe.pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
 
 # Running answers have this long to end once the worker is told to stop.
 GRACE_SECONDS = 5

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from engines.errors import HostError, StageFailed
-from engines.json_input import parse_json
-from engines.process import error_from_json, python_command
-from pipeline.gateway.options import GatewayOptions
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.process import error_from_json, python_command
+from trtpipe.pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -54,7 +54,7 @@ class Gateway:
         options = replace(options, port=port.getsockname()[1])
         descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
         board = Path(name)
-        from pipeline.gateway.board import ROW_BYTES
+        from trtpipe.pipeline.gateway.board import ROW_BYTES
 
         os.ftruncate(descriptor, ROW_BYTES * options.workers)
         os.close(descriptor)
@@ -129,7 +129,7 @@ class Gateway:
         log = self._log.open("ab") if self._log else None
         try:
             process = subprocess.Popen(
-                [*python_command("pipeline.gateway"), json.dumps(spec)],
+                [*python_command("trtpipe.pipeline.gateway"), json.dumps(spec)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,

@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import triton_repo
-from engines.errors import InputDataError
-from engines.json_input import read_json
-from pipeline.chat import compile_template, read_template
-from pipeline.gateway.failure import wrong
-from pipeline.gateway.requests import Common, quoted
+from trtpipe import triton_repo
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.chat_template import compile_template, read_template
+from trtpipe.engines.json_input import read_json
+from trtpipe.pipeline.gateway.failure import wrong
+from trtpipe.pipeline.gateway.requests import Common, quoted
 
 _SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_text.py"
 

@@ -9,11 +9,11 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.gateway.failure import Failure, gone, of_status, of_text
-from pipeline.h2.connection import Stream
-from pipeline.h2.pool import REFUSED_PAUSES_S, Pool
-from pipeline.h2.status import CallFailed, Code, H2Error, Status
-from pipeline.h2.triton import (
+from trtpipe.pipeline.gateway.failure import Failure, gone, of_status, of_text
+from trtpipe.pipeline.net.h2.connection import Stream
+from trtpipe.pipeline.net.h2.pool import REFUSED_PAUSES_S, Pool
+from trtpipe.pipeline.net.h2.status import CallFailed, Code, H2Error, Status
+from trtpipe.pipeline.net.h2.triton import (
     MODEL_CONFIG,
     MODEL_READY,
     STREAM_INFER,

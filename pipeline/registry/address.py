@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engines.errors import UsageError
-from pipeline.registry.base import Registry
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.registry.base import Registry
 
 
 def open_registry(url: str) -> Registry:
@@ -15,23 +15,23 @@ def open_registry(url: str) -> Registry:
     if not separator:
         if not url or re.match("[a-z0-9]{2,}:", url):
             raise UsageError(f"'{url}' is no address", remedy="give for example s3://bucket/prefix, or a folder")
-        from pipeline.registry.files import FileRegistry
+        from trtpipe.pipeline.registry.files import FileRegistry
 
         return FileRegistry.open(Path(url).absolute().as_uri(), url)
     if not rest.strip("/"):
         raise UsageError(f"{url} names no place", remedy="give for example s3://bucket/prefix")
     if scheme == "oci":
-        from pipeline.registry.oci import OciRegistry
+        from trtpipe.pipeline.registry.oci import OciRegistry
 
         return OciRegistry.open(url)
     if scheme == "hf":
-        from pipeline.registry.hub import HubRegistry
+        from trtpipe.pipeline.registry.hub import HubRegistry
 
         return HubRegistry.at(url)
     if scheme in ("s3", "s3a"):
-        from pipeline.registry.s3 import S3Registry
+        from trtpipe.pipeline.registry.s3 import S3Registry
 
         return S3Registry.open(url)
-    from pipeline.registry.files import FileRegistry
+    from trtpipe.pipeline.registry.files import FileRegistry
 
     return FileRegistry.open(url, url)

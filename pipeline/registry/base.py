@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
-from engines.json_input import parse_json
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.json_input import parse_json
 
 # Called with a number of bytes that have just been moved.
 Moved = Callable[[int], None]

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from engines.errors import InputDataError
-from engines.json_input import parse_json, read_json
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import parse_json, read_json
 
 MAX_CONFIG_BYTES = 1 << 20
 HELPER_SECONDS = 30

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engines.errors import InputDataError
-from engines.files import place
-from pipeline.registry.base import Blob, Registry
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import place
+from trtpipe.pipeline.registry.base import Blob, Registry
 
 # At a time, from the disk.
 CHUNK = 1 << 20

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, InputDataError, UsageError, suggestion
-from pipeline.registry.base import (
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
+from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     Blob,
     Moved,

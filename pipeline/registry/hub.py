@@ -15,11 +15,11 @@ from urllib.parse import quote, urljoin
 
 import httpx
 
-from engines.errors import HostError, UsageError
-from engines.json_input import parse_json
-from pipeline.http_limits import patience
-from pipeline.hub_client import limit_hub
-from pipeline.registry.base import (
+from trtpipe.engines.errors import HostError, UsageError
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.net.http_limits import patience
+from trtpipe.pipeline.net.hub_client import limit_hub
+from trtpipe.pipeline.registry.base import (
     MAX_PAGES,
     MAX_TARGETS,
     Blob,
@@ -29,7 +29,7 @@ from pipeline.registry.base import (
     translated,
     unknown_target,
 )
-from pipeline.registry.streams import body, continued
+from trtpipe.pipeline.registry.streams import body, continued
 
 # The Hub takes larger files by Git LFS alone. A smaller one is held in memory, as base64 in the commit.
 MAX_REGULAR_BYTES = 10 << 20
@@ -50,7 +50,7 @@ class HubRegistry:
         from huggingface_hub.utils.tqdm import disable_progress_bars, tqdm
 
         disable_progress_bars()  # there is one of ours
-        tqdm.monitor_interval = 0  # see pipeline.hub
+        tqdm.monitor_interval = 0  # see trtpipe.pipeline.sources.hub
         limit_hub()
         name, _, revision = url.removeprefix("hf://").strip("/").partition("@")
         if name.count("/") != 1:

@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 
-from engines.errors import HostError, InputDataError, UsageError
-from engines.json_input import parse_json
-from pipeline.http_limits import MAX_ANSWER_BYTES
-from pipeline.registry.base import (
+from trtpipe.engines.errors import HostError, InputDataError, UsageError
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES
+from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     MAX_PAGES,
     MAX_TARGETS,
@@ -31,10 +31,10 @@ from pipeline.registry.base import (
     translated,
     unknown_target,
 )
-from pipeline.registry.oci_client import OciClient, joined
-from pipeline.registry.oci_upload import Upload
-from pipeline.registry.streams import body, continued
-from pipeline.store import default_home
+from trtpipe.pipeline.registry.oci_client import OciClient, joined
+from trtpipe.pipeline.registry.oci_upload import Upload
+from trtpipe.pipeline.registry.streams import body, continued
+from trtpipe.pipeline.store.store import default_home
 
 ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"

@@ -1,7 +1,7 @@
 """Requests to one registry of container images: authenticated, repeated where that helps, and limited.
 
 Credentials go to the registry itself or to the server of tokens that it names, if that is of the same site. The limits
-of time, size and redirects are those of `pipeline.http_limits`.
+of time, size and redirects are those of `trtpipe.pipeline.net.http_limits`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from urllib.parse import urljoin
 
 import httpx
 
-from engines.errors import HostError
-from engines.json_input import parse_json
-from pipeline.bench.options import is_local
-from pipeline.http_limits import LimitedClient
-from pipeline.registry.docker_config import credentials
-from pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
-from pipeline.registry.streams import WAITS
+from trtpipe.engines.errors import HostError
+from trtpipe.engines.json_input import parse_json
+from trtpipe.pipeline.bench.options import is_local
+from trtpipe.pipeline.net.http_limits import LimitedClient
+from trtpipe.pipeline.registry.docker_config import credentials
+from trtpipe.pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
+from trtpipe.pipeline.registry.streams import WAITS
 
 # What may be asked twice where a line breaks or a registry is busy.
 REPEATABLE = ("GET", "HEAD", "PUT")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError
-from pipeline.folders import write_whole
-from pipeline.http_limits import patience
-from pipeline.registry.base import Blob, Moved
-from pipeline.registry.oci_client import joined
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.net.http_limits import patience
+from trtpipe.pipeline.registry.base import Blob, Moved
+from trtpipe.pipeline.registry.oci_client import joined
+from trtpipe.pipeline.store.folders import write_whole
 
 CHUNK = 32 << 20
 # Of a chunk, held in memory.

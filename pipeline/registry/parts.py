@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.http_limits import patience
-from pipeline.registry.base import Moved
+from trtpipe.pipeline.net.http_limits import patience
+from trtpipe.pipeline.registry.base import Moved
 
 # S3 takes none below 5 MiB but the last.
 PART = 32 << 20

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError
-from pipeline.http_limits import ANSWER_SECONDS, EXTRA_SECONDS, SLOWEST
-from pipeline.registry.base import (
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.net.http_limits import ANSWER_SECONDS, EXTRA_SECONDS, SLOWEST
+from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
     MAX_PAGES,
     MAX_TARGETS,
@@ -22,8 +22,8 @@ from pipeline.registry.base import (
     translated,
     unknown_target,
 )
-from pipeline.registry.parts import PART, Parts
-from pipeline.registry.streams import Interrupted, another_part, continued, skip
+from trtpipe.pipeline.registry.parts import PART, Parts
+from trtpipe.pipeline.registry.streams import Interrupted, another_part, continued, skip
 
 # At a time, from the far end.
 PIECE = 1 << 20
@@ -47,7 +47,7 @@ class S3Registry:
             import fsspec
             import s3fs  # noqa: F401
 
-            from pipeline.registry.s3_session import settings
+            from trtpipe.pipeline.registry.s3_session import settings
         except ModuleNotFoundError as error:
             raise HostError(
                 "s3:// is not installed", why=str(error), remedy="run `pip install trtpipe[registry]`"

@@ -10,7 +10,7 @@ from typing import Any
 from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.httpsession import AIOHTTPSession
 
-from pipeline.http_limits import (
+from trtpipe.pipeline.net.http_limits import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
     EXTRA_SECONDS,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Iterator
 
 import httpx
 
-from engines.errors import HostError, InputDataError
-from pipeline.registry.base import Blob, translated
+from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.pipeline.registry.base import Blob, translated
 
 # Seconds to wait before another connection; then it is given up.
 WAITS = (0.5, 1.0, 2.0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pipeline.plan import Plan
-from pipeline.stages.base import Job, Stage
-from pipeline.stages.build import BUILD, BUILD_VERIFIED
-from pipeline.stages.calibrate import CALIBRATE
-from pipeline.stages.convert import CONVERT
-from pipeline.stages.download import DOWNLOAD
-from pipeline.stages.package import PACKAGE
-from pipeline.stages.quantize import QUANTIZE, QUANTIZE_CALIBRATED
-from pipeline.stages.tokenizer import TOKENIZER
-from pipeline.stages.verify import VERIFY
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job, Stage
+from trtpipe.pipeline.stages.build import BUILD, BUILD_VERIFIED
+from trtpipe.pipeline.stages.calibrate import CALIBRATE
+from trtpipe.pipeline.stages.convert import CONVERT
+from trtpipe.pipeline.stages.download import DOWNLOAD
+from trtpipe.pipeline.stages.package import PACKAGE
+from trtpipe.pipeline.stages.quantize import QUANTIZE, QUANTIZE_CALIBRATED
+from trtpipe.pipeline.stages.tokenizer import TOKENIZER
+from trtpipe.pipeline.stages.verify import VERIFY
 
 __all__ = ["MAKES", "Job", "Stage", "stages_of"]
 

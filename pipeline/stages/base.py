@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.digests import Digests
-from pipeline.plan import Plan
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.store.digests import Digests
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import load_backend
-from engines.backend import Target, Workshop
-from engines.base import Checkpoint, DataType
-from engines.build_config import NOT_IN_ENGINE, BuildConfig
-from engines.executor import Executor
-from engines.json_input import read_json
-from engines.passport import Passport, make_passport
-from pipeline import host
-from pipeline.accuracy import JSON_NAME
-from pipeline.diagnosis import disabled_features
-from pipeline.digests import Digests
-from pipeline.executors import LocalExecutor
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
-from pipeline.store import Artefact
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import Target, Workshop
+from trtpipe.engines.base import Checkpoint, DataType
+from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
+from trtpipe.engines.executor import Executor
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.passport import Passport, make_passport
+from trtpipe.pipeline.accuracy.gate import JSON_NAME
+from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution.diagnosis import disabled_features
+from trtpipe.pipeline.execution.executors import LocalExecutor
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.store.store import Artefact
 
 # Of the accuracy gate's result. A gate that did not pass has been accepted, or there would be no engine.
 IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreement")

@@ -7,13 +7,13 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
-from engines.base import CalibrationConfig, DataType, Mapping
-from engines.quant import QuantRecipe
-from engines.quantize import job as quantizing
-from pipeline import calibration
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
+from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
+from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.quantize import job as quantizing
+from trtpipe.pipeline.sources import calibration
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
 
 SCALES = "scales.safetensors"
 

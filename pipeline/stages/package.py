@@ -6,16 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from engines.backend import Target
-from engines.base import Engine
-from engines.passport import read_passport, require_target
-from engines.toolchain import Toolchain
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
-from triton_repo.check import check_repository, require_sound
-from triton_repo.render import render
-from triton_repo.serving import ServingConfig
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.base import Engine
+from trtpipe.engines.passport import read_passport, require_target
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
+from trtpipe.triton_repo.check import check_repository, require_sound
+from trtpipe.triton_repo.render import render
+from trtpipe.triton_repo.serving import ServingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

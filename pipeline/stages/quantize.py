@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engines import load_backend
-from engines.base import DataType, Mapping
-from engines.hf_folder import read_model_config
-from engines.quant import QuantRecipe
-from engines.quantize import job as quantizing
-from engines.tensorrt_llm.checkpoint import notices
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
-from pipeline.stages.calibrate import SCALES, hashed_quantization
-from pipeline.stages.convert import hashed_form
+from trtpipe.engines import load_backend
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import notices
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.quantize import job as quantizing
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization
+from trtpipe.pipeline.stages.convert import hashed_form
+from trtpipe.pipeline.store.digests import Digests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from engines.hf_folder import TOKENIZER_FILES, require_tokenizer
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
+from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
 
 
 class Tokenizer:

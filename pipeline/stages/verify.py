@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engines.base import CalibrationConfig, DataType
-from engines.quant import QuantRecipe
-from pipeline import accuracy, accuracy_page, calibration
-from pipeline.digests import Digests
-from pipeline.plan import Plan
-from pipeline.stages.base import Job
+from trtpipe.engines.base import CalibrationConfig, DataType
+from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.pipeline.accuracy import gate as accuracy
+from trtpipe.pipeline.accuracy import page as accuracy_page
+from trtpipe.pipeline.sources import calibration
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.store.digests import Digests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,16 +22,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from engines.errors import TrtpipeError
-from pipeline.bench import server_side
-from pipeline.bench.options import BenchOptions, Target
-from pipeline.bench.run import run
-from pipeline.bench.selftest import write_tokenizer
-from pipeline.bench.wire import h2_sender, http_setup
-from pipeline.bench.wire.connect import Wiring
-from pipeline.bench.work.loads import Closed
-from pipeline.bench.work.work import Work
 from tests.attacks.hostile_servers import MODEL, TOKENS
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.bench.load.loads import Closed
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.bench.monitors import server as server_side
+from trtpipe.pipeline.bench.options import BenchOptions, Target
+from trtpipe.pipeline.bench.protocols import h2_sender, http_setup
+from trtpipe.pipeline.bench.protocols.connect import Wiring
+from trtpipe.pipeline.bench.run import run
+from trtpipe.pipeline.bench.selftest import write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 # What the process may take for one attack beside what it has, and how long. A block of 64 KiB takes less than one.

@@ -29,11 +29,11 @@ from typing import Any
 
 import psutil
 
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.supervisor import Gateway
-from pipeline.h2 import frames
 from tests.benchmarks.gateway import Triton, response
-from tests.factories import write_tokenizer
+from tests.support.factories import write_tokenizer
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.supervisor import Gateway
+from trtpipe.pipeline.net.h2 import frames
 
 KEY = "the-key"
 ENGINE_SECONDS = 0.02

@@ -14,10 +14,10 @@ from typing import Any
 
 from hpack import Decoder, Encoder
 
-from pipeline.bench.known import triton
-from pipeline.h2 import frames
-from pipeline.h2.frames import frame
-from pipeline.h2.triton import STREAM_INFER, messages, pack_strings
+from trtpipe.pipeline.bench.mock_server import triton
+from trtpipe.pipeline.net.h2 import frames
+from trtpipe.pipeline.net.h2.frames import frame
+from trtpipe.pipeline.net.h2.triton import STREAM_INFER, messages, pack_strings
 
 # Bytes of an answer on the wire, one piece after the other; without end, or until the connection is closed.
 Pieces = Iterable[bytes]

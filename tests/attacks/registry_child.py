@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from engines.errors import TrtpipeError
-from pipeline.registry.address import open_registry
-from pipeline.registry.base import Blob
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.base import Blob
 
 
 def memory_mb(name: str) -> float:
@@ -27,7 +27,7 @@ def memory_mb(name: str) -> float:
 
 def main(url: str, what: str, sha256: str = "", size: str = "0") -> None:
     if url.startswith("oci:"):
-        import pipeline.registry.oci  # noqa: F401
+        import trtpipe.pipeline.registry.oci  # noqa: F401
     else:
         open_registry(url).has(Blob("0" * 64, 1))  # which loads what is loaded on first use
     before, begun, error = memory_mb("VmRSS:"), time.monotonic(), ""

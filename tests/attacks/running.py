@@ -23,8 +23,8 @@ from unittest import mock
 
 import typer
 
-from engines.errors import TrtpipeError
-from pipeline import cli
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.cli import app as cli
 
 LIMIT_S = 15.0
 # Of memory beyond which a run is a fault, and beyond which it is stopped; of a file that a run writes.
@@ -135,7 +135,7 @@ def isolated() -> Iterator[None]:
         mock.patch.object(subprocess, "Popen", absent),
         mock.patch.object(socket.socket, "connect", closed),
         mock.patch.object(socket.socket, "bind", bound),
-        mock.patch("pipeline.bench.wire.h2_sender.CONNECT_TIMEOUT_S", 0.01),
+        mock.patch("trtpipe.pipeline.bench.protocols.h2_sender.CONNECT_TIMEOUT_S", 0.01),
     ):
         yield
 

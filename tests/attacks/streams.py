@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from tests.e2e.conftest import Cli
-from tests.kserve import infer_inputs
+from tests.support.kserve import infer_inputs
 
 # What no client gets to the end of while a test looks at it.
 LONG = 8000
@@ -61,7 +61,7 @@ class Attacked:
         for process in psutil.Process(self.pid).children(recursive=True):
             with suppress(psutil.Error):
                 words = process.cmdline()  # a zombie has none
-                if any("engines.reference.process" in word for word in words):
+                if any("trtpipe.engines.engine_process.server" in word for word in words):
                     out["engine"].append(process)
                 for word in words:
                     if instance := re.fullmatch(r"(\w+)_0_\d", word):

@@ -19,35 +19,35 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.bench.against.compare import compare
-from pipeline.bench.digest import digest
-from pipeline.bench.exchange import Exchange
-from pipeline.bench.files import read_again
-from pipeline.bench.options import BenchOptions, Target
-from pipeline.bench.records import settle
-from pipeline.bench.server_side import summarise
-from pipeline.bench.slo import parse_objective
-from pipeline.bench.wire.http1 import HttpConnection, HttpSender
-from pipeline.bench.wire.http_setup import Site
-from pipeline.bench.wire.openai_http import OpenAiHttp
-from pipeline.bench.wire.triton_grpc import TritonGrpc
-from pipeline.bench.wire.triton_http import TritonHttp
-from pipeline.bench.work.arrivals import schedule
-from pipeline.bench.work.lengths import parse
-from pipeline.bench.work.loads import Closed, Open, Replay
-from pipeline.bench.work.prompt_files import read_conversations, read_prompts
-from pipeline.bench.work.trace import read_trace
-from pipeline.bench.work.work import Sessions, SharedPrefix, Work
-from pipeline.cli_bench import _price_of
-from pipeline.h2 import frames
-from pipeline.load_files import find_load
-from tests import bench_reports
 from tests.attacks import hostile_servers as hostile
 from tests.attacks.fuzzing import _cause
 from tests.attacks.mutations import PLACES, mutate, mutate_bytes, mutate_yaml, replace
 from tests.attacks.running import LIMIT_BYTES, LIMIT_S, Outcome, read_here
-from tests.test_h2 import Bench
-from tests.wires import Wire
+from tests.support import bench_reports
+from tests.support.wires import Wire
+from tests.unit.net.test_h2 import Bench
+from trtpipe.pipeline.bench.compare.comparison import compare
+from trtpipe.pipeline.bench.load.arrivals import schedule
+from trtpipe.pipeline.bench.load.files import find_load
+from trtpipe.pipeline.bench.load.lengths import parse
+from trtpipe.pipeline.bench.load.loads import Closed, Open, Replay
+from trtpipe.pipeline.bench.load.prompt_files import read_conversations, read_prompts
+from trtpipe.pipeline.bench.load.trace import read_trace
+from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.monitors.server import summarise
+from trtpipe.pipeline.bench.options import BenchOptions, Target
+from trtpipe.pipeline.bench.protocols.http1 import HttpConnection, HttpSender
+from trtpipe.pipeline.bench.protocols.http_setup import Site
+from trtpipe.pipeline.bench.protocols.openai_http import OpenAiHttp
+from trtpipe.pipeline.bench.protocols.triton_grpc import TritonGrpc
+from trtpipe.pipeline.bench.protocols.triton_http import TritonHttp
+from trtpipe.pipeline.bench.results.digest import digest
+from trtpipe.pipeline.bench.results.files import read_again
+from trtpipe.pipeline.bench.results.records import settle
+from trtpipe.pipeline.bench.results.slo import parse_objective
+from trtpipe.pipeline.cli.bench import _price_of
+from trtpipe.pipeline.net.h2 import frames
 
 QUICK = 5
 SLOW = 20_000
@@ -192,7 +192,7 @@ INPUTS = {"text_input": ("BYTES", 2), "max_tokens": ("INT32", 2), "stream": ("BO
 
 
 def endpoint(*outputs: str) -> Any:
-    from pipeline.bench.wire.endpoint import Endpoint
+    from trtpipe.pipeline.bench.protocols.endpoint import Endpoint
 
     return Endpoint(
         protocol="http", url="u", server_name="t", server_version="1", model="m", model_versions=(), inputs=INPUTS,

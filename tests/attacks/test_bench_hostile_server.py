@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from pipeline.h2 import frames
-from pipeline.h2.frames import frame
 from tests.attacks import hostile_servers as hostile
 from tests.attacks.bench_child import Child
 from tests.attacks.hostile_servers import (
@@ -33,6 +31,8 @@ from tests.attacks.hostile_servers import (
     tokens,
     without_end,
 )
+from trtpipe.pipeline.net.h2 import frames
+from trtpipe.pipeline.net.h2.frames import frame
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 

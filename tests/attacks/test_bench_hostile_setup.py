@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from engines.errors import StageFailed
-from pipeline import generate
-from pipeline.h2.triton import MODEL_METADATA, SERVER_METADATA, messages
 from tests.attacks import hostile_servers as hostile
 from tests.attacks.bench_child import Child
 from tests.attacks.hostile_servers import (
@@ -32,6 +29,9 @@ from tests.attacks.hostile_servers import (
     tokens,
     without_end,
 )
+from trtpipe.engines.errors import StageFailed
+from trtpipe.pipeline.net.h2.triton import MODEL_METADATA, SERVER_METADATA, messages
+from trtpipe.pipeline.serving import generate
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 

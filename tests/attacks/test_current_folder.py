@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from engines.process import LAUNCHER, python_command
-from tests.factories import hf_folder
-from tests.test_runner import SIZES
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import SIZES
+from trtpipe.engines.process import LAUNCHER, python_command
 
 pytestmark = [pytest.mark.process, pytest.mark.clock, pytest.mark.timeout(600)]
 
 PYTHON_310 = sorted(Path.home().glob(".pyenv/versions/3.10.*/bin/python"))
 
-OURS = ("pipeline", "engines", "configs", "triton_repo")
+OURS = ("trtpipe", "pipeline", "engines", "configs", "triton_repo")
 OTHERS = (
     "json", "re", "torch", "numpy", "yaml", "typing", "transformers", "multiprocessing", "asyncio", "pip", "tests",
     "tokenizers", "modelopt", "uvicorn", "socket", "tempfile", "ctypes", "__future__", "sitecustomize", "usercustomize",
@@ -46,7 +46,7 @@ if __name__ == '__main__':
 
 def script(path: Path) -> Path:
     """The trtpipe command, as an installation has it."""
-    project = (LAUNCHER.parent / "pyproject.toml").read_text(encoding="utf-8")
+    project = (LAUNCHER.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     entry = next(line for line in project.splitlines() if line.startswith("trtpipe = "))
     module, function = entry.split('"')[1].split(":")
     path.write_text(SCRIPT.format(python=sys.executable, module=module, function=function))
@@ -152,14 +152,14 @@ def test_the_module_of_the_command_itself(trap: Trap) -> None:
         (trap.folder / name).rmdir()
     environment = {name: value for name, value in trap.environment.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "models"], cwd=trap.folder, env=environment, capture_output=True, check=True
+        [sys.executable, "-m", "trtpipe", "models"], cwd=trap.folder, env=environment, capture_output=True, check=True
     )
     assert done.stdout
     # runpy is looked up in it, by Python.
     assert trap.imported() <= {"re", "typing"}
 
 
-@pytest.mark.parametrize("how", [["-m", "pipeline"], [str(LAUNCHER), "pipeline"]])
+@pytest.mark.parametrize("how", [["-m", "trtpipe"], [str(LAUNCHER), "trtpipe"]])
 def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
     """An entry of PYTHONPATH that names a folder outright; and not our own, which may be a site-packages."""
     stated = tmp_path / "stated"
@@ -173,7 +173,7 @@ def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
     assert path[0] == str(stated)
     assert not {"", str(tmp_path), str(tmp_path / "relative")} & set(path)
     # Where an installation has put it, after the libraries of Python.
-    assert str(LAUNCHER.parent) not in path[:4]
+    assert str(LAUNCHER.parent.parent) not in path[:4]
 
 
 @pytest.mark.real
@@ -199,7 +199,7 @@ def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> Non
 ASKING = """
 import json, multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
-from engines import telling
+from trtpipe import telling
 
 if __name__ == "__main__":
     told = {"argv": sys.argv, "path": sys.path, "own": telling.place()}
@@ -210,23 +210,22 @@ if __name__ == "__main__":
 """
 TELLING = """
 def place():
-    import configs
-    return configs.__file__
+    import trtpipe
+    return trtpipe.__file__
 """
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The launcher beside tiny packages with the names of ours, and beside a module that must not hide Python's."""
+    """The launcher in a tiny package with the name of ours, beside a module that must not hide Python's."""
     folder = tmp_path / "packages"
     folder.mkdir()
-    (folder / LAUNCHER.name).write_bytes(LAUNCHER.read_bytes())
-    for name in OURS:
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").touch()
-    (folder / "engines" / "asking.py").write_text(ASKING)
-    (folder / "engines" / "telling.py").write_text(TELLING)
-    (folder / "json.py").write_text("raise RuntimeError('a module beside our packages, not of them')")
+    (folder / "trtpipe").mkdir()
+    (folder / "trtpipe" / "__init__.py").touch()
+    (folder / "trtpipe" / LAUNCHER.name).write_bytes(LAUNCHER.read_bytes())
+    (folder / "trtpipe" / "asking.py").write_text(ASKING)
+    (folder / "trtpipe" / "telling.py").write_text(TELLING)
+    (folder / "json.py").write_text("raise RuntimeError('a module beside our package, not of it')")
     return folder
 
 
@@ -247,17 +246,17 @@ INTERPRETERS = pytest.mark.parametrize(
 def test_the_launcher_in_another_environment(trap: Trap, copied: Path, python: str, pythonpath: str | None) -> None:
     if python != sys.executable and pythonpath is not None:
         (trap.folder / "re.py").unlink()  # which Python 3.10 imports before a line of ours
-    answer = trap.run([python, str(copied / LAUNCHER.name), "engines.asking", "a b", "c"], pythonpath)
+    answer = trap.run([python, str(copied / "trtpipe" / LAUNCHER.name), "trtpipe.asking", "a b", "c"], pythonpath)
     told = json.loads(answer)
-    assert told["argv"] == ["engines.asking", "a b", "c"]
-    assert told["own"] == str(copied / "configs" / "__init__.py")
+    assert told["argv"] == ["trtpipe.asking", "a b", "c"]
+    assert told["own"] == str(copied / "trtpipe" / "__init__.py")
     assert not {"", ".", str(trap.folder), str(copied)} & set(told["path"])
 
 
 @INTERPRETERS
-def test_what_a_child_spawns_finds_our_packages(trap: Trap, copied: Path, python: str) -> None:
+def test_what_a_child_spawns_finds_our_package(trap: Trap, copied: Path, python: str) -> None:
     if python != sys.executable:  # what multiprocessing starts there is `python -c`, with the current folder first
         for path in trap.folder.glob("*.py"):
             path.unlink()
-    answer = trap.run([python, str(copied / LAUNCHER.name), "engines.asking", "spawn"])
-    assert json.loads(answer)["spawned"] == str(copied / "configs" / "__init__.py")
+    answer = trap.run([python, str(copied / "trtpipe" / LAUNCHER.name), "trtpipe.asking", "spawn"])
+    assert json.loads(answer)["spawned"] == str(copied / "trtpipe" / "__init__.py")

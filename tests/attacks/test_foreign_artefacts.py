@@ -16,20 +16,21 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from engines.errors import ArtefactRefused, InputDataError, TrtpipeError
-from pipeline import bundle, provenance
-from pipeline.digests import combined
-from pipeline.guard import require_trusted
-from pipeline.manifest import Record
-from pipeline.plan import Plan
-from pipeline.registry import ship
-from pipeline.registry.address import open_registry
-from pipeline.runner import RunFolder, execute, status
-from pipeline.scrub import scrub
-from pipeline.store import Store
-from pipeline.trust import Trust
-from tests.factories import hf_folder
-from tests.test_runner import Recorder, plan
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import Recorder, plan
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError
+from trtpipe.pipeline.compatibility import require_trusted
+from trtpipe.pipeline.registry import export as bundle
+from trtpipe.pipeline.registry import provenance
+from trtpipe.pipeline.registry import transfer as ship
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.trust import Trust
+from trtpipe.pipeline.runner import RunFolder, execute, status
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.store.digests import combined
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.scrub import scrub
+from trtpipe.pipeline.store.store import Store
 
 TARGET = "tiny.cpu.bf16"
 
@@ -361,8 +362,8 @@ def test_a_record_of_another_build_does_not_fit_a_signature(
     honest: Store, wanted: Plan, keys: tuple[Path, Path]
 ) -> None:
     """The bytes are the signer's, and the record claims them for another model."""
-    from pipeline.signatures import sign_statement
-    from pipeline.trust import ENVELOPE, signed
+    from trtpipe.pipeline.registry.signatures import sign_statement
+    from trtpipe.pipeline.registry.trust import ENVELOPE, signed
 
     private, public = keys
     found = RunFolder.of(TARGET).find("convert", honest)

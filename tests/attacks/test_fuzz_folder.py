@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import TrtpipeError
-from engines.hf_folder import locate_tensors, read_model_config
-from engines.tensorrt_llm.convert import check_source
 from tests.attacks.mutations import mutate
 from tests.attacks.world import SHAPES
-from tests.factories import hf_folder
+from tests.support.factories import hf_folder
+from trtpipe.engines.checkpoint.convert import check_source
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 
 ROUNDS = 10_000
 

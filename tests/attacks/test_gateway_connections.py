@@ -13,8 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.gateway import connections
-from tests.gateways import CHAT, Asked, Triton, ask, chat, end_fork_servers, response, saying, until, write_model
+from tests.support.gateways import (
+    CHAT,
+    Asked,
+    Triton,
+    ask,
+    chat,
+    end_fork_servers,
+    response,
+    saying,
+    until,
+    write_model,
+)
+from trtpipe.pipeline.gateway import connections
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
@@ -309,7 +320,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(folder: Path, monkeyp
 
 
 def test_slow_bodies_cannot_take_all_memory_nor_anybody_s_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.gateway.app.UNFINISHED_BYTES", 4_000_000)
+    monkeypatch.setattr("trtpipe.pipeline.gateway.app.UNFINISHED_BYTES", 4_000_000)
 
     async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying, write_model
+from tests.support.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying, write_model
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 

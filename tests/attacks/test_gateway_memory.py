@@ -11,10 +11,10 @@ import httpx
 import psutil
 import pytest
 
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.supervisor import Gateway
 from tests.attacks import gateway_load
-from tests.gateways import write_model
+from tests.support.gateways import write_model
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.supervisor import Gateway
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 

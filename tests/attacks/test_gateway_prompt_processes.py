@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.supervisor import Gateway
-from tests.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying, write_model
+from tests.support.gateways import CHAT, TEXT, Triton, ask, chat, end_fork_servers, saying, write_model
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.supervisor import Gateway
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def fork_server() -> psutil.Process:
-    (found,) = [one for one in psutil.Process().children() if "pipeline.gateway.prompt_process" in one.cmdline()]
+    (found,) = [
+        one for one in psutil.Process().children() if "trtpipe.pipeline.gateway.prompt_process" in one.cmdline()
+    ]
     return found
 
 

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.gateways import CHAT, Triton, ask, chat, end_fork_servers, saying, write_model
+from tests.support.gateways import CHAT, Triton, ask, chat, end_fork_servers, saying, write_model
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from engines.errors import InputDataError
-from tests.triton_repositories import MODEL_YAML, inflight, llmapi
-from triton_repo.check import check_repository
-from triton_repo.check.code import foreign_code
-from triton_repo.combine import rename_models
+from tests.support.triton_repositories import MODEL_YAML, inflight, llmapi
+from trtpipe.engines.errors import InputDataError
+from trtpipe.triton_repo.check import check_repository
+from trtpipe.triton_repo.check.code import foreign_code
+from trtpipe.triton_repo.combine import rename_models
 
 # Each took minutes, more than 700 MB, or ended in a traceback; a busy machine is not to be taken for that.
 SECONDS = 30

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.json_input import MAX_BYTES, MAX_VALUES, MAX_WIDE_BYTES
-from engines.yaml_input import MAX_BYTES as MAX_YAML_BYTES
 from tests.attacks.running import LIMIT_BYTES, LIMIT_S, commands
-from tests.triton_repositories import inflight
+from tests.support.triton_repositories import inflight
+from trtpipe.engines.json_input import MAX_BYTES, MAX_VALUES, MAX_WIDE_BYTES
+from trtpipe.engines.yaml_input import MAX_BYTES as MAX_YAML_BYTES
 
 pytestmark = pytest.mark.process
 FACE = "\U0001f600"

@@ -20,18 +20,19 @@ from typing import Any
 
 import pytest
 
-from engines.errors import TrtpipeError
-from pipeline import http_limits
-from pipeline.registry import oci_client, oci_upload, parts, s3, s3_session, ship, streams
-from pipeline.registry.address import open_registry
-from pipeline.runner import execute
-from pipeline.store import Store
 from tests.attacks.registry_servers import Answer, Bucket, Images, Request, quiet, serving
-from tests.factories import hf_folder
-from tests.hub_server import Asked, Hub
-from tests.hub_server import serving as hub_serving
-from tests.test_registry import TARGET, content
-from tests.test_runner import Recorder, plan
+from tests.support.factories import hf_folder
+from tests.support.hub_server import Asked, Hub
+from tests.support.hub_server import serving as hub_serving
+from tests.unit.registry.test_transfer import TARGET, content
+from tests.unit.test_runner import Recorder, plan
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.net import http_limits
+from trtpipe.pipeline.registry import oci_client, oci_upload, parts, s3, s3_session, streams
+from trtpipe.pipeline.registry import transfer as ship
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.runner import execute
+from trtpipe.pipeline.store.store import Store
 
 pytestmark = [
     pytest.mark.loopback,
@@ -220,7 +221,7 @@ def fuzzed(kind: str, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if kind == "hub":
         import huggingface_hub
 
-        from tests.test_hub import use
+        from tests.unit.sources.test_hub import use
 
         huggingface_hub.close_session()
         with hub_serving() as server:

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from engines.errors import HostError, InputDataError, TrtpipeError
-from pipeline import http_limits
-from pipeline.registry import oci, oci_client, streams
-from pipeline.registry.address import open_registry
-from pipeline.registry.base import Blob, Registry
 from tests.attacks.registry_servers import Answer, Bucket, Images, Request, Talk, quiet, serving
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError
+from trtpipe.pipeline.net import http_limits
+from trtpipe.pipeline.registry import oci, oci_client, streams
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.base import Blob, Registry
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
@@ -450,7 +450,7 @@ def test_an_upload_whose_state_is_a_lie(tmp_path: Path, said: str) -> None:
 
 def test_an_upload_that_loses_what_it_took_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second chunk fails, and then nothing is there: progress that is none."""
-    from pipeline.registry import oci_upload
+    from trtpipe.pipeline.registry import oci_upload
 
     monkeypatch.setattr(oci_upload, "CHUNK", 100_000)
     (tmp_path / "file").write_bytes(DATA)

@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 
-from engines.errors import HostError, InputDataError, TrtpipeError, UsageError
-from pipeline import http_limits, hub
-from pipeline.registry import hub as hub_registry
-from pipeline.registry import parts, s3, s3_session, streams
-from pipeline.registry.address import open_registry
-from pipeline.registry.base import Blob, Registry
 from tests.attacks.registry_servers import Answer, Bucket, Request, Talk, quiet, serving
-from tests.factories import hf_folder
-from tests.hub_server import Asked, Hub
-from tests.hub_server import serving as hub_serving
-from tests.test_hub import use
+from tests.support.factories import hf_folder
+from tests.support.hub_server import Asked, Hub
+from tests.support.hub_server import serving as hub_serving
+from tests.unit.sources.test_hub import use
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
+from trtpipe.pipeline.net import http_limits
+from trtpipe.pipeline.registry import hub as hub_registry
+from trtpipe.pipeline.registry import parts, s3, s3_session, streams
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.sources import hub
 
 pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
@@ -331,7 +332,7 @@ def test_a_digest_in_a_list_is_no_path(server: Hub, commit: str, tmp_path: Path,
     ],
 )
 def test_lists_of_the_hub_that_do_not_end(server: Hub, commit: str, link: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline import hub_client
+    from trtpipe.pipeline.net import hub_client
 
     monkeypatch.setattr(hub_client, "MAX_PAGES", 20)
     monkeypatch.setattr(hub_registry, "MAX_PAGES", 20)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from pipeline.deploy import rendezvous
-from pipeline.deploy.rendezvous import Leader, Link, Untrusted, meet
+from trtpipe.pipeline.deploy import rendezvous
+from trtpipe.pipeline.deploy.rendezvous import Leader, Link, Untrusted, meet
 
 pytestmark = pytest.mark.loopback
 

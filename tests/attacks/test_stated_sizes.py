@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engines.base import Mapping
-from engines.tensorrt_llm.convert import convert
 from tests.attacks.running import commands
-from tests.factories import GGUF_KEYS, gguf_bytes, hf_folder
+from tests.support.factories import GGUF_KEYS, gguf_bytes, hf_folder
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.convert import convert
 
 pytestmark = [pytest.mark.process, pytest.mark.clock]
 

@@ -82,7 +82,7 @@ def test_no_process_of_the_server_has_the_secrets_of_who_started_it(attacked: At
     # A process that was killed has no environment any more, and stays in the list until tritonserver asks for it.
     family = [one for one in (server, *server.children(recursive=True)) if one.status() != psutil.STATUS_ZOMBIE]
     assert len(family) > 5
-    assert any("engines.reference.process" in " ".join(process.cmdline()) for process in family)
+    assert any("trtpipe.engines.engine_process.server" in " ".join(process.cmdline()) for process in family)
     for process in family:
         environment = process.environ()
         assert environment["PATH"], "the rest is there"

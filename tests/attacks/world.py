@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pipeline import servers
-from pipeline.servers import Served, Server
-from pipeline.store import Store
-from pipeline.tritonserver import Endpoints
-from tests import bench_reports
 from tests.attacks.running import isolated, run_here
-from tests.factories import hf_folder
-from tests.triton_repositories import inflight, llmapi
+from tests.support import bench_reports
+from tests.support.factories import hf_folder
+from tests.support.triton_repositories import inflight, llmapi
+from trtpipe.pipeline.serving import servers
+from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.store import Store
 
 ROOT = Path(__file__).parent.parent.parent
 TARGET = "hf.cpu.fp32"

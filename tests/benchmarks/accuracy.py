@@ -13,12 +13,14 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from engines.accuracy.job import Measured, measure
-from engines.base import CalibrationConfig
-from engines.hf_folder import read_model_config
-from engines.quant import QuantRecipe
-from engines.quantize import job
-from pipeline import accuracy, calibration, config
+from trtpipe.configs import facts as config
+from trtpipe.engines.accuracy.job import Measured, measure
+from trtpipe.engines.base import CalibrationConfig
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.quantize import job
+from trtpipe.pipeline.accuracy import gate as accuracy
+from trtpipe.pipeline.sources import calibration
 
 GROUP_SIZES = (128, 64)
 ROWS = 16

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
-from pipeline.bench.known.script import Truth
+from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.mock_server.script import Truth
 
 COMMAND = [str(Path(sys.executable).with_name("trtpipe")), "bench"]
 

@@ -40,11 +40,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bench.known.clock import Timing
-from pipeline.bench.known.script import Truth
-from pipeline.bench.selftest import ceiling, write_tokenizer
-from pipeline.bench.wire.connect import Wiring
 from tests.benchmarks import beside
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.mock_server.script import Truth
+from trtpipe.pipeline.bench.protocols.connect import Wiring
+from trtpipe.pipeline.bench.selftest import ceiling, write_tokenizer
 
 TTFT_S, TOKENS = 0.05, 64
 OPEN_TOKENS = 16

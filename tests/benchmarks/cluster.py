@@ -27,16 +27,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.driver import Cluster
-from pipeline.cluster.work import Answer, Order, Tell
-from pipeline.manifest import Record
-from pipeline.plan import Plan, resolve, set_layer
-from pipeline.runner import wanted_record
-from pipeline.shipment import plan_of
-from pipeline.stages import stages_of
-from pipeline.store import Store
-from tests.factories import hf_folder
-from tests.test_runner import SIZES, Recorder
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import SIZES, Recorder
+from trtpipe.pipeline.cluster.driver import Cluster
+from trtpipe.pipeline.cluster.work import Answer, Order, Tell
+from trtpipe.pipeline.registry.package import plan_of
+from trtpipe.pipeline.runner import wanted_record
+from trtpipe.pipeline.spec import Plan, resolve, set_layer
+from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Store
 
 # Seconds of Llama 3 8B's shapes on an H200, as builds of `make gpu-e2e` told them; those of a compiled build are not
 # measured, but of the order that TensorRT-LLM's users tell.

@@ -29,10 +29,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.hf_folder import read_model_config
-from engines.safetensors_file import ITEMSIZE, header_bytes
-from engines.tensorrt_llm.cast import Caster
-from engines.tensorrt_llm.checkpoint import source_shapes
+from trtpipe.engines.checkpoint.cast import Caster
+from trtpipe.engines.checkpoint.layout import source_shapes
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 
 COMMON = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
           "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "vocab_size": 128256}  # fmt: skip
@@ -153,8 +153,8 @@ def sparse_70b(scratch: Path) -> str:
 
 def read_only(source: Path) -> None:
     """Everything convert does but keep its output: each file is a hole that takes what is written and forgets it."""
-    from engines.base import DataType, Mapping
-    from engines.tensorrt_llm import convert as module
+    from trtpipe.engines.base import DataType, Mapping
+    from trtpipe.engines.checkpoint import convert as module
 
     module.os = _Discarding()  # type: ignore[attr-defined, assignment]
     module.pwrite_all = lambda file, data, position: None  # type: ignore[attr-defined]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from engines.accuracy.models import embed
-from engines.quantize.unified import DETAILS
-from engines.reference.fused import rms_norm
-from engines.reference.hf_weights import HfFolder, UnifiedFolder
-from engines.reference.layer import run_layer
-from engines.reference.rope import rotary_tables
+from trtpipe.engines.accuracy.models import embed
+from trtpipe.engines.quantize.unified import DETAILS
+from trtpipe.engines.reference.cuda.fused import rms_norm
+from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.layer import run_layer
+from trtpipe.engines.reference.rope import rotary_tables
 
 
 @torch.inference_mode()

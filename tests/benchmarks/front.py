@@ -38,11 +38,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pipeline import gateway_process, tritonserver
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.h2.connection import Connection
-from pipeline.h2.triton import STREAM_INFER, Tensor, infer_request
-from tests.factories import hf_folder
+from tests.support.factories import hf_folder
+from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.net.h2.connection import Connection
+from trtpipe.pipeline.net.h2.triton import STREAM_INFER, Tensor, infer_request
+from trtpipe.pipeline.serving import tritonserver
 
 WARM_SECONDS, SECONDS = 2.0, 5.0
 PROMPT = [1, 2, 3, 4]
@@ -261,7 +262,7 @@ def cpu_seconds(*parents: psutil.Process) -> float:
     total = 0.0
     for process in [process for parent in parents for process in (parent, *parent.children(recursive=True))]:
         with suppress(psutil.NoSuchProcess):
-            if "engines.reference.process" not in process.cmdline():
+            if "trtpipe.engines.engine_process.server" not in process.cmdline():
                 times = process.cpu_times()
                 total += times.user + times.system
     return total

@@ -23,8 +23,8 @@ from typing import Any
 
 from hpack import Decoder, Encoder
 
-from pipeline.bench.known.frames import FrameServer
-from pipeline.h2 import frames
+from trtpipe.pipeline.bench.mock_server.frames import FrameServer
+from trtpipe.pipeline.net.h2 import frames
 
 WORDS = "The quick brown fox jumps over the lazy dog and goes home to sleep until the sun is up again. "
 
@@ -188,9 +188,9 @@ def main() -> int:
     chosen = options.parse_args()
     import psutil
 
-    from pipeline.gateway.options import GatewayOptions, ServedModel
-    from pipeline.gateway.supervisor import Gateway
-    from tests.factories import write_tokenizer
+    from tests.support.factories import write_tokenizer
+    from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+    from trtpipe.pipeline.gateway.supervisor import Gateway
 
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = chosen.tokenizer or Path(scratch)

@@ -21,8 +21,8 @@ from typing import Any
 
 from hpack import Encoder
 
-from pipeline.bench.known.frames import FrameServer
-from pipeline.h2 import frames
+from trtpipe.pipeline.bench.mock_server.frames import FrameServer
+from trtpipe.pipeline.net.h2 import frames
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -85,9 +85,9 @@ def serve(pipe: Pipe, tokens: int, tick: float) -> None:
 
 
 async def through_ours(port: int, streams: int, request: bytes, parsed: bool) -> tuple[int, float]:
-    from pipeline.h2.connection import Connection
-    from pipeline.h2.status import Status
-    from pipeline.h2.triton import Reader
+    from trtpipe.pipeline.net.h2.connection import Connection
+    from trtpipe.pipeline.net.h2.status import Status
+    from trtpipe.pipeline.net.h2.triton import Reader
 
     connection = await Connection.open("127.0.0.1", port)
     kept: list[list[tuple[bytes, int]]] = []
@@ -152,8 +152,8 @@ async def through_grpc(port: int, streams: int, request: bytes, parsed: bool) ->
 
 def fed(streams: int, parsed: bool) -> float:
     """Microseconds a response from bytes in memory, a tick's worth a read."""
-    from pipeline.h2.connection import Connection
-    from pipeline.h2.triton import Reader
+    from trtpipe.pipeline.net.h2.connection import Connection
+    from trtpipe.pipeline.net.h2.triton import Reader
 
     loop = asyncio.new_event_loop()
     connection = Connection("benchmark", loop)

@@ -22,11 +22,11 @@ import numpy as np
 import psutil
 import uvloop
 
-from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
-from pipeline.h2.pool import Pool
-from pipeline.h2.status import Status
-from pipeline.h2.triton import STREAM_INFER, Tensor, infer_request, pack_strings
+from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.net.h2.pool import Pool
+from trtpipe.pipeline.net.h2.status import Status
+from trtpipe.pipeline.net.h2.triton import STREAM_INFER, Tensor, infer_request, pack_strings
 
 TTFT_S = 0.2
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9, "max": 100}

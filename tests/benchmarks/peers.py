@@ -48,15 +48,15 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import pipeline
-from engines.errors import TrtpipeError
-from pipeline.bench.against.foreign import read_records, read_report
-from pipeline.bench.known.child import KnownProcess
-from pipeline.bench.known.clock import Timing
-from pipeline.bench.known.script import Truth
-from pipeline.bench.report import host
-from pipeline.bench.selftest import write_tokenizer
 from tests.benchmarks import beside
+from trtpipe import pipeline
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.bench.compare.importers import read_records, read_report
+from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.mock_server.script import Truth
+from trtpipe.pipeline.bench.results.report import host
+from trtpipe.pipeline.bench.selftest import write_tokenizer
 
 AIPERF, VLLM = "0.13.0", "0.32.0"
 TTFT_S, TOKENS = 0.05, 64

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from pipeline import config
-from pipeline.advise.efficiency import Efficiency, load_efficiency
-from tests.published import Point, Serving, predicted, served, serving, throughput, together, vllm
+from tests.support.published import Point, Serving, predicted, served, serving, throughput, together, vllm
+from trtpipe.configs import facts as config
+from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 
 # What is fitted, and within which bounds it has a meaning.
 SHARES = ("attention", "weights", "kv", "nvlink", "pcie")
@@ -33,7 +33,7 @@ PROBED = "h200"
 RUNTIME_GIB = (1.0, 1.5, 2.0, 3.0)
 HEADER = """\
 # How much of a data sheet's figures TensorRT-LLM 0.17 reaches. Written by `python -m tests.benchmarks.planner --fit`
-# from half of NVIDIA's published figures; what each means is in pipeline/advise/efficiency.py.
+# from half of NVIDIA's published figures; what each means is in pipeline/planner/efficiency.py.
 """
 
 

@@ -29,11 +29,11 @@ import torch
 from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engines.quant import QuantAlgo
-from engines.quantize import worker
-from engines.quantize.calibrate import Calibrator  # noqa: F401  # imported before the clock starts
-from pipeline.config import load_quant_recipes
 from tests.benchmarks.convert import COMMON, SIZES
+from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.quantize import worker
+from trtpipe.engines.quantize.calibrate import Calibrator  # noqa: F401  # imported before the clock starts
 
 SEQ_LEN = 512
 MODELOPT_BATCH = 8

@@ -42,8 +42,8 @@ import httpx
 import psutil
 from tritonclient.grpc import aio as grpc
 
-from tests.factories import hf_folder
-from tests.kserve import infer_inputs
+from tests.support.factories import hf_folder
+from tests.support.kserve import infer_inputs
 
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
@@ -94,7 +94,7 @@ class Server:
         out = {"server": self.process}
         for child in self.process.children(recursive=True):
             words = child.cmdline()
-            if "engines.reference.process" in words:
+            if "trtpipe.engines.engine_process.server" in words:
                 out["engine"] = child
             elif words and words[0].endswith("triton_python_backend_stub"):
                 (instance,) = [word for word in words if re.fullmatch(r"\w+_0_\d+", word)]

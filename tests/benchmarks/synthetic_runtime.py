@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines.reference.request import Output, Request
+from trtpipe.engines.engine_process.request import Output, Request
 
 TOKEN = 5
 
 
 class Runtime:
-    """As engines.reference.runtime.Runtime, without an engine."""
+    """As trtpipe.engines.reference.runtime.Runtime, without an engine."""
 
     def __init__(self, engine: Path, **options: Any) -> None:
         self._period = float(os.environ.get("TRTPIPE_TICK_MS", "20")) / 1000

@@ -39,8 +39,8 @@ def make(scratch: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from engines.quantize import job
-    from pipeline.config import load_quant_recipes
+    from trtpipe.configs.facts import load_quant_recipes
+    from trtpipe.engines.quantize import job
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 if TYPE_CHECKING:
-    from engines.reference.runtime import Runtime
+    from trtpipe.engines.reference.runtime import Runtime
 
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
@@ -212,7 +212,7 @@ def expected(smollm2_hf: Path, smollm2_engine_fp32: Path, prompts: list[tuple[in
     import torch
     from transformers import AutoModelForCausalLM
 
-    from engines.reference.runtime import Runtime
+    from trtpipe.engines.reference.runtime import Runtime
 
     guesses = together(Runtime(smollm2_engine_fp32, kv_cache_tokens=8192), prompts)
     model = AutoModelForCausalLM.from_pretrained(smollm2_hf, dtype=torch.float32)
@@ -225,7 +225,7 @@ def expected(smollm2_hf: Path, smollm2_engine_fp32: Path, prompts: list[tuple[in
 
 def together(runtime: Runtime, prompts: list[tuple[int, ...]]) -> list[list[int]]:
     """Greedy continuations of all prompts, in flight together as far as the engine's batch size allows."""
-    from engines.reference.request import Request
+    from trtpipe.engines.engine_process.request import Request
 
     out: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import Served
-from tests.kserve import infer_inputs
+from tests.support.kserve import infer_inputs
 
 pytestmark = pytest.mark.real
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engines.base import Mapping
-from engines.errors import HostError, StageFailed, UsageError
-from engines.executor import Task
-from engines.tensorrt_llm.convert import convert
-from pipeline.executors import DockerExecutor
-from tests.factories import hf_folder
+from tests.support.factories import hf_folder
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.executor import Task
+from trtpipe.pipeline.execution.executors import DockerExecutor
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -43,8 +43,8 @@ ROOT = Path(__file__).parent.parent.parent
 CHILD = """
 import signal, sys
 from pathlib import Path
-from engines.executor import Task
-from pipeline.executors import DockerExecutor
+from trtpipe.engines.executor import Task
+from trtpipe.pipeline.execution.executors import DockerExecutor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
 url, image, out = sys.argv[1:]
 command = ("python3", "-u", "-c", "import time; print('ready'); time.sleep(60)")

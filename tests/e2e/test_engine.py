@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.config import find_toolchain
-from tests.doubles import install_trtllm_build
-from tests.doubles import trtllm_build as double
 from tests.e2e.conftest import Cli
 from tests.e2e.dockerd import Daemon, build_image, running_dockerd
-from tests.factories import hf_folder
-from tests.nvidia_smi import A100, H100, install
+from tests.support.doubles import install_trtllm_build
+from tests.support.doubles import trtllm_build as double
+from tests.support.factories import hf_folder
+from tests.support.nvidia_smi import A100, H100, install
+from trtpipe.configs.facts import find_toolchain
 
 if TYPE_CHECKING:
     from docker import DockerClient

@@ -21,8 +21,8 @@ import pytest
 
 from tests.e2e.conftest import Cli, Served
 from tests.e2e.test_serve import ACTIVE, USED, until
-from tests.factories import hf_folder
-from tests.kserve import infer_inputs
+from tests.support.factories import hf_folder
+from tests.support.kserve import infer_inputs
 
 pytestmark = pytest.mark.real
 
@@ -180,7 +180,7 @@ def processes(served: Served) -> dict[str, list[psutil.Process]]:
         if process.status() == psutil.STATUS_ZOMBIE:
             continue
         words = process.cmdline()
-        if "engines.reference.process" in words:
+        if "trtpipe.engines.engine_process.server" in words:
             out["engine"].append(process)
         for word in words:
             if instance := re.fullmatch(r"(\w+)_0_\d", word):

@@ -15,10 +15,10 @@ import openai
 import psutil
 import pytest
 
-from pipeline.gateway.options import GatewayOptions, ServedModel
-from pipeline.gateway.supervisor import Gateway
 from tests.e2e.conftest import Served
 from tests.e2e.test_serve import ACTIVE, USED, until
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.supervisor import Gateway
 
 pytestmark = pytest.mark.real
 

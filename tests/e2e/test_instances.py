@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import Cli, Served
 from tests.e2e.test_faults import SOON, ask, idle, processes
 from tests.e2e.test_serve import ACTIVE, until
-from tests.factories import hf_folder
+from tests.support.factories import hf_folder
 
 pytestmark = pytest.mark.real
 

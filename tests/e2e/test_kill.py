@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Cli
-from tests.factories import hf_folder
+from tests.support.factories import hf_folder
 
 pytestmark = pytest.mark.real
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import console_top, top
-from pipeline.metrics import FAMILIES, KNOWN, EngineFigures, Figures, ModelFigures, Scrape
 from tests.e2e.conftest import Served
+from trtpipe.pipeline.cli import console_top
+from trtpipe.pipeline.net.triton_metrics import FAMILIES, KNOWN, EngineFigures, Figures, ModelFigures, Scrape
+from trtpipe.pipeline.serving import top
 
 pytestmark = pytest.mark.real
 

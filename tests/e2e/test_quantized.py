@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.safetensors_file import read_header
-from pipeline.config import CONFIGS
 from tests.e2e.conftest import Cli, Finished, Served
+from trtpipe.configs.facts import CONFIGS
+from trtpipe.engines.hf.safetensors_file import read_header
 
 # A comparison takes many minutes on a processor without 16-bit products.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.reference.runtime import Runtime
 from tests.e2e.conftest import together
+from trtpipe.engines.reference.runtime import Runtime
 
 
 @pytest.mark.real

@@ -47,7 +47,7 @@ def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer:
 
 
 def grpc_stream(served: Served, text: str, model: str = "ensemble") -> str:
-    from pipeline.generate import Sampling, stream
+    from trtpipe.pipeline.serving.generate import Sampling, stream
 
     return "".join(stream(served.grpc, text, Sampling(max_tokens=TOKENS), model=model))
 
@@ -262,7 +262,7 @@ def using(folder: Path) -> list[psutil.Process]:
 def engine_process(served: Served) -> psutil.Process:
     """The one engine process below a server."""
     below = psutil.Process(served.pid).children(recursive=True)
-    (engine,) = [process for process in below if "engines.reference.process" in process.cmdline()]
+    (engine,) = [process for process in below if "trtpipe.engines.engine_process.server" in process.cmdline()]
     return engine
 
 
@@ -419,13 +419,13 @@ def test_the_reader_of_bench_keeps_to_windows_with_a_real_triton(
     """Answers larger than a stream's window, and a prompt larger than Triton's: it is refused for its length, which
     Triton can say only of what it has read whole.
     """
-    from engines.errors import StageFailed
-    from pipeline.bench.options import BenchOptions, Target
-    from pipeline.bench.run import run
-    from pipeline.bench.wire.connect import Wiring
-    from pipeline.bench.work.loads import Closed
-    from pipeline.bench.work.work import Work
-    from pipeline.h2 import connection, frames
+    from trtpipe.engines.errors import StageFailed
+    from trtpipe.pipeline.bench.load.loads import Closed
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.bench.options import BenchOptions, Target
+    from trtpipe.pipeline.bench.protocols.connect import Wiring
+    from trtpipe.pipeline.bench.run import run
+    from trtpipe.pipeline.net.h2 import connection, frames
 
     monkeypatch.setattr(connection, "STREAM_WINDOW", 2048)
     monkeypatch.setattr(connection, "CONNECTION_WINDOW", frames.DEFAULT_WINDOW + 1)

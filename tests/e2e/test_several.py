@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import SIZES, TEXTS, Cli
-from triton_repo.check import check_repository
+from trtpipe.triton_repo.check import check_repository
 
 pytestmark = pytest.mark.real
 

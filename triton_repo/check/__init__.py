@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engines.errors import InputDataError
-from engines.nvidia import Gpu
-from engines.toolchain import Toolchain
-from triton_repo.check.core import check_core
-from triton_repo.check.engine import (
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.triton_repo.check.core import check_core
+from trtpipe.triton_repo.check.engine import (
     EngineFolder,
     check_engine,
     check_gpus,
@@ -25,17 +25,17 @@ from triton_repo.check.engine import (
     check_vocabulary,
     find_engine,
 )
-from triton_repo.check.faults import ERROR, RULES, WARNING, Fault, Report
-from triton_repo.check.files import check_files
-from triton_repo.check.graph import check_circles, check_graph
-from triton_repo.check.llmapi import check_llmapi
-from triton_repo.check.models import ENGINE_BACKEND, Model, read_models
-from triton_repo.check.parameters import check_parameters
-from triton_repo.check.release import Release
-from triton_repo.check.scripts import Script, check_script, read_script
-from triton_repo.check.service import check_callers, check_instances, check_sharing
-from triton_repo.check.tensors import check_tensors, evidence
-from triton_repo.check.tokenizer import check_tokenizers
+from trtpipe.triton_repo.check.faults import ERROR, RULES, WARNING, Fault, Report
+from trtpipe.triton_repo.check.files import check_files
+from trtpipe.triton_repo.check.graph import check_circles, check_graph
+from trtpipe.triton_repo.check.llmapi import check_llmapi
+from trtpipe.triton_repo.check.models import ENGINE_BACKEND, Model, read_models
+from trtpipe.triton_repo.check.parameters import check_parameters
+from trtpipe.triton_repo.check.release import Release
+from trtpipe.triton_repo.check.scripts import Script, check_script, read_script
+from trtpipe.triton_repo.check.service import check_callers, check_instances, check_sharing
+from trtpipe.triton_repo.check.tensors import check_tensors, evidence
+from trtpipe.triton_repo.check.tokenizer import check_tokenizers
 
 __all__ = [
     "ERROR",

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import configs
-from engines.json_input import read_bounded
-from engines.yaml_input import read_yaml
-from triton_repo.check.faults import Fault, Report
-from triton_repo.check.models import Model, read_models
+from trtpipe import configs
+from trtpipe.engines.json_input import read_bounded
+from trtpipe.engines.yaml_input import read_yaml
+from trtpipe.triton_repo.check.faults import Fault, Report
+from trtpipe.triton_repo.check.models import Model, read_models
 
 RULE = "model-code"
 TEMPLATES = Path(__file__).parent.parent / "templates"

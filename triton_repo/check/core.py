@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from triton_repo.check.faults import Report
-from triton_repo.check.models import Model
-from triton_repo.check.text import definitions
+from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.text import definitions
 
 ANY = -1
 

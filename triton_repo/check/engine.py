@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.errors import TrtpipeError
-from engines.json_input import read_json
-from engines.nvidia import Gpu
-from engines.passport import NAME as PASSPORT
-from engines.passport import Passport, objections, read_passport
-from engines.toolchain import Toolchain
-from triton_repo.check import values
-from triton_repo.check.faults import Report
-from triton_repo.check.models import Model
-from triton_repo.check.paths import locate
-from triton_repo.check.release import Release, release_key
-from triton_repo.check.tensors import LOGITS
-from triton_repo.check.text import PLACEHOLDER, type_name
-from triton_repo.check.tokenizer import Vocabulary
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.passport import NAME as PASSPORT
+from trtpipe.engines.passport import Passport, objections, read_passport
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.triton_repo.check import values
+from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.paths import locate
+from trtpipe.triton_repo.check.release import Release, release_key
+from trtpipe.triton_repo.check.tensors import LOGITS
+from trtpipe.triton_repo.check.text import PLACEHOLDER, type_name
+from trtpipe.triton_repo.check.tokenizer import Vocabulary
 
 # Our other runtimes bring a Hugging Face folder of their own form.
 COMPILED = ("tensorrt_llm", "reference")

@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import configs
-from engines.errors import InputDataError, suggestion
-from engines.yaml_input import load_yaml
+from trtpipe import configs
+from trtpipe.engines.errors import InputDataError, suggestion
+from trtpipe.engines.yaml_input import load_yaml
 
 FOLDER = Path(configs.__file__).parent / "triton"
 KINDS = ("bool", "int", "size", "float", "enum", "path", "text", "model", "ids", "windows", "tree")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines.json_input import load_json
-from triton_repo.check.faults import Report
-from triton_repo.check.models import Model
-from triton_repo.check.paths import locate
+from trtpipe.engines.json_input import load_json
+from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.paths import locate
 
 _FIELDS = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
 

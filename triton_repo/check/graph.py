@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from triton_repo.check.core import ANY
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import Model
-from triton_repo.check.text import line_of_word, type_name
+from trtpipe.triton_repo.check.core import ANY
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.text import line_of_word, type_name
 
 
 @dataclass

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engines.nvidia import Gpu
-from engines.passport import NAME as PASSPORT
-from engines.toolchain import Toolchain
-from engines.yaml_input import load_yaml
-from triton_repo.check import facts, values
-from triton_repo.check.engine import check_passport
-from triton_repo.check.facts import Argument
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import Model
-from triton_repo.check.paths import locate, may_be_hub_id
-from triton_repo.check.release import Release
-from triton_repo.check.text import PLACEHOLDER, line_of
+from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.passport import NAME as PASSPORT
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.yaml_input import load_yaml
+from trtpipe.triton_repo.check import facts, values
+from trtpipe.triton_repo.check.engine import check_passport
+from trtpipe.triton_repo.check.facts import Argument
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.paths import locate, may_be_hub_id
+from trtpipe.triton_repo.check.release import Release
+from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of
 
 FILE = "model.yaml"
 # Up to here the list of arguments is complete, and LLM refuses others.

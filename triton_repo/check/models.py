@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.text import PLACEHOLDER, line_of, line_of_word, parse
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of, line_of_word, parse
 
 CONFIG = "config.pbtxt"
 SCRIPT = "model.py"

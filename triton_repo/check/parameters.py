@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from triton_repo.check import facts, values
-from triton_repo.check.facts import Parameter
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import Model
-from triton_repo.check.release import OLDEST, Release, release_key
-from triton_repo.check.scripts import Script
-from triton_repo.check.text import PLACEHOLDER, repeated_parameters
+from trtpipe.triton_repo.check import facts, values
+from trtpipe.triton_repo.check.facts import Parameter
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.release import OLDEST, Release, release_key
+from trtpipe.triton_repo.check.scripts import Script
+from trtpipe.triton_repo.check.text import PLACEHOLDER, repeated_parameters
 
 # The C++ backend looks these up together; what it does when they are absent is one failure.
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from triton_repo.check.models import Model
+from trtpipe.triton_repo.check.models import Model
 
 # OWNER/NAME on the Hugging Face hub.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

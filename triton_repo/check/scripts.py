@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engines.json_input import read_bounded
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import SCRIPT, Model
+from trtpipe.engines.json_input import read_bounded
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import SCRIPT, Model
 
 CLASS = "TritonPythonModel"
 # Marks this project's own scripts, which are stricter than NVIDIA's.

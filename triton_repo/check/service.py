@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engines.nvidia import Gpu
-from triton_repo.check import values
-from triton_repo.check.engine import EngineFolder
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import Model
-from triton_repo.check.scripts import Script
-from triton_repo.serving import SHARED_ENGINE
+from trtpipe.engines.nvidia import Gpu
+from trtpipe.triton_repo.check import values
+from trtpipe.triton_repo.check.engine import EngineFolder
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.scripts import Script
+from trtpipe.triton_repo.serving import SHARED_ENGINE
 
 DEFAULT_ENGINE = "tensorrt_llm"
 # The whole memory of a GPU; the share a backend takes when it is told nothing.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from triton_repo.check import facts
-from triton_repo.check.core import ANY
-from triton_repo.check.facts import Tensor
-from triton_repo.check.faults import Report, did_you_mean, nearest
-from triton_repo.check.models import Model
-from triton_repo.check.release import Key, Release, release_key
-from triton_repo.check.scripts import Script
-from triton_repo.check.text import type_name
+from trtpipe.triton_repo.check import facts
+from trtpipe.triton_repo.check.core import ANY
+from trtpipe.triton_repo.check.facts import Tensor
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.release import Key, Release, release_key
+from trtpipe.triton_repo.check.scripts import Script
+from trtpipe.triton_repo.check.text import type_name
 
 LOGITS = ("context_logits", "generation_logits", "draft_logits")
 # The C++ backend maps unsigned numbers to signed ones of the same width; early templates used them.

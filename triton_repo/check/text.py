@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engines.json_input import read_bounded
-from triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.engines.json_input import read_bounded
+from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 
 PLACEHOLDER = re.compile(r"\$\{[^}\s\"]*\}?")
 # NVIDIA's largest has 30 kB.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.json_input import TooLarge, load_json, open_regular
-from triton_repo.check.faults import Report
-from triton_repo.check.models import Model
-from triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
+from trtpipe.engines.json_input import TooLarge, load_json, open_regular
+from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.models import Model
+from trtpipe.triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
 
 # Any of these is a tokenizer for AutoTokenizer; this project's own models read the first only.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")

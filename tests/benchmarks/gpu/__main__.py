@@ -26,11 +26,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from engines.errors import TrtpipeError
-from engines.nvidia import Gpu, read_gpus
-from pipeline import config, http_streams
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.nvidia import Gpu, read_gpus
+from trtpipe.pipeline.serving import http_streams
 
 SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
 # From it on ranks may share a GPU.

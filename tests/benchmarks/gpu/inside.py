@@ -31,7 +31,7 @@ class Vllm:
         from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
 
-        from engines.vllm_runtime import Runtime
+        from trtpipe.engines.engine_process.vllm_runtime import Runtime
 
         self.runtime = Runtime(folder, **options)
         self.engine = self.runtime._engine
@@ -59,7 +59,7 @@ class Reference:
     """The reference runtime."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        from engines.reference.runtime import Runtime
+        from trtpipe.engines.reference.runtime import Runtime
 
         self.runtime = Runtime(folder, **options)
 
@@ -68,7 +68,7 @@ class Reference:
         return self.runtime.config.vocab_size
 
     def add(self, number: int, prompt: Sequence[int], new: int) -> None:
-        from engines.reference.request import Request
+        from trtpipe.engines.engine_process.request import Request
 
         self.runtime.submit(Request(id=number, prompt=tuple(prompt), max_tokens=new))
 
@@ -255,7 +255,7 @@ def _told(path: str, logs: Iterable[Any]) -> list[tuple[float, float, int]]:
 
 def _context_logits(one: Reference, tokens: Any) -> list[Any]:
     """[length - 1, vocabulary] of each row: what follows every token but the last."""
-    from engines.reference.request import Request
+    from trtpipe.engines.engine_process.request import Request
 
     for number, row in enumerate(tokens):
         one.runtime.submit(Request(id=number, prompt=tuple(row.tolist()), max_tokens=1, return_context_logits=True))
@@ -277,7 +277,7 @@ def _tokens(outputs: list[Any]) -> list[int]:
 
 def _decoded(one: Reference, prompts: list[list[int]], new: int, *, logits: bool = False) -> list[list[Any]]:
     """What each prompt's steps put out, with their logits if asked for."""
-    from engines.reference.request import Request
+    from trtpipe.engines.engine_process.request import Request
 
     for number, prompt in enumerate(prompts):
         wanted = Request(id=number, prompt=tuple(prompt), max_tokens=new, return_generation_logits=logits)
@@ -403,7 +403,7 @@ def machine() -> dict[str, Any]:
 
     import torch
 
-    from engines import probe
+    from trtpipe.engines import probe_worker as probe
 
     names = ("vllm", "torch", "transformers", "triton", "numpy")
     there = {one.name for one in importlib.metadata.distributions()}

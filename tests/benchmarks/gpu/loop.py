@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.bench.work.loads import Closed
+from trtpipe.pipeline.bench.load.loads import Closed
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 128
 # Of `waves`: how often every place is taken.

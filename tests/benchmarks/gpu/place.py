@@ -55,7 +55,7 @@ class Place:
         self.said.append(said.replace(self.engine_python, "ENGINE_PYTHON"))
         print("+", self.said[-1], flush=True)
         began = time.perf_counter()
-        program = f"{through}\nfrom pipeline.cli import main\nraise SystemExit(main())"
+        program = f"{through}\nfrom trtpipe.pipeline.cli.app import main\nraise SystemExit(main())"
         subprocess.run(
             [sys.executable, "-c", program, *words],
             cwd=self.scratch,

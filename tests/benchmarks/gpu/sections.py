@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.base import CalibrationConfig
-from pipeline import calibration
 from tests.benchmarks.gpu.place import Place
+from trtpipe.engines.base import CalibrationConfig
+from trtpipe.pipeline.sources import calibration
 
 # Called when there is more, so that it is not lost with what fails later.
 Keep = Callable[[], None]

@@ -1,0 +1,274 @@
+"""Reading YAML strictly, and the facts in configs/: unknown keys are errors that offer the nearest spelling."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtpipe import configs
+from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.folder import ModelConfig, parse_model_config, read_model_config
+from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
+from trtpipe.engines.quantization import QuantRecipe
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.yaml_input import YamlError, load_yaml, parse_yaml
+
+CONFIGS = Path(configs.__file__).parent
+# The last stable release of TensorRT-LLM that builds engines.
+DEFAULT_TOOLCHAIN = "1.2.1"
+
+# OWNER/NAME; a path that does not exist must not be taken for one.
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+_T = TypeVar("_T")
+
+
+class ConfigError(InputDataError):
+    """A YAML file with a syntax error, an unknown key, or a value of the wrong type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A file of configs/models: the sources in order of preference.
+
+    config  what a plan needs of its config.json, under Hugging Face's names
+    """
+
+    name: str
+    architecture: str
+    license: str
+    sources: tuple[Source, ...]
+    config: dict[str, Any]
+    aliases: tuple[str, ...] = ()
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
+    try:
+        value = load_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML", why=str(error)) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not a mapping")
+    return value
+
+
+def parse_yaml_value(text: str, what: str) -> Any:
+    """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
+    try:
+        return parse_yaml(text)
+    except YamlError as error:
+        raise UsageError(f"{what} is not a YAML value", why=str(error)) from None
+
+
+def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError] = ConfigError) -> _T:
+    """Validate `data` into the frozen dataclass `cls`; `where` names the file and the key for messages.
+
+    Raises `error` for an unknown key (with the nearest spelling), a missing one, or a wrong type.
+    """
+    # Imported here: pydantic costs more than a tenth of a second, which `trtpipe --help` must not pay.
+    import pydantic
+
+    check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
+        return typing.cast(
+            _T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data, default=_path), strict=True)
+        )
+    except pydantic.ValidationError as invalid:
+        first = invalid.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
+    except (TypeError, ValueError) as unsaid:  # a date, a set, or an anchor that holds itself: YAML, yet no JSON
+        raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+@functools.cache
+def _adapter(cls: type[Any]) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(cls)
+
+
+def check_keys(
+    data: dict[str, Any], known: typing.Iterable[str], where: str, error: type[TrtpipeError] = ConfigError
+) -> None:
+    names = list(known)
+    for key in data:
+        if key not in names:
+            raise error(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))
+
+
+def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
+    """Every GPU of configs/gpus by its name, with what has been measured on one.
+
+    A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or says some fields of a known one anew.
+    """
+    from trtpipe.pipeline.store.store import default_home  # a load file needs no store
+
+    raw = {path.stem: (path.name, read_yaml(path)) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))}
+    folders = [CONFIGS / "gpus" / "measured", own or default_home() / "gpus"]
+    for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
+        facts = read_yaml(path)
+        name = str(facts.get("name", path.stem))
+        _, known = raw.get(name, ("", {}))
+        raw[name] = (str(path), {**known, **facts})
+    gpus = [build(GpuSpec, facts, where) for where, facts in raw.values()]
+    return {gpu.name: gpu for gpu in gpus}
+
+
+def find_gpu(name: str) -> GpuSpec:
+    """The GPU of that name or alias. Raises UsageError offering the nearest spelling."""
+    gpus = load_gpus()
+    names = {alias: gpu for gpu in gpus.values() for alias in (gpu.name, *gpu.aliases)}
+    if name.lower() not in names:
+        raise UsageError(f"unknown GPU '{name}'", remedy=suggestion(name, names))
+    return names[name.lower()]
+
+
+def load_quant_recipes() -> dict[str, QuantRecipe]:
+    """Every quantization recipe of configs/quant by its name."""
+    recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in sorted((CONFIGS / "quant").glob("*.yaml"))]
+    return {recipe.name: recipe for recipe in recipes}
+
+
+def load_toolchains() -> dict[str, Toolchain]:
+    """Every toolchain of configs/toolchains by its release, the newest first.
+
+    What a file that `extends` another does not say itself is that one's.
+    """
+    raw = {path.name: read_yaml(path) for path in sorted((CONFIGS / "toolchains").glob("*.yaml"), reverse=True)}
+    by_name = {str(facts.get("name")): facts for facts in raw.values()}
+    out = {}
+    for file, facts in raw.items():
+        own = {key: value for key, value in facts.items() if key != "extends"}
+        base = by_name.get(str(facts.get("extends")), {})
+        if "extends" in facts and not base:
+            raise ConfigError(f"{file}: extends {facts['extends']}, which no file is named")
+        toolchain = build(Toolchain, {**base, **own}, file)
+        out[toolchain.name] = toolchain
+    return out
+
+
+def find_toolchain(name: str | None) -> Toolchain:
+    """The toolchain of that release or its first two numbers; the default for None. Raises UsageError."""
+    toolchains = load_toolchains()
+    names = {alias: one for one in toolchains.values() for alias in (one.name, *one.aliases)}
+    name = name or DEFAULT_TOOLCHAIN
+    if name not in names:
+        raise UsageError(f"unknown toolchain '{name}'", remedy=suggestion(name, toolchains))
+    return names[name]
+
+
+def load_models() -> dict[str, ModelFacts]:
+    """Every model of configs/models by its name."""
+    models = [_model(path) for path in sorted((CONFIGS / "models").glob("*.yaml"))]
+    return {model.name: model for model in models}
+
+
+def find_model(name: str, *, source: str | None, revision: str | None) -> ModelRef:
+    """Resolve --model: a name or alias of configs/models, a folder, a .gguf file, or a Hugging Face id.
+
+    `source` picks one kind among a model file's sources; `revision` pins a Hugging Face one. Raises UsageError.
+    """
+    models = load_models()
+    names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # `~somebody` without a home
+        path = path.expanduser()
+    chosen: Source
+    if name.lower() in names:
+        facts = names[name.lower()]
+        short, chosen = facts.name, _choose(facts, source or ("hub" if revision else None))
+    elif path.is_dir():
+        short, chosen = path.resolve().name, FolderSource(path=str(path.resolve()))
+    elif path.suffix == ".gguf" and path.is_file():
+        short, chosen = path.stem, GgufSource(path=str(path.resolve()))
+    elif HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        short, chosen = name.split("/")[1], HubSource(repo_id=name)
+    else:
+        why = "no such file or folder either" if "/" in name or name.startswith(".") else ""
+        raise UsageError(f"unknown model '{name}'", why=why, remedy=suggestion(name, names))
+    if source is not None and source != chosen.kind:
+        raise UsageError(f"--source {source} does not apply to '{name}'", why=f"it is a {chosen.kind} source itself")
+    if revision is not None:
+        if not isinstance(chosen, HubSource):
+            raise UsageError(f"--revision does not apply to a {chosen.kind} source ({chosen.describe()})")
+        chosen = dataclasses.replace(chosen, revision=revision)
+    return ModelRef(name=short.lower(), source=chosen)
+
+
+def find_shape(name: str) -> tuple[str, ModelConfig]:
+    """A model's short name and its shapes: of a name or alias of configs/models, or of a folder's config.json.
+
+    Raises UsageError for a model that is neither: nothing is downloaded to plan with.
+    """
+    models = load_models()
+    names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
+    facts = names.get(name.lower())
+    if facts is not None:
+        raw = {"architectures": [facts.architecture], **facts.config}
+        return facts.name, parse_model_config(raw, CONFIGS / "models" / f"{facts.name}.yaml")
+    ref = find_model(name, source=None, revision=None)
+    if isinstance(ref.source, FolderSource):
+        return ref.name, read_model_config(Path(ref.source.path))
+    raise UsageError(
+        f"the shapes of {name} are not known here", remedy="give its folder; a config.json in it is all that is needed"
+    )
+
+
+def _choose(facts: ModelFacts, kind: str | None) -> Source:
+    if kind is None:
+        return facts.sources[0]
+    for source in facts.sources:
+        if source.kind == kind:
+            return source
+    raise UsageError(
+        f"{facts.name} has no {kind} source", remedy="it has: " + ", ".join(source.kind for source in facts.sources)
+    )
+
+
+def _model(path: Path) -> ModelFacts:
+    raw = read_yaml(path)
+    check_keys(raw, [field.name for field in dataclasses.fields(ModelFacts)], path.name)
+    entries = raw.get("sources")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path.name}: sources must be a list of mappings")
+    sources = []
+    for entry in entries:
+        kind = entry.get("kind")
+        if kind not in SOURCE_KINDS:
+            raise ConfigError(f"{path.name}: unknown source kind {kind!r}", remedy=suggestion(str(kind), SOURCE_KINDS))
+        rest = {key: value for key, value in entry.items() if key != "kind"}
+        sources.append(build(SOURCE_KINDS[kind], rest, f"{path.name}: sources"))
+    plain = build(_PlainModelFacts, {key: value for key, value in raw.items() if key != "sources"}, path.name)
+    return ModelFacts(**dataclasses.asdict(plain), sources=tuple(sources))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlainModelFacts:
+    """ModelFacts without the sources, whose type depends on their kind."""
+
+    name: str
+    architecture: str
+    license: str
+    config: dict[str, Any]
+    aliases: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Runtimes: one module for each, with what `base.EngineBackend` asks for."""

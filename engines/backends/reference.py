@@ -1,0 +1,72 @@
+"""The reference backend: its engine is the TensorRT-LLM checkpoint itself, executed by PyTorch on any machine.
+
+It exists to run exactly the bytes that trtllm-build would compile, so that a wrong split or name shows on a laptop.
+It is not TensorRT-LLM and its speed says nothing about TensorRT-LLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trtpipe.engines.backends.base import Target, Workshop, refuse_others
+from trtpipe.engines.base import Checkpoint, Engine
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.layout import rank_file, read_config
+from trtpipe.engines.files import place, write_json
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.toolchain import Toolchain
+
+FORM = "trtllm"
+COMPILED = False
+ANYWHERE = True
+SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
+# Raised by hand when the runtime reads engines differently; `version` in the engine's config.json.
+VERSION = "reference-1"
+
+
+def tool_versions(toolchain: Toolchain) -> dict[str, str]:
+    return {"reference": VERSION}
+
+
+def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
+    """See EngineBackend.resolve. Raises UsageError."""
+    refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
+    # What its cache can do, in the words of an engine.
+    return replace(build, use_paged_context_fmha=True), {}
+
+
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered: its config.json holds data alone."""
+    return {}
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Lay out the checkpoint as an engine folder; rank files are linked, nothing is compiled."""
+    config = read_config(checkpoint.path)
+    for rank in range(config.mapping.world_size):
+        place(rank_file(checkpoint.path, rank), rank_file(out, rank))
+    write_json(
+        out / "config.json",
+        {
+            "version": VERSION,
+            "pretrained_config": read_json(checkpoint.path / "config.json", "checkpoint config"),
+            "build_config": {
+                "max_batch_size": build.max_batch_size,
+                "max_input_len": build.max_input_len,
+                "max_seq_len": build.max_seq_len,
+                "max_num_tokens": build.max_num_tokens,
+                "max_beam_width": build.max_beam_width,
+                "kv_cache_type": "paged",
+                "plugin_config": {
+                    "paged_kv_cache": True,
+                    "remove_input_padding": True,
+                    "use_paged_context_fmha": True,
+                    "tokens_per_block": build.tokens_per_block,
+                },
+            },
+        },
+    )
+    return Engine(path=out), {}

@@ -1,0 +1,73 @@
+"""vLLM: a Hugging Face folder and its engine arguments, no compile. `vllm serve --config` takes the file as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from trtpipe.engines.backends.base import Target, Workshop, refuse_others
+from trtpipe.engines.base import Checkpoint, Engine
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf import engine as hf_engine
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.toolchain import Toolchain
+
+FORM = "hf"
+COMPILED = False
+ANYWHERE = False
+SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
+FILE = "engine_args.yaml"
+# Steps of so many tokens run as CUDA graphs. By itself vLLM stops at 512 at most, so that 500 requests and the prompts
+# of four others take half as long again as 512 requests: docs/measurements/h200.md.
+GRAPH_TOKENS = 1024
+# What vLLM reads of ModelOpt's folders, as measured: docs/measurements/vllm.md.
+READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+
+
+def tool_versions(toolchain: Toolchain) -> dict[str, str]:
+    return {}
+
+
+def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
+    """See EngineBackend.resolve. Raises UsageError."""
+    refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
+    algo = target.quantization.quant_algo
+    if algo is not None and algo not in READ:
+        raise UsageError(
+            f"vLLM does not read {algo.value} from ModelOpt's folders",
+            why="of its quantized weights it takes FP8",
+            remedy="use --runtime tensorrt_llm, or --dtype fp8",
+        )
+    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
+        raise UsageError(
+            "vLLM has no INT8 KV cache with scales",
+            why="a Hugging Face folder has no place for them",
+            remedy="use --kv-cache fp8 or none",
+        )
+    # Its attention always reads a paged cache.
+    return replace(build, use_paged_context_fmha=True), {}
+
+
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered."""
+    algo, cache = target.quantization.quant_algo, target.quantization.kv_cache_quant_algo
+    settings = {
+        "tensor-parallel-size": target.mapping.tp_size,
+        "pipeline-parallel-size": target.mapping.pp_size,
+        "max-num-seqs": build.max_batch_size,
+        "max-model-len": build.max_seq_len,
+        "max-num-batched-tokens": build.max_num_tokens,
+        "block-size": build.tokens_per_block,
+        "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
+        "quantization": "modelopt" if algo else None,
+        "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
+    }
+    return {FILE: hf_engine.settings_text(settings)}
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Link the folder and write engine_args.yaml."""
+    return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}

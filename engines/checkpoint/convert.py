@@ -1,0 +1,305 @@
+"""Hugging Face folder -> TensorRT-LLM checkpoint, as a streaming rewrite of safetensors bytes.
+
+Every output tensor's place is known before the first byte moves. Each source tensor is read once, in blocks of at
+most BLOCK_BYTES; a block is checked (no value may be infinite or NaN), cast once, and its rows and columns are
+written to every rank that has a share in them. No torch, no full load: memory does not depend on the model's size.
+A few threads take blocks in the order they lie on disk, so that reading stays sequential however many work;
+reading, writing and numpy all let go of the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from trtpipe.engines.base import Checkpoint, DataType, Mapping
+from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
+from trtpipe.engines.checkpoint.layout import (
+    SAFETENSORS_DTYPE,
+    EmbeddingSharding,
+    Piece,
+    TensorPlan,
+    check_mapping,
+    config_json,
+    plan_rank,
+    rank_file,
+    source_shapes,
+)
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.files import pwrite_all, write_json
+from trtpipe.engines.hf.folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
+
+BLOCK_BYTES = 8 << 20
+# Two keep a disk busy while a third casts; more only take memory.
+THREADS = min(3, os.cpu_count() or 1)
+
+# Older exports carry this buffer; it follows from the config and was never a parameter.
+DERIVED_SUFFIX = ".rotary_emb.inv_freq"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank file takes of a source tensor: the piece, and where in which file it begins."""
+
+    file: int
+    position: int
+    piece: Piece
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    dtype: DataType | None,
+    mapping: Mapping,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    toolchain: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Checkpoint:
+    """Write the checkpoint of the HF folder `source` into the existing folder `out`.
+
+    dtype      element type of every tensor; None keeps the source's, float32 becoming float16 as upstream does
+    embedding  whether and along which dimension ranks share the embedding table
+    toolchain  TensorRT-LLM release whose loader config.json is written for; None for the default one
+    progress   called with (bytes written, bytes in all)
+
+    Raises InputDataError for a damaged or incomplete source, UsageError for an impossible mapping.
+    """
+    model = read_model_config(source)
+    check_mapping(model, mapping, embedding)
+    located = locate_tensors(source)
+    check_source(source, model, located)
+    target = dtype or _automatic(model)
+    config = config_json(model, target, mapping, embedding=embedding, toolchain=toolchain)
+    write_json(out / "config.json", config)
+    files = []
+    for rank in range(mapping.world_size):
+        pp_rank, tp_rank = divmod(rank, mapping.tp_size)
+        plans = list(plan_rank(model, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=embedding))
+        files.append((rank_file(out, rank), plans))
+    rewrite(located, files, target, progress)
+    return Checkpoint(path=out)
+
+
+def rewrite(
+    located: dict[str, LocatedTensor],
+    files: Iterable[tuple[Path, list[TensorPlan]]],
+    dtype: DataType,
+    progress: Progress,
+) -> None:
+    """Write new safetensors files of the tensors planned for each, from the source tensors they are made of.
+
+    Raises InputDataError for a value that is not finite, or beyond what `dtype` holds.
+    """
+    with ExitStack() as stack:
+        shares: dict[str, list[_Share]] = {}
+        total = sum(_create(path, plans, dtype, shares, stack) for path, plans in files)
+        sources = _open_sources(located, stack)
+        _run(_blocks(located, sources, shares), dtype, _Counter(total, progress))
+
+
+def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
+    """Account for every tensor of the folder: none missing, none unexpected, every shape and dtype usable."""
+    if model.mlp_bias:
+        raise InputDataError(
+            f"{folder} has biases in its feed-forward layers (mlp_bias)",
+            why="a TensorRT-LLM Llama has none, and upstream's converter drops them silently",
+        )
+    wanted = source_shapes(model)
+    for name, shape in wanted.items():
+        if name not in located:
+            raise InputDataError(f"tensor '{name}' is missing from {folder}", remedy="download the model again")
+        found = located[name]
+        if found.entry.shape != shape:
+            raise InputDataError(
+                f"tensor '{name}' in {found.path} has shape {list(found.entry.shape)}",
+                why=f"config.json implies {list(shape)}",
+            )
+        if found.entry.dtype not in SAFETENSORS_DTYPE.values():
+            raise InputDataError(
+                f"tensor '{name}' in {found.path} has dtype {found.entry.dtype}",
+                why="weights must be BF16, F16 or F32",
+            )
+    tied_head = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    extra = sorted(n for n in located.keys() - wanted.keys() - tied_head if not n.endswith(DERIVED_SUFFIX))
+    if extra:
+        raise InputDataError(
+            f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in a dense Llama",
+            why="converting without it would change the model",
+        )
+
+
+def _automatic(model: ModelConfig) -> DataType:
+    return DataType.FLOAT16 if model.dtype in (None, DataType.FLOAT32) else model.dtype
+
+
+def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[Path, int]:
+    out: dict[Path, int] = {}
+    for path in sorted({tensor.path for tensor in located.values()}):
+        out[path] = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, out[path])
+    return out
+
+
+def _create(
+    path: Path, plans: list[TensorPlan], dtype: DataType, shares: dict[str, list[_Share]], stack: ExitStack
+) -> int:
+    """Create a file with its header and enter its shares; return the bytes of its tensors.
+
+    Padding needs no writing: a new file reads as zeros where nothing was written.
+    """
+    header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    stack.callback(os.close, file)
+    size = sum(prod(plan.shape) for plan in plans) * dtype.itemsize
+    # Reserving the space first turns a full disk into an error before the work, not after it.
+    os.posix_fallocate(file, 0, len(header) + size)
+    pwrite_all(file, header, 0)
+    for plan in plans:
+        position = offsets[plan.name]
+        for piece in plan.pieces:
+            shares.setdefault(piece.source, []).append(_Share(file, position, piece))
+            position += piece.elements(plan.shape) * dtype.itemsize
+    return size
+
+
+def _disk_order(located: dict[str, LocatedTensor], shares: dict[str, list[_Share]]) -> list[str]:
+    return sorted(shares, key=lambda name: (located[name].path, located[name].entry.offset))
+
+
+class _Counter:
+    """Bytes written so far, told from one thread at a time."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._done, self._total)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows [first, last) of a source tensor, and who takes of them."""
+
+    tensor: LocatedTensor
+    file: int
+    first: int
+    last: int
+    shares: list[_Share]
+
+
+def _blocks(
+    located: dict[str, LocatedTensor], files: dict[Path, int], shares: dict[str, list[_Share]]
+) -> Iterator[_Block]:
+    for name in _disk_order(located, shares):
+        tensor = located[name]
+        count, width = tensor.entry.shape[0], prod(tensor.entry.shape[1:])
+        rows = max(1, BLOCK_BYTES // max(1, width * ITEMSIZE[tensor.entry.dtype]))
+        for first in range(0, count, rows):
+            yield _Block(tensor, files[tensor.path], first, min(count, first + rows), shares[name])
+
+
+def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
+    """Share the blocks out among the threads; the first failure ends all of them."""
+    lock = threading.Lock()
+    failed = threading.Event()
+
+    def take() -> Iterator[_Block]:
+        while not failed.is_set():
+            with lock:
+                block = next(blocks, None)
+            if block is None:
+                return
+            yield block
+
+    def loop() -> None:
+        mover = _Mover(SAFETENSORS_DTYPE[target], counter)
+        try:
+            for block in take():
+                mover.move(block)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for future in [pool.submit(loop) for _ in range(THREADS)]:
+                future.result()
+        finally:
+            failed.set()  # Ctrl-C arrives here: the threads stop after their block
+
+
+class _Mover:
+    """One thread's buffer and casters."""
+
+    def __init__(self, target: str, counter: _Counter) -> None:
+        self._target = target
+        self._counter = counter
+        self._buffer = bytearray(BLOCK_BYTES)
+        self._casters: dict[str, Caster] = {}
+
+    def move(self, block: _Block) -> None:
+        """Read the rows of a block, check and cast them, and write each rank's share of them."""
+        entry = block.tensor.entry
+        caster = self._casters.setdefault(entry.dtype, Caster(entry.dtype, self._target))
+        width, item = prod(entry.shape[1:]), ITEMSIZE[entry.dtype]
+        raw = self._read(block, entry.offset + block.first * width * item, (block.last - block.first) * width * item)
+        bits = np.frombuffer(raw, np.uint32 if item == 4 else np.uint16)
+        if not caster.all_finite(bits):
+            raise InputDataError(
+                f"tensor '{entry.name}' in {block.tensor.path} holds a value that is infinite or not a number",
+                why="a model with it would answer nonsense",
+                remedy="download the file again, or use another revision of the model",
+            )
+        rows = self._cast(caster, bits, block.tensor).reshape(block.last - block.first, width)
+        for share in block.shares:
+            self._write(share, rows, block.first)
+
+    def _read(self, block: _Block, offset: int, nbytes: int) -> memoryview:
+        if nbytes > len(self._buffer):  # a row longer than a block
+            self._buffer = bytearray(nbytes)
+        view = memoryview(self._buffer)[:nbytes]
+        done = 0
+        while done < nbytes:
+            count = os.preadv(block.file, [view[done:]], offset + done)
+            if count == 0:
+                raise InputDataError(f"{block.tensor.path} became shorter while it was read", remedy="convert again")
+            done += count
+        return view
+
+    def _cast(self, caster: Caster, bits: Bits, tensor: LocatedTensor) -> Bits:
+        try:
+            return caster.cast(bits)
+        except Overflow as error:
+            wide = self._target == "BF16"
+            raise InputDataError(
+                f"tensor '{tensor.entry.name}' in {tensor.path} holds {error}",
+                why="bfloat16 ends at 3.38953e+38" if wide else "float16 ends at 65504",
+                remedy="convert to float32" if wide else "convert to bfloat16",
+            ) from None
+
+    def _write(self, share: _Share, block: Bits, first: int) -> None:
+        """Write what a share has of the rows [first, first + len(block)) of its source tensor."""
+        begin, end = share.piece.rows
+        low, high = max(begin, first), min(end, first + len(block))
+        if low >= high:
+            return
+        columns = slice(None) if share.piece.cols is None else slice(*share.piece.cols)
+        part = np.ascontiguousarray(block[low - first : high - first, columns])
+        position = share.position + (low - begin) * part.shape[1] * part.itemsize
+        pwrite_all(share.file, part.reshape(-1).view(np.uint8).data, position)
+        self._counter.add(part.nbytes)

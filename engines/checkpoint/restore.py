@@ -1,0 +1,234 @@
+"""The way back: an unquantized checkpoint, ours or foreign, compared with its HF source or turned into one again.
+
+Both walk the converter's plan the other way: each piece of each rank's tensors says which rows and columns of which
+HF tensor it holds. Files are mapped, and compared or copied in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
+from trtpipe.engines.checkpoint.layout import (
+    ROTARY_TABLES,
+    SAFETENSORS_DTYPE,
+    CheckpointConfig,
+    CheckpointError,
+    Piece,
+    TensorPlan,
+    plan_rank,
+    rank_file,
+    read_config,
+    source_shapes,
+)
+from trtpipe.engines.errors import suggestion
+from trtpipe.engines.files import write_json
+from trtpipe.engines.hf.folder import SINGLE_NAME, LocatedTensor, locate_tensors, read_model_config
+from trtpipe.engines.hf.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
+
+BLOCK_BYTES = 8 << 20
+# Fields of config.json that must say the same on both sides.
+COMPARED_FIELDS = (
+    "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_size", "norm_epsilon", "max_position_embeddings", "rotary_base", "rotary_scaling",
+    "attn_bias",
+)  # fmt: skip
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A piece as a rank file holds it: rows [row, row + rows of the piece) of `plan`'s tensor in `file`."""
+
+    file: SafetensorsFile
+    plan: TensorPlan
+    piece: Piece
+    row: int
+
+
+def differences(checkpoint: Path, source: Path) -> list[str]:
+    """Everything in which a checkpoint is not what its HF folder converts to; empty when they are equal.
+
+    Values are compared bit for bit after casting the source to the checkpoint's type. Raises InputDataError for a
+    folder that cannot be read.
+    """
+    config, model = _read_plain(checkpoint), read_model_config(source)
+    out = [
+        f"config.json: {name} is {getattr(config, name)!r}, the source has {getattr(model, name)!r}"
+        for name in COMPARED_FIELDS
+        if getattr(config, name) != getattr(model, name)
+    ]
+    located = locate_tensors(source)
+    # Casters keep scratch arrays, so one a type serves for all tensors.
+    casters: dict[str, Caster] = {}
+    for held in _pieces(checkpoint, config):
+        where = f"tensor '{held.plan.name}' in {held.file.path.name}"
+        tensor = located.get(held.piece.source)
+        if tensor is None:
+            out.append(f"{where}: the source has no '{held.piece.source}'")
+        elif not _fits(held.piece, tensor):
+            out.append(f"{where}: '{held.piece.source}' of the source has shape {list(tensor.entry.shape)}")
+        else:
+            target = SAFETENSORS_DTYPE[config.dtype]
+            caster = casters.setdefault(tensor.entry.dtype, Caster(tensor.entry.dtype, target))
+            if not _equal(held, tensor, caster):
+                out.append(f"{where}: differs from '{held.piece.source}' of the source")
+    for rank in range(config.mapping.world_size):
+        out += _padding_faults(checkpoint, config, rank)
+    return out
+
+
+def _read_plain(checkpoint: Path) -> CheckpointConfig:
+    config = read_config(checkpoint)
+    algo = config.quantization.quant_algo or config.quantization.kv_cache_quant_algo
+    if algo is not None:
+        raise CheckpointError(
+            f"{checkpoint} is quantized with {algo.value}",
+            why="quantizing has changed its weights, so they equal no source and give none back",
+            remedy="measure it with `trtpipe verify`",
+        )
+    return config
+
+
+def restore(checkpoint: Path, out: Path) -> None:
+    """Write config.json and model.safetensors of the HF folder a checkpoint was made from into the folder `out`.
+
+    The type is the checkpoint's; the tokenizer is not in a checkpoint. Raises CheckpointError when ranks that hold
+    the same values disagree, or padding is not zero.
+    """
+    config = _read_plain(checkpoint)
+    if config.architecture not in MODEL_TYPES:
+        raise CheckpointError(
+            f"{checkpoint} is of the architecture '{config.architecture}'",
+            remedy=suggestion(config.architecture, MODEL_TYPES),
+        )
+    # All of them are compared with what is stored before anything of the size that config.json states is made.
+    pieces = list(_pieces(checkpoint, config))
+    write_json(out / "config.json", _hf_config(config))
+    shapes = source_shapes(config)
+    dtype = SAFETENSORS_DTYPE[config.dtype]
+    header, offsets = header_bytes((name, dtype, shape) for name, shape in shapes.items())
+    size = len(header) + sum(prod(shape) for shape in shapes.values()) * config.dtype.itemsize
+    target = out / SINGLE_NAME
+    with target.open("wb") as file:
+        file.write(header)
+        file.truncate(size)
+    for held in pieces:
+        name = held.piece.source
+        matrix = np.memmap(target, _kind(dtype), "r+", offsets[name], shape=_two_dimensional(shapes[name]))
+        matrix[slice(*held.piece.rows), _columns(held.piece)] = _stored(held)
+    # Norms, biases and replicated heads are on several ranks, and a tied head is the embedding again: where two
+    # copies disagree, one of them now differs from what was written.
+    faults = differences(checkpoint, out)
+    if faults:
+        raise CheckpointError(f"the ranks of {checkpoint} disagree", why=faults[0])
+
+
+def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
+    """Every piece of every rank file, after checking that each tensor is there in its shape and type."""
+    mapping = config.mapping
+    for rank in range(mapping.world_size):
+        pp_rank, tp_rank = divmod(rank, mapping.tp_size)
+        file = read_header(rank_file(checkpoint, rank))
+        plans = list(plan_rank(config, mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=config.embedding))
+        extra = sorted(file.tensors.keys() - {plan.name for plan in plans} - ROTARY_TABLES)
+        if extra:
+            raise CheckpointError(f"tensor '{extra[0]}' in {file.path} has no place in this model")
+        for plan in plans:
+            entry = file.tensors.get(plan.name)
+            if entry is None:
+                raise CheckpointError(f"tensor '{plan.name}' is missing from {file.path}")
+            if entry.shape != plan.shape or entry.dtype != SAFETENSORS_DTYPE[config.dtype]:
+                raise CheckpointError(
+                    f"tensor '{plan.name}' in {file.path} is {entry.dtype} {list(entry.shape)}",
+                    why=f"config.json implies {SAFETENSORS_DTYPE[config.dtype]} {list(plan.shape)}",
+                )
+            row = 0
+            for piece in plan.pieces:
+                yield _Held(file, plan, piece, row)
+                row += piece.rows[1] - piece.rows[0]
+
+
+def _equal(held: _Held, tensor: LocatedTensor, caster: Caster) -> bool:
+    ours = _stored(held)
+    entry = tensor.entry
+    whole = np.memmap(tensor.path, _kind(entry.dtype), "r", entry.offset, shape=_two_dimensional(entry.shape))
+    theirs = whole[slice(*held.piece.rows), _columns(held.piece)]
+    rows = max(1, BLOCK_BYTES // max(1, theirs.shape[1] * theirs.itemsize))
+    for start in range(0, len(theirs), rows):
+        block = np.ascontiguousarray(theirs[start : start + rows])
+        try:
+            wanted = caster.cast(block.reshape(-1))
+        except Overflow:
+            return False
+        if not np.array_equal(wanted, np.ascontiguousarray(ours[start : start + rows]).reshape(-1)):
+            return False
+    return True
+
+
+def _padding_faults(checkpoint: Path, config: CheckpointConfig, rank: int) -> list[str]:
+    """Rows beyond the vocabulary must be zero."""
+    pp_rank, tp_rank = divmod(rank, config.mapping.tp_size)
+    file = read_header(rank_file(checkpoint, rank))
+    out = []
+    for plan in plan_rank(config, config.mapping, tp_rank=tp_rank, pp_rank=pp_rank, embedding=config.embedding):
+        if plan.pad_rows and _map(file, plan)[-plan.pad_rows :].any():
+            out.append(f"tensor '{plan.name}' in {file.path.name}: its padding is not zero")
+    return out
+
+
+def _stored(held: _Held) -> Bits:
+    rows = held.piece.rows[1] - held.piece.rows[0]
+    return _map(held.file, held.plan)[held.row : held.row + rows]
+
+
+def _map(file: SafetensorsFile, plan: TensorPlan) -> Bits:
+    entry = file.tensors[plan.name]
+    return np.memmap(file.path, _kind(entry.dtype), "r", entry.offset, shape=_two_dimensional(entry.shape))
+
+
+def _fits(piece: Piece, tensor: LocatedTensor) -> bool:
+    shape = _two_dimensional(tensor.entry.shape)
+    columns = shape[1] if piece.cols is None else piece.cols[1]
+    return len(tensor.entry.shape) in (1, 2) and piece.rows[1] <= shape[0] and columns <= shape[1]
+
+
+def _columns(piece: Piece) -> slice:
+    return slice(None) if piece.cols is None else slice(*piece.cols)
+
+
+def _kind(dtype: str) -> type[np.unsignedinteger[Any]]:
+    return np.uint32 if ITEMSIZE[dtype] == 4 else np.uint16
+
+
+def _two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], prod(shape[1:]))
+
+
+def _hf_config(config: CheckpointConfig) -> dict[str, Any]:
+    return {
+        "architectures": [config.architecture],
+        "model_type": MODEL_TYPES[config.architecture],
+        "hidden_act": "silu",
+        "torch_dtype": config.dtype.value,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_size,
+        "rms_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": config.rotary_scaling,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attn_bias,
+        "mlp_bias": False,
+    }

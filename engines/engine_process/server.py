@@ -1,0 +1,303 @@
+"""The engine process: one Runtime, the reference or another, fed over a local socket by the stubs that serve it.
+
+Run with `python -m`. It accepts any number of stubs, writes one message to each per step, and leaves when the last
+of them has gone, so a killed server leaves no process behind. A step that raises is reported to every stub before the
+process ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib
+import itertools
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtpipe.engines.engine_process.protocol import TAKEN, Connection, peer
+from trtpipe.engines.engine_process.request import Output, Request, RequestRefused, SamplingParams
+from trtpipe.engines.errors import TrtpipeError
+
+if TYPE_CHECKING:
+    from trtpipe.engines.reference.runtime import Runtime
+
+# How long a new process waits for its first stub, and how long a step may take that nobody waits for any more.
+FIRST_STUB_SECONDS = 60.0
+LAST_STEP_SECONDS = 5.0
+
+
+class _Stub:
+    """One connected stub and the requests it owns, under its own names for them."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.connection = connection
+        self.number = number
+        self.running: dict[Any, str] = {}  # its name for a request -> the client's id of it
+
+
+class _Peers:
+    """The processes at the other ends. When the server is gone they are ended, and this one with them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptors: list[int] = []
+        self._connected = 0
+        self._end: threading.Timer | None = None
+
+    def came(self, pid: int) -> None:
+        # By its number alone it could not be ended later: another process may have got it.
+        with contextlib.suppress(ProcessLookupError):
+            self._descriptors.append(os.pidfd_open(pid))
+        with self._lock:
+            self._connected += 1
+            if self._end is not None:
+                self._end.cancel()
+
+    def left(self) -> None:
+        """After the last, a step that hangs must not keep the process, and the memory of its GPU, for ever."""
+        with self._lock:
+            self._connected -= 1
+            if self._connected == 0:
+                self._end = threading.Timer(LAST_STEP_SECONDS, _end_at_once)
+                self._end.daemon = True
+                self._end.start()
+
+    def follow(self, server: int) -> None:
+        """A killed server leaves its stubs waiting for it, inside a call that never returns."""
+        with contextlib.suppress(ProcessLookupError):  # gone already
+            select.select([os.pidfd_open(server)], [], [])
+        for descriptor in self._descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """With all that this process has started, where it leads a group: a stub starts it so."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+Event = tuple[_Stub, dict[str, Any] | None, bytes]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trtpipe.engines.engine_process.server", description=__doc__)
+    parser.add_argument("--engine", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="name of the socket, in the kernel's own name space")
+    parser.add_argument("--options", type=json.loads, default={}, help="Runtime options as JSON")
+    parser.add_argument(
+        "--runtime", default="trtpipe.engines.reference.runtime", help="module whose Runtime executes engines"
+    )
+    parser.add_argument("--server", type=int, help="end this process and its stubs with this one")
+    args = parser.parse_args()
+    peers = _Peers()
+    if args.server is not None:
+        threading.Thread(target=peers.follow, args=(args.server,), daemon=True).start()
+    stats_period = float(args.options.pop("stats_check_period_ms", 100)) / 1000
+    most = args.options.pop("max_requests", None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind("\0" + args.address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return TAKEN
+        listener.listen()
+        try:
+            # Here, so that a missing torch is told to the stub that waits and not only to the log.
+            runtime = importlib.import_module(args.runtime).Runtime(args.engine, **args.options)
+        except (TrtpipeError, ImportError, OSError, MemoryError) as error:
+            _refuse(listener, str(error) or type(error).__name__)
+            return 1
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        threading.Thread(target=_accept, args=(listener, events, peers), daemon=True).start()
+        return _serve(runtime, events, stats_period, most)
+
+
+def _refuse(listener: socket.socket, reason: str) -> None:
+    """Tell the stubs why there is no engine; they are waiting for exactly that."""
+    listener.settimeout(FIRST_STUB_SECONDS)
+    with contextlib.suppress(TimeoutError, BlockingIOError):
+        while True:
+            sock, _ = listener.accept()
+            sock.setblocking(True)
+            with contextlib.suppress(OSError):  # it did not wait
+                Connection(sock).send({"type": "failed", "error": reason})
+            listener.settimeout(0)  # others only if they are there by now
+
+
+def _accept(listener: socket.socket, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
+    for number in itertools.count():
+        sock, _ = listener.accept()
+        pid, user = peer(sock)
+        if user != os.geteuid():  # anybody on this machine can see the address
+            sock.close()
+            continue
+        peers.came(pid)
+        stub = _Stub(Connection(sock), number)
+        threading.Thread(target=_listen, args=(stub, events, peers), daemon=True).start()
+
+
+def _listen(stub: _Stub, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
+    events.put((stub, {"type": "hello"}, b""))
+    while (received := stub.connection.receive()) is not None:
+        events.put((stub, *received))
+    events.put((stub, None, b""))
+    peers.left()
+
+
+def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: float, most: int | None) -> int:
+    """The loop: take what has arrived, run a step, send what it produced."""
+    stubs: dict[int, _Stub] = {}
+    next_stats = 0.0
+    while True:
+        try:
+            # Nothing to compute: sleep until a stub speaks, but leave when none ever does.
+            timeout = None if stubs else FIRST_STUB_SECONDS
+            batch = [] if runtime.has_work else [events.get(timeout=timeout)]
+        except queue.Empty:
+            return 0
+        while not events.empty():
+            batch.append(events.get())
+        for stub, message, blob in batch:
+            if message is None:
+                _forget(runtime, stubs, stub)
+            else:
+                _handle(runtime, stubs, stub, message, blob, most)
+        if not stubs:
+            return 0
+        try:
+            outputs = runtime.step() if runtime.has_work else []
+        except Exception as error:
+            for stub in stubs.values():
+                _send(stub, {"type": "failed", "error": f"the engine failed in a step: {error}"})
+            raise
+        now = time.monotonic()
+        stats = None
+        if now >= next_stats or not runtime.has_work:
+            stats, next_stats = runtime.stats(), now + stats_period
+        _publish(stubs, outputs, stats)
+
+
+def _handle(
+    runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub, message: dict[str, Any], blob: bytes, most: int | None
+) -> None:
+    kind = message["type"]
+    if kind == "hello":
+        stubs[stub.number] = stub
+        _send(stub, {"type": "ready"})
+    elif kind == "cancel":
+        runtime.cancel((stub.number, message["id"]))
+    elif kind == "stop":
+        for owner in stubs.values():
+            for name, request_id in owner.running.items():
+                if request_id == message["request_id"]:
+                    runtime.cancel((owner.number, name))
+    elif most is not None and sum(len(owner.running) for owner in stubs.values()) >= most:
+        _send(stub, {"type": "refused", "id": message["id"], "full": True})
+    else:
+        try:
+            runtime.submit(_request(stub, message, blob))
+            stub.running[message["id"]] = message["request_id"]
+        except RequestRefused as error:
+            _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": str(error)})
+        except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+            # A malformed request must not end those of everybody else.
+            reason = f"the request is malformed: {type(error).__name__}: {error}"
+            _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": reason})
+
+
+def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:
+    """A stub is gone: nobody waits for its requests any more."""
+    stubs.pop(stub.number, None)
+    for name in stub.running:
+        runtime.cancel((stub.number, name))
+
+
+def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
+    return Request(
+        id=(stub.number, message["id"]),
+        prompt=tuple(message["prompt"]),
+        max_tokens=message["max_tokens"],
+        sampling=SamplingParams(**message["sampling"]),
+        end_id=message["end_id"],
+        stop_words=tuple(tuple(word) for word in message["stop_words"]),
+        bad_words=tuple(tuple(word) for word in message["bad_words"]),
+        embedding_bias=np.frombuffer(blob, dtype=np.float32) if blob else None,
+        return_log_probs=message["return_log_probs"],
+        return_context_logits=message["return_context_logits"],
+        return_generation_logits=message["return_generation_logits"],
+    )
+
+
+def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, Any] | None) -> None:
+    """One message to each stub; the statistics to the first, which sets the gauges for all."""
+    first = min(stubs)
+    # At hundreds of requests this is what a step costs besides the engine: most outputs are tokens and nothing else.
+    plain: dict[int, list[Any]] = {number: [] for number in stubs}
+    others: dict[int, list[Output]] = {}
+    for output in outputs:
+        number, name = output.id
+        if number not in plain:
+            continue
+        if output.finish is None and output.only_tokens:
+            plain[number].append((name, output.tokens, output.reused_blocks, output.allocated_blocks))
+        else:
+            others.setdefault(number, []).append(output)
+    for number, stub in stubs.items():
+        told = stats if number == first else None
+        mine = others.get(number, [])
+        if not plain[number] and not mine and told is None:
+            continue
+        for output in mine:
+            if output.finish:
+                stub.running.pop(output.id[1], None)
+        blob = bytearray()
+        message: dict[str, Any] = {
+            "type": "step", "tokens": plain[number], "outputs": [_entry(output, blob) for output in mine],
+        }  # fmt: skip
+        if told is not None:
+            message["stats"] = told
+        _send(stub, message, bytes(blob))
+
+
+def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
+    """One output as JSON; logits go into the block of bytes as [rows, vocabulary] float32."""
+    entry: dict[str, Any] = {
+        "id": output.id[1],
+        "tokens": output.tokens,
+        "finish": output.finish,
+        "reused_blocks": output.reused_blocks,
+        "allocated_blocks": output.allocated_blocks,
+    }
+    if output.log_probs:
+        entry["log_probs"] = output.log_probs
+        entry["cum_log_prob"] = output.cum_log_prob
+    for name, logits in (("context_logits", output.context_logits), ("generation_logits", output.generation_logits)):
+        if logits is not None:
+            entry[name] = [len(blob), *logits.shape]
+            blob += np.ascontiguousarray(logits, dtype=np.float32).tobytes()
+    return entry
+
+
+def _send(stub: _Stub, message: dict[str, Any], blob: bytes = b"") -> None:
+    with contextlib.suppress(OSError):  # its listener reports the end of the connection
+        stub.connection.send(message, blob)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""vLLM behind the engine process: the same requests and outputs as the reference runtime's, one step at a time.
+
+It runs where vLLM is installed, which may be another environment than the server's: as `python -m
+trtpipe.engines.engine_process.server --runtime trtpipe.engines.engine_process.vllm_runtime`. What vLLM
+cannot do as TensorRT-LLM does is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trtpipe.engines.backends.vllm import FILE
+from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
+from trtpipe.engines.yaml_input import load_yaml
+
+# Memory is ours to ask for, the rest is in the engine's own arguments.
+DEFAULT_MEMORY_FRACTION = 0.9
+
+
+class Runtime:
+    """An engine folder of the vllm runtime, loaded.
+
+    policy                         of admission; vLLM has its own, which pauses and recomputes
+    enable_kv_cache_reuse          share the blocks of equal prompt starts
+    enable_chunked_context         always on in vLLM
+    kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        *,
+        policy: str = "guaranteed_no_evict",
+        enable_kv_cache_reuse: bool = True,
+        enable_chunked_context: bool = True,
+        kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
+        kv_cache_tokens: int | None = None,
+    ) -> None:
+        from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
+        from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
+
+        given = load_yaml(engine / FILE)
+        arguments = {name.replace("-", "_"): value for name, value in given.items()}
+        self._max_seq_len = int(arguments["max_model_len"])
+        self._block = int(arguments["block_size"])
+        self._max_batch = int(arguments["max_num_seqs"])
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(engine),
+                skip_tokenizer_init=True,
+                enable_prefix_caching=enable_kv_cache_reuse,
+                gpu_memory_utilization=kv_cache_free_gpu_mem_fraction,
+                disable_log_stats=True,
+                **arguments,
+            )
+        )
+        self._running: dict[str, _Running] = {}
+        self._ended: list[Output] = []
+        self._vocabulary = self._engine.model_config.get_vocab_size()
+        blocks = self._engine.vllm_config.cache_config.num_gpu_blocks or 0
+        self._blocks = int(blocks)
+        self._steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._ended)
+
+    def submit(self, request: Request) -> None:
+        """Raises RequestRefused for what this engine can never run."""
+        name = _name(request.id)
+        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._sampling(request))
+        self._running[name] = _Running(request)
+
+    def cancel(self, identity: Any) -> None:
+        name = _name(identity)
+        running = self._running.pop(name, None)
+        if running is None:
+            return
+        self._engine.abort_request([name])
+        self._ended.append(Output(id=identity, tokens=[], finish="cancelled"))
+
+    def step(self) -> list[Output]:
+        out, self._ended = self._ended, []
+        if not self._running:
+            return out
+        self._steps += 1
+        for reply in self._engine.step():
+            running = self._running.get(reply.request_id)
+            if running is None:
+                continue  # cancelled while the step ran
+            output = running.take(reply)
+            if output.finish:
+                del self._running[reply.request_id]
+                if running.stopped:
+                    self._engine.abort_request([reply.request_id])
+            if output.tokens or output.finish:
+                out.append(output)
+        return out
+
+    def stats(self) -> dict[str, int]:
+        """What the backend publishes as TensorRT-LLM's metrics; what is not vLLM's to tell is counted here or 0."""
+        active = len(self._running)
+        scheduled = min(active, self._max_batch)
+        used = min(self._blocks, sum(-(-running.length // self._block) for running in self._running.values()))
+        return {
+            "iteration": self._steps,
+            "active_requests": active,
+            "max_requests": self._max_batch,
+            "scheduled_requests": scheduled,
+            "context_requests": sum(running.waiting for running in self._running.values()),
+            "generation_requests": sum(not running.waiting for running in self._running.values()),
+            "total_context_tokens": 0,
+            "waiting_requests": active - scheduled,
+            "paused_requests": 0,
+            "kv_max_blocks": self._blocks,
+            "kv_free_blocks": self._blocks - used,
+            "kv_used_blocks": used,
+            "kv_reused_blocks": 0,
+            "tokens_per_block": self._block,
+        }
+
+    def _sampling(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
+
+        refused = {
+            "bad_words": bool(request.bad_words),
+            "return_context_logits": request.return_context_logits,
+            "return_generation_logits": request.return_generation_logits,
+            "beam_width": request.beam_width != 1,
+        }
+        for name, wanted in refused.items():
+            if wanted:
+                raise RequestRefused(f"{name} is not supported by the vllm runtime")
+        if len(request.prompt) + request.max_tokens > self._max_seq_len:
+            raise RequestRefused(
+                f"{len(request.prompt)} prompt tokens and max_tokens {request.max_tokens} exceed max_seq_len "
+                f"{self._max_seq_len}"
+            )
+        asked = request.sampling
+        greedy = not asked.top_k and not asked.top_p
+        bias = None
+        if request.embedding_bias is not None:
+            bias = {int(i): float(request.embedding_bias[i]) for i in np.flatnonzero(request.embedding_bias)}
+        ends = request.end_id is not None and request.end_id >= 0
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=0.0 if greedy or asked.top_k == 1 else 1.0 if asked.temperature is None else asked.temperature,
+            top_k=asked.top_k or 0,
+            top_p=asked.top_p if asked.top_p and asked.top_p < 1 else 1.0,
+            repetition_penalty=asked.repetition_penalty or 1.0,
+            presence_penalty=asked.presence_penalty or 0.0,
+            frequency_penalty=asked.frequency_penalty or 0.0,
+            min_tokens=asked.min_tokens or 0,
+            seed=asked.seed or 0,
+            ignore_eos=True,  # the end is the request's, not the model's
+            stop_token_ids=[request.end_id] if ends else None,
+            logit_bias=bias,
+            logprobs=0 if request.return_log_probs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+
+class _Running:
+    """One request in vLLM, and what of its answer has been seen."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._sum = 0.0
+        # Whether a token may mean more than itself.
+        self._watched = bool(request.stop_words or request.return_log_probs)
+        self.stopped = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its prompt has not been answered by a token yet."""
+        return not self._tokens
+
+    @property
+    def length(self) -> int:
+        return len(self._request.prompt) + len(self._tokens)
+
+    def take(self, reply: Any) -> Output:
+        part = reply.outputs[0]
+        tokens = list(part.token_ids)
+        if part.finish_reason is None and not self._watched:
+            self._tokens += tokens
+            return Output(id=self._request.id, tokens=tokens)
+        finish: Finish | None = None
+        if part.finish_reason == "length":
+            finish = "length"
+        elif part.finish_reason is not None:
+            finish = "end_id"
+            if tokens and tokens[-1] == self._request.end_id:
+                tokens.pop()  # TensorRT-LLM does not put it out
+        log_probs = []
+        if self._request.return_log_probs:
+            log_probs = [float(row[token].logprob) for row, token in zip(part.logprobs, tokens, strict=False)]
+            self._sum += sum(log_probs)
+        for index, token in enumerate(tokens):
+            self._tokens.append(token)
+            if self._ends_in_a_stop_word():
+                tokens, log_probs = tokens[: index + 1], log_probs[: index + 1]
+                self.stopped, finish = finish is None, "stop_words"
+                break
+        return Output(id=self._request.id, tokens=tokens, log_probs=log_probs, cum_log_prob=self._sum, finish=finish)
+
+    def _ends_in_a_stop_word(self) -> bool:
+        asked = self._request.sampling.min_tokens or 0
+        if len(self._tokens) < asked:
+            return False
+        return any(word and tuple(self._tokens[-len(word) :]) == word for word in self._request.stop_words)
+
+
+def _name(identity: Any) -> str:
+    return "-".join(map(str, identity))

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: reading, checking and writing them."""

@@ -1,0 +1,124 @@
+"""A model's chat template, applied as transformers applies it: sandboxed Jinja2 over messages and special tokens."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import read_bounded, read_json
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+Message = dict[str, str]
+# The longest of the hub has 20 kB.
+MAX_TEMPLATE_BYTES = 1 << 20
+RAW = "pass --raw to send the text as it is"
+# Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+
+def read_template(tokenizer: Path) -> str | None:
+    """The chat template of a tokenizer folder, from its own file or tokenizer_config.json; None if it has none."""
+    file = tokenizer / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return read_bounded(file, MAX_TEMPLATE_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputDataError(f"{file} is not UTF-8", why=str(error), remedy=RAW) from None
+        except ValueError as error:
+            raise InputDataError(f"{file} is no chat template", why=str(error), remedy=RAW) from None
+    template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+        if template is None:
+            raise InputDataError(f"{tokenizer} has several chat templates and no default one", remedy=RAW)
+    if template is not None and not isinstance(template, str):
+        raise InputDataError(f"the chat template of {tokenizer} is a {type(template).__name__}", remedy=RAW)
+    return template
+
+
+def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> str:
+    """The prompt for `messages` ({role, content}), ready for the assistant's answer. Raises InputDataError."""
+    return compile_template(tokenizer, template)(messages)
+
+
+def compile_template(tokenizer: Path, template: str) -> ChatTemplate:
+    """`apply_template` for many prompts: compiling takes longer than rendering. Errors are those of applying it."""
+    return ChatTemplate(template, _special_tokens(tokenizer), str(tokenizer))
+
+
+class ChatTemplate:
+    """A template and the special tokens it may name, compiled when first applied. Pickles as these."""
+
+    def __init__(self, source: str, special: dict[str, str], owner: str) -> None:
+        self._source = source
+        self._special = special
+        self._owner = owner
+
+    def __reduce__(self) -> Any:
+        return ChatTemplate, (self._source, self._special, self._owner)
+
+    def compile(self) -> None:
+        """Compile it now. Raises jinja2.TemplateError."""
+        self._compiled  # noqa: B018
+
+    def __call__(self, messages: list[Message]) -> str:
+        try:
+            return str(
+                self._compiled.render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special
+                )
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise InputDataError(
+                f"the chat template of {self._owner} cannot be applied",
+                why=str(error) or type(error).__name__,
+                remedy=RAW,
+            ) from None
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> NoReturn:
+            raise jinja2.TemplateError(message)
+
+        def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = to_json
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(_GENERATION.sub(_always, self._source))
+
+
+def _always(found: re.Match[str]) -> str:
+    before, end, after = found.groups()
+    return f"{{%{before} {'endif' if end else 'if true'} {after}%}}"
+
+
+def _special_tokens(tokenizer: Path) -> dict[str, str]:
+    """The special tokens that the folder names; either file writes one plain or as an object."""
+    settings = {
+        **_settings(tokenizer, "special_tokens_map.json"),
+        **_settings(tokenizer, "tokenizer_config.json"),
+    }
+    tokens = ((name, settings.get(name)) for name in SPECIAL)
+    named = ((name, token.get("content") if isinstance(token, dict) else token) for name, token in tokens)
+    return {name: text for name, text in named if isinstance(text, str)}
+
+
+def _settings(tokenizer: Path, name: str) -> dict[str, Any]:
+    path = tokenizer / name
+    return read_json(path, "tokenizer config") if path.is_file() else {}

@@ -1,0 +1,93 @@
+"""Hugging Face folders for the runtimes that eat them: the model's own weights in one type, in shards with an index.
+
+Where the source has that type already its files are linked, and nothing is read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+from trtpipe.engines.base import Checkpoint, DataType
+from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, Piece, TensorPlan, source_shapes
+from trtpipe.engines.files import place, write_json
+from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
+from trtpipe.engines.hf.safetensors_file import ITEMSIZE
+from trtpipe.engines.json_input import read_json
+
+SHARD_BYTES = 5_000_000_000
+# What a served model needs besides its weights.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+    "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+
+def export(source: Path, out: Path, *, dtype: DataType, progress: Progress = lambda done, total: None) -> Checkpoint:
+    """Write the unquantized folder `source`, in `dtype`, into the existing folder `out`.
+
+    Raises InputDataError for a damaged or incomplete source.
+    """
+    model, located = read_model_config(source), locate_tensors(source)
+    check_source(source, model, located)
+    stored = SAFETENSORS_DTYPE[dtype]
+    write_json(out / "config.json", config_in(source, dtype))
+    copy_companions(source, out)
+    if all(tensor.entry.dtype == stored for tensor in located.values()):
+        files = sorted({tensor.path for tensor in located.values()})
+        for path in files:
+            place(path, out / path.name)
+        if (source / INDEX_NAME).is_file():
+            shutil.copyfile(source / INDEX_NAME, out / INDEX_NAME)
+        return Checkpoint(path=out)
+    plans = [whole(name, shape, None) for name, shape in source_shapes(model).items()]
+    rewrite(located, lay_out(out, plans, stored), dtype, progress)
+    return Checkpoint(path=out)
+
+
+def config_in(source: Path, dtype: DataType) -> dict[str, object]:
+    """The source's config.json, its type named anew under the name it has there."""
+    config = read_json(source / "config.json", "model config")
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype.value
+    return config
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)
+
+
+def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Path, list[TensorPlan]]]:
+    """Which file gets which tensors, files of at most SHARD_BYTES; writes their index when there are several.
+
+    dtype  safetensors type of tensors whose plan names none
+    """
+    sizes = {plan.name: prod(plan.shape) * ITEMSIZE[plan.dtype or dtype] for plan in plans}
+    parts: list[list[TensorPlan]] = [[]]
+    filled = 0
+    for plan in plans:
+        if parts[-1] and filled + sizes[plan.name] > SHARD_BYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(plan)
+        filled += sizes[plan.name]
+    if len(parts) == 1:
+        return [(out / SINGLE_NAME, parts[0])]
+    files = [
+        (out / f"model-{number:05d}-of-{len(parts):05d}.safetensors", part)
+        for number, part in enumerate(parts, start=1)
+    ]
+    weight_map = {plan.name: path.name for path, part in files for plan in part}
+    write_json(out / INDEX_NAME, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    return files
+
+
+def whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:
+    """A tensor that is one whole source tensor."""
+    return TensorPlan(name, shape, (Piece(name, (0, shape[0] if shape else 1)),), dtype=dtype)

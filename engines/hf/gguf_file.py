@@ -1,0 +1,156 @@
+"""Check of a GGUF file's header before a library reads it: its counts, lengths and sizes against its bytes.
+
+Format (ggml, docs/gguf.md), little-endian: "GGUF", version u32, number of tensors u64, number of keys u64; the keys,
+each a name, a type u32 and a value; for each tensor its name, number of dimensions u32, the dimensions u64 (columns
+first), type u32 and offset u64. A string is its length u64 and its bytes; an array its type u32, length u64 and values.
+"""
+
+from __future__ import annotations
+
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.sizes import LARGEST, excess
+
+# Versions that the library reads, and architectures that stand for a dense Llama.
+VERSIONS = (2, 3)
+ARCHITECTURES = ("llama", "mistral")
+# A Llama has some 30 keys, whose longest arrays are the vocabulary and its merges.
+MOST_KEYS, MOST_ITEMS, MOST_STRING = 10_000, 1 << 20, 1 << 20
+MOST_TENSORS = 20 * LARGEST["num_hidden_layers"]
+# The smallest type, IQ1_S, takes 1.56 bits for an element.
+LEAST_BITS = 1.5
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+class GgufError(InputDataError):
+    """A GGUF file whose header is truncated, untrue, or of another kind of model."""
+
+
+def check_gguf(path: Path) -> None:
+    """Raise GgufError unless the header of `path` is whole and describes a Llama whose tensors are in the file."""
+    try:
+        with path.open("rb") as file:
+            header = _Header(path, file)
+            magic = file.read(4)
+            if magic != b"GGUF":
+                raise GgufError(f"{path} is no GGUF file", why=f"it begins with {magic!r}", remedy="download it again")
+            keys, tensors = header.read()
+    except OSError as error:
+        raise GgufError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None
+    elements = sum(prod(shape) for shape in tensors.values())
+    if elements * LEAST_BITS / 8 > header.size:
+        raise header.damaged(f"its tensors have {elements:,} elements, in a file of {header.size:,} bytes")
+    _check_llama(path, keys, tensors)
+
+
+class _Header:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+        self.size = path.stat().st_size
+
+    def damaged(self, why: str) -> GgufError:
+        return GgufError(f"{self._path} is damaged", why=why, remedy="download it again")
+
+    def read(self) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+        """The keys (an array's value is its length) and the tensors' dimensions."""
+        version = self._scalar("I")
+        if version not in VERSIONS:
+            raise GgufError(f"{self._path} is of GGUF version {version}", why="2 and 3 are read")
+        count = self._count("tensors", MOST_TENSORS)
+        keys: dict[str, Any] = {}
+        for _ in range(self._count("keys", MOST_KEYS)):
+            name = self._string()
+            keys[name] = self._value(self._scalar("I"))
+        tensors = {}
+        for _ in range(count):
+            name = self._string()
+            dimensions = self._scalar("I")
+            if dimensions > 4:
+                raise self.damaged(f"tensor '{name}' has {dimensions} dimensions")
+            tensors[name] = tuple(self._scalar("Q") for _ in range(dimensions))
+            self.take(12)
+        return keys, tensors
+
+    def take(self, count: int) -> bytes:
+        data = self._file.read(count)
+        if len(data) < count:
+            raise self.damaged("it ends within its header")
+        return data
+
+    def _scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def _count(self, what: str, most: int) -> int:
+        count: int = self._scalar("Q")
+        if count > most:
+            raise self.damaged(f"its header states {count:,} {what}, and at most {most:,} are read")
+        return count
+
+    def _string(self) -> str:
+        return self.take(self._count("bytes of a string", MOST_STRING)).decode("utf-8", errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self.damaged(f"a value has the unknown type {kind}")
+        inner = self._scalar("I")
+        count = self._count("items of an array", MOST_ITEMS)
+        if inner in _SCALARS:
+            self.take(count * struct.calcsize(f"<{_SCALARS[inner]}"))
+        elif inner == _STRING:
+            for _ in range(count):
+                self.take(self._count("bytes of a string", MOST_STRING))
+        else:
+            raise self.damaged(f"an array holds values of type {inner}")
+        return count
+
+
+def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
+    """Every tensor that the stated sizes imply is there, in its shape: the library would make up what is not."""
+    kind = keys.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise GgufError(f"{path} describes a {kind}", why="trtpipe converts dense Llama-family models")
+
+    def size(key: str, name: str, default: int | None = None) -> int:
+        value = keys.get(f"{kind}.{key}", default)
+        if type(value) is not int or value < 1:
+            raise GgufError(f"{path}: {kind}.{key} is {value!r}, not a positive whole number")
+        if excess(name, value):
+            raise GgufError(f"{path}: {kind}.{excess(name, value).replace(name, key, 1)}", remedy="download it again")
+        return value
+
+    layers = size("block_count", "num_hidden_layers")
+    hidden = size("embedding_length", "hidden_size")
+    ffn = size("feed_forward_length", "intermediate_size")
+    heads = size("attention.head_count", "num_attention_heads")
+    kv_heads = size("attention.head_count_kv", "num_key_value_heads", heads)
+    head = size("attention.key_length", "head_dim", max(1, hidden // heads))
+    queries, cache = heads * head, kv_heads * head
+    of_layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), "attn_q": (hidden, queries), "attn_k": (hidden, cache), "attn_v": (hidden, cache),
+        "attn_output": (queries, hidden), "ffn_norm": (hidden,), "ffn_gate": (hidden, ffn), "ffn_up": (hidden, ffn),
+        "ffn_down": (ffn, hidden),
+    }  # fmt: skip
+    wanted: dict[str, tuple[int, ...]] = {"output_norm.weight": (hidden,)}
+    for layer in range(layers):
+        wanted |= {f"blk.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    for name, shape in wanted.items():
+        if name not in tensors:
+            raise GgufError(f"tensor '{name}' is missing from {path}", why=f"{kind}.block_count is {layers}")
+        if tensors[name] != shape:
+            raise GgufError(
+                f"tensor '{name}' in {path} has the dimensions {list(tensors[name])}",
+                why=f"its keys imply {list(shape)}",
+            )
+    table = tensors.get("token_embd.weight", ())
+    if len(table) != 2 or table[0] != hidden:
+        raise GgufError(f"{path} has no usable tensor 'token_embd.weight'", why=f"{kind}.embedding_length is {hidden}")

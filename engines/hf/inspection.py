@@ -1,0 +1,200 @@
+"""What is in a checkpoint folder, HF or TensorRT-LLM, and what is wrong with it, from headers and config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX, check_source
+from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, rank_file, rank_layout, read_config
+from trtpipe.engines.errors import InputDataError, TrtpipeError
+from trtpipe.engines.hf.folder import INDEX_NAME, ModelConfig, locate_tensors, read_config_json, read_model_config
+from trtpipe.engines.hf.safetensors_file import TensorEntry, read_header
+from trtpipe.engines.quantization import Quantization
+from trtpipe.engines.quantize import unified
+
+FOR_WHOM = (
+    "transformers does not know quant_method modelopt: it loads such a folder with a mere warning, takes codes for "
+    "weights and computes nonsense; the folder is for vLLM and TensorRT-LLM's LLM API"
+)
+_FLOATS = tuple(SAFETENSORS_DTYPE.values())
+
+# Name -> (the types it may have, its shape), as a config implies them.
+_Layout = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a folder: which file, of what type and shape, how many bytes."""
+
+    file: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A folder's content.
+
+    kind      huggingface, quantized or not, or tensorrt_llm
+    problems  what is wrong with it; empty for a sound one
+    notes     what to know of a sound one
+    """
+
+    kind: str
+    architecture: str
+    dtype: str | None
+    mapping: dict[str, Any]
+    quantization: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+
+def inspect(folder: Path) -> Inspection:
+    """Look into `folder`. Raises InputDataError when it is neither kind of checkpoint."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputDataError(f"{folder} is no checkpoint", why="it has no config.json")
+    raw = read_config_json(path, "config")
+    if "architectures" in raw:
+        return _huggingface(folder, raw)
+    if "architecture" in raw:
+        return _tensorrt_llm(folder, raw)
+    if "pretrained_config" in raw:
+        raise InputDataError(f"{folder} is an engine folder, not a checkpoint", remedy="see its passport.json")
+    raise InputDataError(f"{path} names no architecture", why="neither a Hugging Face nor a TensorRT-LLM config")
+
+
+def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
+    problems: list[str] = []
+    tensors: list[TensorInfo] = []
+    method = raw.get("quantization_config")
+    quantized = method is not None or (folder / unified.DETAILS).is_file()
+    quantization = method if isinstance(method, dict) else {}
+    try:
+        located = locate_tensors(folder)
+        tensors = [_info(tensor.path, tensor.entry) for tensor in located.values()]
+    except TrtpipeError as error:
+        problems.append(str(error))
+        tensors = _readable(sorted(folder.glob("*.safetensors")), problems)
+        located = {}
+    try:
+        if quantized:
+            model = read_model_config(folder, quantized=True)
+            declared = unified.read_settings(folder, model)
+            quantization = {"quant_method": "modelopt", **unified.summary(declared)}
+            problems += _unified_problems(model, declared, tensors) if located else []
+        elif located:
+            check_source(folder, read_model_config(folder), located)
+    except TrtpipeError as error:
+        problems.append(str(error))
+    names = raw["architectures"]
+    return Inspection(
+        kind="huggingface",
+        architecture=str(names[0] if isinstance(names, list) and names else None),
+        dtype=raw.get("torch_dtype", raw.get("dtype")),
+        mapping={"shards": len({tensor.file for tensor in tensors}), "index": (folder / INDEX_NAME).is_file()},
+        quantization=quantization,
+        tensors=tuple(tensors),
+        problems=tuple(problems),
+        notes=(FOR_WHOM,) if quantized and quantization.get("quant_method", "modelopt") == "modelopt" else (),
+    )
+
+
+def _unified_problems(model: ModelConfig, quantization: Quantization, tensors: list[TensorInfo]) -> list[str]:
+    """Where the tensors of ModelOpt's folder are not those of its config."""
+    layout = {
+        plan.name: ((plan.dtype,) if plan.dtype else _FLOATS, plan.shape) for plan in unified.plan(model, quantization)
+    }
+    # A head that the config calls tied and buffers of older exports are stored, and never read.
+    unread = {
+        tensor.name
+        for tensor in tensors
+        if tensor.name.endswith(DERIVED_SUFFIX) or (model.tie_word_embeddings and tensor.name == "lm_head.weight")
+    }
+    return list(_deviations({tensor.name: tensor for tensor in tensors if tensor.name not in unread}, layout))
+
+
+def _tensorrt_llm(folder: Path, raw: dict[str, Any]) -> Inspection:
+    mapping = raw.get("mapping") if isinstance(raw.get("mapping"), dict) else {}
+    quantization = raw.get("quantization") if isinstance(raw.get("quantization"), dict) else {}
+    assert mapping is not None
+    assert quantization is not None
+    problems: list[str] = []
+    files = sorted(folder.glob("rank*.safetensors"))
+    tensors = _readable(files, problems)
+    problems += _rank_problems(folder, tensors, {path.name for path in files})
+    return Inspection(
+        kind="tensorrt_llm",
+        architecture=str(raw["architecture"]),
+        dtype=raw.get("dtype"),
+        mapping=mapping,
+        quantization=quantization,
+        tensors=tuple(tensors),
+        problems=tuple(problems),
+    )
+
+
+def _rank_problems(folder: Path, tensors: list[TensorInfo], files: set[str]) -> list[str]:
+    """Where the rank files are not what config.json implies."""
+    try:
+        config = read_config(folder)
+    except InputDataError as error:
+        return [str(error)]
+    out = []
+    world = config.mapping.world_size
+    expected = {rank_file(folder, rank).name: rank // config.mapping.tp_size for rank in range(world)}
+    for name, pp_rank in expected.items():
+        if name not in files:
+            out.append(f"{name} is missing: the mapping has {world} ranks")
+            continue
+        layout = {tensor: ((dtype,), shape) for tensor, (dtype, shape) in rank_layout(config, pp_rank=pp_rank).items()}
+        found = {info.name: info for info in tensors if info.file == name and info.name not in ROTARY_TABLES}
+        out += _deviations(found, layout, f"{name}: ")
+    out += [f"{name} is of no rank: the mapping has {world}" for name in sorted(files - expected.keys())]
+    return out
+
+
+def _deviations(found: Mapping[str, TensorInfo], layout: _Layout, within: str = "") -> Iterator[str]:
+    """Where the tensors are not those of `layout`; `within` begins a line on one that is in no file."""
+    for name, (dtypes, shape) in layout.items():
+        info = found.get(name)
+        if info is None:
+            yield f"{within}tensor '{name}' is missing"
+        elif info.shape != shape:
+            yield f"{_named(info)} has shape {list(info.shape)}, config.json implies {list(shape)}"
+        elif info.dtype not in dtypes:
+            yield f"{_named(info)} is {info.dtype}, config.json implies {' or '.join(dtypes)}"
+    yield from (f"{_named(info)} has no place in this model" for name, info in found.items() if name not in layout)
+
+
+def _named(info: TensorInfo) -> str:
+    return f"{info.file}: tensor '{info.name}'"
+
+
+def _readable(files: list[Path], problems: list[str]) -> list[TensorInfo]:
+    out: list[TensorInfo] = []
+    for path in files:
+        try:
+            out += [_info(path, entry) for entry in read_header(path).tensors.values()]
+        except InputDataError as error:
+            problems.append(str(error))
+    return out
+
+
+def _info(path: Path, entry: TensorEntry) -> TensorInfo:
+    return TensorInfo(file=path.name, name=entry.name, dtype=entry.dtype, shape=entry.shape, nbytes=entry.nbytes)

@@ -1,0 +1,255 @@
+"""Which precision runs where, and why.
+
+`QuantAlgo` names are TensorRT-LLM's. Which SM runs an algorithm is in its recipe (configs/quant), as the builder
+enforces it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trtpipe.engines.base import DataType
+from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.gpu import GpuSpec
+
+
+class QuantAlgo(str, enum.Enum):
+    """Quantization algorithms a TensorRT-LLM checkpoint of a dense Llama can name."""
+
+    FP8 = "FP8"
+    FP8_PER_CHANNEL_PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
+    W8A8_SQ_PER_CHANNEL = "W8A8_SQ_PER_CHANNEL"
+    W8A16 = "W8A16"
+    W4A16_AWQ = "W4A16_AWQ"
+    W4A8_AWQ = "W4A8_AWQ"
+
+
+class KvCacheQuantAlgo(str, enum.Enum):
+    """How a checkpoint says that keys and values are stored in the cache."""
+
+    FP8 = "FP8"
+    INT8 = "INT8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What a checkpoint says about its quantization; both algorithms None when there is none.
+
+    group_size  input features that share a scale, where the algorithm has groups
+    """
+
+    quant_algo: QuantAlgo | None = None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None = None
+    group_size: int = 128
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are 4-bit codes, two to a byte, with a scale for each group."""
+        return self.quant_algo in (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ)
+
+    @property
+    def pre_quant_scale(self) -> bool:
+        """Whether a linear's input is multiplied by a vector before it meets the weight."""
+        return self.packed or self.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether its scales depend on activations, so that samples must be run."""
+        weights_only = (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+        return self.quant_algo not in weights_only or self.kv_cache_quant_algo is not None
+
+
+UNQUANTIZED = Quantization()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """What a quantized model may lose against the original on held-out text before `build` stops.
+
+    perplexity_ratio  its perplexity over the original's
+    mean_kl           mean Kullback-Leibler divergence of the next token, nats
+    top1_agreement    share of positions where both prefer the same token
+    """
+
+    perplexity_ratio: float
+    mean_kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantRecipe:
+    """A file of configs/quant.
+
+    modelopt             name of ModelOpt's configuration; None quantizes no weights
+    sms                  SMs whose TensorRT-LLM runs it
+    kv_cache_quant_algo  of the recipe itself; `--kv-cache` replaces it
+    group_size           input features that share a scale, for recipes with groups
+    exclude_modules      modules that stay as they are: the head, and the embedding where the algorithm has one for it
+    """
+
+    name: str
+    description: str
+    quant_algo: QuantAlgo | None
+    kv_cache_quant_algo: KvCacheQuantAlgo | None
+    modelopt: str | None
+    sms: tuple[int, ...]
+    exclude_modules: tuple[str, ...]
+    thresholds: Thresholds
+    group_size: int = 128
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(
+            quant_algo=self.quant_algo, kv_cache_quant_algo=self.kv_cache_quant_algo, group_size=self.group_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A resolved precision: element type of what is not quantized, the recipe if any, why it was chosen, and the
+    compute capabilities that run it."""
+
+    name: str
+    dtype: DataType
+    reason: str
+    sms: tuple[int, ...]
+    recipe: QuantRecipe | None = None
+
+
+# What --dtype takes besides recipes. Short names are the command line's, long ones the checkpoint's.
+FLOAT_NAMES = {
+    "bf16": DataType.BFLOAT16,
+    "bfloat16": DataType.BFLOAT16,
+    "fp16": DataType.FLOAT16,
+    "float16": DataType.FLOAT16,
+    "fp32": DataType.FLOAT32,
+    "float32": DataType.FLOAT32,
+}
+SHORT_NAMES = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp32"}
+GROUP_SIZES = (64, 128)
+# SMs that compute with 8-bit floats; an FP8 KV cache elsewhere is converted at every step, if it runs at all.
+FP8_SMS = (89, 90, 100, 103, 120)
+# Blackwell's builder refuses an INT8 KV cache together with all other INT8.
+INT8_KV_SMS = (80, 86, 89, 90)
+
+
+def resolve_precision(
+    requested: str,
+    gpu: GpuSpec,
+    recipes: Mapping[str, QuantRecipe],
+    kv_cache: str | None = None,
+    group_size: int | None = None,
+) -> Precision:
+    """Turn --dtype, --kv-cache and a group size into a Precision for `gpu`; never replaces what was asked for.
+
+    Raises UsageError naming what would work.
+    `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
+    """
+    if gpu.sm is not None and gpu.sm < 80:
+        raise UsageError(
+            f"{gpu.describe()} cannot run TensorRT-LLM engines",
+            why="releases since 0.16 support SM80 and newer",
+            remedy="choose a GPU listed by `trtpipe gpus`",
+        )
+    reason = "requested"
+    if requested == "auto":
+        requested, reason = _automatic(gpu)
+        reason = f"auto: {reason}"
+    if requested in FLOAT_NAMES:
+        dtype = FLOAT_NAMES[requested]
+        recipe = None
+        if kv_cache not in (None, "none"):
+            recipe = find_recipe("none", recipes)
+    else:
+        dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
+    if recipe is None:
+        return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
+    recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
+    # Where another recipe is what this one has become, its thresholds hold, as `verify` will have it.
+    became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
+    same = next((r for r in recipes.values() if (r.quant_algo, r.kv_cache_quant_algo) == became), recipe)
+    recipe = replace(recipe, thresholds=same.thresholds)
+    check_sm(recipe, gpu, recipes)
+    name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
+    if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
+        name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
+    sms = tuple(sm for sm in recipe.sms if sm in _cache_sms(recipe))
+    return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
+
+
+def _automatic(gpu: GpuSpec) -> tuple[str, str]:
+    """(name, why) of the precision for a GPU that asked for none."""
+    if gpu.sm is None:
+        return "bf16", "the CPU computes bfloat16"
+    if gpu.sm in FP8_SMS:
+        return "fp8-kv", f"SM{gpu.sm} computes FP8, weights and KV cache"
+    return "int8-sq", f"SM{gpu.sm} has no FP8, and computes INT8"
+
+
+def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
+    """The recipe of that name or alias. Raises UsageError offering the nearest spelling."""
+    names = {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
+    if name not in names:
+        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *names]))
+    return names[name]
+
+
+def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
+    """The recipe with the KV cache a user asked for: fp8, int8, none, or None for its own. Raises UsageError."""
+    if kv_cache is None:
+        return recipe
+    choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
+    if kv_cache not in choices:
+        raise UsageError(f"unknown KV cache type '{kv_cache}'", remedy=suggestion(kv_cache, choices))
+    return replace(recipe, kv_cache_quant_algo=choices[kv_cache])
+
+
+def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
+    """The recipe with the group size a user asked for. Raises UsageError."""
+    if group_size is None:
+        return recipe
+    if not recipe.quantization.packed:
+        raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
+    if group_size not in GROUP_SIZES:
+        raise UsageError(f"a group size of {group_size} does not run", why="TensorRT-LLM's kernels know 64 and 128")
+    if recipe.quant_algo is QuantAlgo.W4A8_AWQ and group_size != 128:
+        raise UsageError(f"{recipe.name} does not run with groups of {group_size}", why="its kernel knows 128 alone")
+    return replace(recipe, group_size=group_size)
+
+
+def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe]) -> None:
+    """Refuse a recipe or KV cache this GPU cannot run, naming what it can. Raises UsageError."""
+    if gpu.sm is None:
+        return  # the reference runtime executes all of them
+    fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in r.sms)
+    remedy = f"use --dtype {', '.join(fits)} or bf16 here"
+    if gpu.sm not in recipe.sms:
+        where = ", ".join(f"SM{sm}" for sm in recipe.sms)
+        raise UsageError(
+            f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
+        )
+    cache, allowed = recipe.kv_cache_quant_algo, _cache_sms(recipe)
+    if gpu.sm not in allowed:
+        assert cache is not None
+        where = ", ".join(f"SM{sm}" for sm in allowed)
+        raise UsageError(
+            f"a KV cache in {cache.value} does not run on {gpu.describe()}",
+            why=f"TensorRT-LLM runs it on {where}",
+            remedy="use --kv-cache none here",
+        )
+
+
+def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
+    """The SMs that run a recipe's KV cache."""
+    special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}
+    return recipe.sms if recipe.kv_cache_quant_algo is None else special[recipe.kv_cache_quant_algo]
+
+
+def parse_float(name: str) -> DataType:
+    """The unquantized type of that short or long name. Raises UsageError offering the nearest spelling."""
+    if name not in FLOAT_NAMES:
+        raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES]))
+    return FLOAT_NAMES[name]

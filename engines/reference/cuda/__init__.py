@@ -1,0 +1,1 @@
+"""Parts of the reference runtime that only a GPU needs."""

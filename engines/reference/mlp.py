@@ -1,0 +1,105 @@
+"""Two linears of one input, as the halves of an MLP are: what they have in common is done once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain
+
+
+class Branches(ABC):
+    """Two linears of one input: [T, in] -> two of [T, out]. In halves, as `Linear` is."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor) -> Any:
+        """What is multiplied."""
+
+    @abstractmethod
+    def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of what `encode` made of an input of type `dtype`."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.product(self.encode(x), x.dtype)
+
+
+@dataclass(frozen=True)
+class Each(Branches):
+    """Branches that have nothing in common but their input."""
+
+    first: Linear
+    second: Linear
+
+    def encode(self, x: torch.Tensor) -> tuple[Any, Any]:
+        return self.first.encode(x), self.second.encode(x)
+
+    def product(self, operand: tuple[Any, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = operand
+        return self.first.product(first, dtype), self.second.product(second, dtype)
+
+
+@dataclass(frozen=True)
+class OneProduct(Branches):
+    """Branches [out, in] each, one below the other: a GPU reads the one matrix faster than two of half the size."""
+
+    both: Linear
+
+    @classmethod
+    def of(cls, first: Linear, second: Linear) -> OneProduct | None:
+        """None for branches that have not their scales in common."""
+        if isinstance(first, Plain) and isinstance(second, Plain):
+            return cls(Plain(torch.cat([first.weight, second.weight])))
+        if not one_input(first, second):
+            return None
+        if isinstance(first, Int8) and isinstance(second, Int8):
+            codes = torch.cat([first.codes, second.codes])
+            return cls(replace(first, codes=codes, output_scale=torch.cat([first.output_scale, second.output_scale])))
+        if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.output_scale, second.output_scale):
+            # torch moves no e4m3 about.
+            codes = torch.cat([one.codes.view(torch.int8) for one in (first, second)]).view(first.codes.dtype)
+            return cls(replace(first, codes=codes))
+        return None
+
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.both.encode(x)
+
+    def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.both.product(operand, dtype).chunk(2, dim=-1)
+        return first, second
+
+
+@dataclass(frozen=True)
+class OneInput(Branches):
+    """Branches whose inputs have the same scale, and so the same codes."""
+
+    first: Linear
+    second: Linear
+
+    def encode(self, x: torch.Tensor) -> Any:
+        return self.first.encode(x)
+
+    def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first.product(operand, dtype), self.second.product(operand, dtype)
+
+
+def one_input(first: Linear, second: Linear) -> bool:
+    """Whether both have one static scale for what enters them."""
+    same = type(first) is type(second) and isinstance(first, (Fp8, Int8))
+    return same and torch.equal(first.input_scale, second.input_scale)  # type: ignore[attr-defined]
+
+
+def make_branches(first: Linear, second: Linear) -> Branches:
+    """Two linears of one input, what they have in common done once."""
+    # Elsewhere weights are the page cache's memory, and side by side would be a copy.
+    together = OneProduct.of(first, second) if _on_gpu(first) else None
+    if together is not None:
+        return together
+    return OneInput(first, second) if one_input(first, second) else Each(first, second)
+
+
+def _on_gpu(linear: Linear) -> bool:
+    weight = linear.weight if isinstance(linear, Plain) else linear.codes if isinstance(linear, (Fp8, Int8)) else None
+    return weight is not None and weight.is_cuda

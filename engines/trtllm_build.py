@@ -1,0 +1,100 @@
+"""Checkpoint -> engine, by trtllm-build of one toolchain, wherever the executor runs it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.backends.base import Target, Workshop
+from trtpipe.engines.base import Checkpoint, Engine
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.layout import LOADERS, rank_file, read_config
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
+from trtpipe.engines.executor import Task
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.trtllm_options import arguments
+
+PROGRAM = "trtllm-build"
+# An engine is its weights once more, and what TensorRT adds to them.
+DISK_FACTOR = 1.1
+_MAPPING = ("world_size", "tp_size", "pp_size")
+
+
+def tool_versions(toolchain: Toolchain) -> dict[str, str]:
+    return {"tensorrt_llm": toolchain.name, "tensorrt": toolchain.tensorrt}
+
+
+def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
+    """See EngineBackend.rendered: its config.json holds data alone."""
+    return {}
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
+) -> tuple[Engine, dict[str, str]]:
+    """Compile the checkpoint on a GPU. Raises ArtefactRefused for a checkpoint of another release or mapping,
+    HostError when it cannot run here, StageFailed when it fails."""
+    check_checkpoint(checkpoint.path, target)
+    _require_disk(checkpoint.path, out, target)
+    task = Task(
+        command=(PROGRAM, *arguments(checkpoint.path, out, build, target.toolchain.flags)),
+        reads=(checkpoint.path, *(Path(folder).resolve() for folder in build.lora_dir)),
+        out=out,
+        what=PROGRAM,
+        gpus=None,
+        log=workshop.log,
+    )
+    facts = workshop.executor.run(task, workshop.show)
+    (out / "model.cache").unlink(missing_ok=True)
+    _check_engine(out, target)
+    return Engine(path=out), facts
+
+
+def check_checkpoint(folder: Path, target: Target) -> None:
+    """Whether this release loads the checkpoint, for this mapping. Raises ArtefactRefused or CheckpointError."""
+    config = read_config(folder)
+    raw, release = read_json(folder / "config.json", "checkpoint config"), target.toolchain.name
+    loader = LOADERS[release]
+    for place, known in (("mapping", {*_MAPPING, *loader.mapping}), ("quantization", set(loader.quantization))):
+        unknown = sorted(set(raw.get(place) or {}) - known - {"quant_algo", "kv_cache_quant_algo"})
+        if unknown:
+            raise ArtefactRefused(
+                f"the checkpoint in {folder} was not written for TensorRT-LLM {release}",
+                why=f"its loader ends with a TypeError on the key {place}.{unknown[0]}",
+                remedy=f"convert the model again with --toolchain {release}",
+            )
+    if config.mapping != target.mapping:
+        have, want = config.mapping, target.mapping
+        raise ArtefactRefused(
+            f"the checkpoint in {folder} is cut for tp {have.tp_size} and pp {have.pp_size}",
+            why=f"the engine is for tp {want.tp_size} and pp {want.pp_size}",
+            remedy="convert the model again with these",
+        )
+
+
+def _require_disk(checkpoint: Path, out: Path, target: Target) -> None:
+    """Raises HostError when the engine would not fit on the disk."""
+    size = sum(rank_file(checkpoint, rank).stat().st_size for rank in range(target.mapping.world_size))
+    free = shutil.disk_usage(out).free
+    if free < DISK_FACTOR * size:
+        raise HostError(
+            f"the engine needs about {DISK_FACTOR * size / 1e9:.1f} GB of disk and {out} has {free / 1e9:.1f} GB free",
+            remedy="free some, for example with `trtpipe gc`, or set TRTPIPE_HOME to a larger disk",
+        )
+
+
+def _check_engine(out: Path, target: Target) -> None:
+    """Whether trtllm-build was of the release it should have been, and has written every rank."""
+    config: dict[str, Any] = read_json(out / "config.json", "engine config")
+    version = config.get("version")
+    if version != target.toolchain.name:
+        raise HostError(
+            f"{PROGRAM} is TensorRT-LLM {version}, the toolchain is {target.toolchain.name}",
+            remedy=f"install tensorrt-llm=={target.toolchain.name}, use --executor docker, "
+            f"or choose with --toolchain what is installed",
+        )
+    for rank in range(target.mapping.world_size):
+        if not (out / f"rank{rank}.engine").is_file():
+            raise StageFailed(f"{PROGRAM} has written no rank{rank}.engine", why="it ended without an error")

@@ -1,0 +1,156 @@
+"""BuildConfig -> trtllm-build's argument list: open choices made for model and GPU, conflicts refused, sizes explicit.
+
+Upstream turns off what does not fit with a line in the log, and the server then fails on a feature it was told to
+use. Here nothing that was asked for is dropped: it is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.build_config import BuildConfig, changed
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
+
+SETTINGS = tuple(one.name for one in fields(BuildConfig))
+# Given as a word or left out; all other booleans take enable or disable.
+BARE = (
+    "gather_context_logits", "gather_generation_logits", "strip_plan", "weight_streaming", "weight_sparsity",
+    "fast_build", "monitor_memory",
+)  # fmt: skip
+# Plugins whose default is to be absent; "disable" says so to every release.
+_FP8_INPUTS = (QuantAlgo.FP8, QuantAlgo.W4A8_AWQ)
+_HOPPER_FP8 = ("gemm_swiglu_plugin", "low_latency_gemm_plugin", "low_latency_gemm_swiglu_plugin")
+_SEVERAL_RANKS = ("reduce_fusion", "gemm_allreduce_plugin")
+
+
+def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
+    """See EngineBackend.resolve. Raises UsageError."""
+    _check_toolchain(build, target)
+    _check_target(build, target)
+    chosen: dict[str, tuple[Any, str]] = {}
+    possible, why = _paged_fmha(build, target)
+    if build.use_paged_context_fmha is None:
+        chosen["use_paged_context_fmha"] = possible, why
+    elif build.use_paged_context_fmha and not possible:
+        raise UsageError("build.use_paged_context_fmha is not possible here", why=why, remedy="leave it out")
+    paged = chosen.get("use_paged_context_fmha", (build.use_paged_context_fmha, ""))[0]
+    possible, why = _fp8_fmha(build, target, paged=bool(paged))
+    if build.use_fp8_context_fmha is None:
+        chosen["use_fp8_context_fmha"] = possible, why
+    elif build.use_fp8_context_fmha and not possible:
+        raise UsageError("build.use_fp8_context_fmha is not possible here", why=why, remedy="leave it out")
+    algo = target.quantization.quant_algo
+    if build.gemm_plugin is None:
+        chosen["gemm_plugin"] = (
+            ("disable", "TensorRT's own FP8 products are faster but for small batches")
+            if algo is QuantAlgo.FP8
+            else ("auto", "the plugin is faster for what is not FP8")
+        )
+    fusable = algo in (None, QuantAlgo.FP8)
+    if build.use_fused_mlp is None:
+        chosen["use_fused_mlp"] = fusable, "for weights that are FP8 or not quantized"
+    elif build.use_fused_mlp and not fusable:
+        raise UsageError(
+            "build.use_fused_mlp is not possible here",
+            why=f"{_named(algo)} weights are not fused",
+            remedy="leave it out",
+        )
+    made = replace(build, **{name: value for name, (value, _) in chosen.items()})
+    return made, {name: reason for name, (_, reason) in chosen.items()}
+
+
+def arguments(checkpoint: Path, out: Path, build: BuildConfig, flags: dict[str, Any]) -> list[str]:
+    """trtllm-build's arguments for a resolved BuildConfig; `flags` are those that the release has.
+
+    Everything is passed, since defaults have changed between releases; what is None or an unset bare flag is not.
+    """
+    out_cache = out / "model.cache"  # the default is a file in the current directory
+    words = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(out), "--output_timing_cache", str(out_cache)]
+    for one in fields(build):
+        value = getattr(build, one.name)
+        if one.name not in flags or value is None or value == ():
+            continue
+        if one.name in BARE:
+            words += [f"--{one.name}"] if value else []
+        elif isinstance(value, bool):
+            words += [f"--{one.name}", "enable" if value else "disable"]
+        elif isinstance(value, tuple):
+            words += [f"--{one.name}", *value]
+        else:
+            words += [f"--{one.name}", str(value)]
+    return words
+
+
+def _check_toolchain(build: BuildConfig, target: Target) -> None:
+    toolchain = target.toolchain
+    for name in changed(build):
+        if name not in toolchain.flags:
+            raise UsageError(
+                f"build.{name} is not for toolchain {toolchain.name}",
+                why=f"its trtllm-build has no --{name}",
+                remedy="see `trtpipe toolchains`",
+            )
+        for defect in toolchain.defects:
+            if defect.setting == name:
+                raise UsageError(
+                    f"build.{name} is not for toolchain {toolchain.name}",
+                    why=f"{defect.what} ({defect.source})",
+                    remedy=defect.instead,
+                )
+
+
+def _check_target(build: BuildConfig, target: Target) -> None:
+    algo, sm = target.quantization.quant_algo, target.gpu.sm
+    for name in _HOPPER_FP8:
+        if getattr(build, name) == "fp8" and (algo is not QuantAlgo.FP8 or sm != 90):
+            raise UsageError(
+                f"build.{name} is not possible here",
+                why=f"it is a kernel for FP8 weights on SM90, not {_named(algo)} on {target.gpu.describe()}",
+                remedy="leave it out",
+            )
+    if build.gemm_plugin == "fp8" and algo is not QuantAlgo.FP8:
+        raise UsageError(
+            "build.gemm_plugin=fp8 is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out"
+        )
+    if target.mapping.tp_size == 1:
+        for name in _SEVERAL_RANKS:
+            if name in changed(build):
+                raise UsageError(
+                    f"build.{name} needs --tp above 1", why="with one rank nothing is reduced", remedy="leave it out"
+                )
+    if build.user_buffer and algo is not QuantAlgo.FP8:
+        raise UsageError("build.user_buffer is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out")
+
+
+def _paged_fmha(build: BuildConfig, target: Target) -> tuple[bool, str]:
+    """Whether prompt attention can read the paged cache, and why."""
+    cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
+    if not build.context_fmha or build.kv_cache_type != "paged":
+        return False, "it needs build.context_fmha and a paged KV cache"
+    if build.streamingllm:
+        return False, "attention sinks rule it out"
+    if cache is KvCacheQuantAlgo.INT8:
+        return False, "prompt attention cannot read an INT8 KV cache"
+    if cache is KvCacheQuantAlgo.FP8 and (algo not in _FP8_INPUTS or (target.gpu.sm or 0) < 89):
+        return False, "prompt attention reads an FP8 KV cache only beside FP8 weights, on SM89 and above"
+    return True, "chunked context and KV-cache reuse need it"
+
+
+def _fp8_fmha(build: BuildConfig, target: Target, *, paged: bool) -> tuple[bool, str]:
+    """Whether prompt attention can compute in FP8, and why."""
+    cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
+    if algo not in _FP8_INPUTS or (target.gpu.sm or 0) < 89:
+        return False, f"for FP8 or W4A8_AWQ weights on SM89 and above, not {_named(algo)} on {target.gpu.describe()}"
+    if not build.context_fmha:
+        return False, "it needs build.context_fmha"
+    if paged and cache is not KvCacheQuantAlgo.FP8:
+        return False, "on a paged cache it needs an FP8 KV cache"
+    return True, "weights and KV cache are FP8"
+
+
+def _named(algo: QuantAlgo | None) -> str:
+    return algo.value if algo else "unquantized"

@@ -1,0 +1,1 @@
+"""The accuracy gate and its report."""

@@ -1,0 +1,139 @@
+"""The accuracy gate: what a comparison with the original found, against what the recipe allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.accuracy.job import LayerError, Measured, Saturation, measure
+from trtpipe.engines.errors import StageFailed
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Thresholds
+
+__all__ = ["LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure"]
+
+# Of the held-out text, what the gate runs: about 2000 tokens, half a minute for a small model on a laptop.
+ROWS = 8
+SEQ_LEN = 256
+
+SCHEMA = 1
+JSON_NAME = "accuracy.json"
+HTML_NAME = "accuracy.html"
+# How many layers and matrices a table of the worst has.
+WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A comparison and its verdict. recipe is the name that messages give whoever set the thresholds."""
+
+    recipe: str
+    thresholds: Thresholds
+    measured: Measured
+
+    @property
+    def failures(self) -> list[str]:
+        """What is worse than the recipe allows, a clause each."""
+        found, allowed, out = self.measured, self.thresholds, []
+        if found.perplexity_ratio > allowed.perplexity_ratio:
+            ratio, limit = _apart(found.perplexity_ratio, allowed.perplexity_ratio, 2)
+            out.append(
+                f"perplexity {number(found.quantized_perplexity)} is {ratio} times the original's "
+                f"{number(found.original_perplexity)}, {self.recipe} allows {limit}"
+            )
+        if found.mean_kl > allowed.mean_kl:
+            nats, limit = _apart(found.mean_kl, allowed.mean_kl, 3)
+            out.append(f"the mean KL divergence is {nats} nats, {self.recipe} allows {limit}")
+        if found.top1_agreement < allowed.top1_agreement:
+            share, limit = _apart(100 * found.top1_agreement, 100 * allowed.top1_agreement, 1)
+            out.append(f"both prefer the same token at {share} % of positions, {self.recipe} asks for {limit} %")
+        return out
+
+    @property
+    def worst(self) -> list[LayerError]:
+        """The layers that do most harm, the worst first."""
+        return self.measured.worst(WORST)
+
+    @property
+    def saturated(self) -> list[Saturation]:
+        """Inputs of matrices some of which are clipped, the largest share first."""
+        clipped = (entry for entry in self.measured.saturation if entry.beyond)
+        return sorted(clipped, key=lambda entry: -entry.share)
+
+    def line(self) -> str:
+        """The result in a line, for logs and manifests."""
+        found = self.measured
+        return (
+            f"perplexity {number(found.quantized_perplexity)}, {number(found.perplexity_ratio)} times the original's; "
+            f"KL divergence {number(found.mean_kl)} nats; same first choice at {percent(found.top1_agreement)}"
+        )
+
+    def refusal(self, report: Path | None = None) -> StageFailed:
+        """The error for a gate that failed; `report` is the folder of its files, if it is kept."""
+        layer = self.worst[0]
+        worst = f"most goes wrong in layer {layer.layer}, {percent(layer.local)} of what it adds"
+        place = f"see {report / HTML_NAME}, then " if report is not None else ""
+        return StageFailed(
+            f"the accuracy gate failed: {self.failures[0]}",
+            why=worst,
+            remedy=f"{place}choose another recipe or better calibration text, or pass --accept-accuracy to build",
+        )
+
+    def summary(self) -> list[tuple[str, str | None, str | None, str | None]]:
+        """Rows of a table: (what, original, quantized, limit); None where there is no such thing."""
+        found, allowed = self.measured, self.thresholds
+        clipped, inputs = (sum(getattr(e, name) for e in found.saturation) for name in ("beyond", "inputs"))
+        return [
+            ("perplexity", number(found.original_perplexity), number(found.quantized_perplexity), None),
+            ("perplexity ratio", None, number(found.perplexity_ratio), f"at most {allowed.perplexity_ratio:g}"),
+            ("KL divergence, mean, nats", None, number(found.mean_kl), f"at most {allowed.mean_kl:g}"),
+            ("KL divergence, p99, nats", None, number(found.p99_kl), None),
+            ("same first choice", None, percent(found.top1_agreement), f"at least {percent(allowed.top1_agreement)}"),
+            ("clipped inputs", None, f"{clipped:,} of {inputs:,}" if inputs else "no static scales", None),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """accuracy.json as a value: likelihoods and divergences in nats, errors and shares as fractions."""
+        found = self.measured
+        return {
+            "schema": SCHEMA,
+            "passed": not self.failures,
+            "failures": self.failures,
+            "recipe": self.recipe,
+            "thresholds": asdict(self.thresholds),
+            "original_perplexity": found.original_perplexity,
+            "quantized_perplexity": found.quantized_perplexity,
+            "perplexity_ratio": found.perplexity_ratio,
+            "positions": found.positions,
+            "worst_layers": [layer.layer for layer in self.worst],
+            **asdict(found),
+        }
+
+
+def matching_recipe(measured: Measured, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
+    """The recipe whose thresholds are for what was measured: that of its weights, with its KV cache if there is one."""
+    same = [recipe for recipe in recipes.values() if recipe.quant_algo == measured.quant_algo]
+    name = measured.kv_cache_quant_algo
+    cache = None if name is None else KvCacheQuantAlgo(name)
+    exact = next((recipe for recipe in same if recipe.kv_cache_quant_algo == cache), None)
+    return exact or replace(same[0], kv_cache_quant_algo=cache)
+
+
+def number(value: float) -> str:
+    """Four significant digits: 27.41, 0.001234, 1.234e+12."""
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Three significant digits, or an order of magnitude for less than a thousandth of a percent: 97.1 %, 0.0123 %."""
+    return f"{100 * share:.3g} %"
+
+
+def _apart(value: float, limit: float, digits: int) -> tuple[str, str]:
+    """Both with so many decimals, or as many more as it takes to tell them apart."""
+    if value >= 1e6:
+        return f"{value:.3g}", f"{limit:.{digits}f}"
+    while f"{value:.{digits}f}" == f"{limit:.{digits}f}" and digits < 15:
+        digits += 1
+    return f"{value:.{digits}f}", f"{limit:.{digits}f}"

@@ -1,0 +1,370 @@
+"""Two or more reports side by side: the first is the base, levels meet where protocol and load are the same.
+
+Where the requests of both sides were kept, each ratio has an interval and is significant or not; without them nothing
+is said about significance. A condition that cannot be judged counts as one that fires: a gate never opens by silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtpipe.engines.errors import StageFailed, UsageError
+from trtpipe.pipeline.bench.compare import conditions
+from trtpipe.pipeline.bench.compare.bootstrap import COVERAGE, RESAMPLES
+from trtpipe.pipeline.bench.compare.conditions import VALUE, Condition, Kind
+from trtpipe.pipeline.bench.compare.differences import differences
+from trtpipe.pipeline.bench.compare.pairing import COST, Place, Side, add_whole_run_rates, match
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Rows of the table: metrics that say much the same, the best one first, with their names there.
+SHOWN: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
+    ({"time_to_first_token": "TTFT", "time_to_first_chunk": "time to first chunk"}, ("p50", "p99")),
+    (
+        {
+            "inter_token_latency": "ITL",
+            "inter_chunk_latency": "chunk gap",
+            "inter_chunk_latency_with_role_chunk": "chunk gap with role",
+        },
+        ("p50", "p99"),
+    ),
+    (
+        {"time_per_output_token": "TPOT", "time_per_output_token_from_first_chunk": "TPOT from first chunk"},
+        ("p50", "p99"),
+    ),
+    ({"request_latency": "latency", "request_latency_to_last_chunk": "latency to last chunk"}, ("p50", "p99")),
+    ({"output_token_throughput": "output", "output_token_throughput_whole_run": "output, whole run"}, (VALUE,)),
+    ({"request_throughput": "requests", "request_throughput_whole_run": "requests, whole run"}, (VALUE,)),
+    ({"request_goodput": "goodput", "request_goodput_whole_run": "goodput, whole run"}, (VALUE,)),
+    ({"error_rate": "errors"}, (VALUE,)),
+    ({COST: "cost"}, (VALUE,)),
+)
+# Statistics that are compared.
+STATISTICS = ("mean", "p50", "p90", "p99")
+_HIGHER_IS_BETTER = {"tokens/s", "requests/s"}
+_LOWER_IS_BETTER = {"ms", "/1M tokens"}
+# Levels named for one condition.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One report's figure in a row. Against the base: the ratio and its interval; None where there is none.
+
+    better  True or False where the difference is significant and has a direction
+    """
+
+    value: float | None
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    significant: bool | None = None
+    better: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A statistic of a metric at one level, by the reports' letters."""
+
+    place: str
+    metric: str
+    statistic: str
+    unit: str
+    cells: dict[str, Cell]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A condition at one level of one report. `fired` is None where it cannot be judged, and `told` says why."""
+
+    condition: str
+    place: str
+    letter: str
+    fired: bool | None
+    told: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """warnings are what makes the runs unlike, to be read before the numbers."""
+
+    paths: dict[str, str]
+    warnings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    judgements: tuple[Judgement, ...]
+    from_records: dict[str, bool]
+    repeated: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "resamples": RESAMPLES, "coverage": COVERAGE, "failed": self.refusal() is not None}
+
+    def refusal(self) -> StageFailed | None:
+        """What a command ends with; None if no condition fired."""
+        bad = [judgement for judgement in self.judgements if judgement.fired is not False]
+        if not bad:
+            return None
+        told = []
+        for condition in dict.fromkeys(judgement.condition for judgement in bad):
+            mine = [judgement.told for judgement in bad if judgement.condition == condition]
+            more = f", and {len(mine) - _NAMED} more" if len(mine) > _NAMED else ""
+            told.append(f"{condition} ({', '.join(mine[:_NAMED])}{more})")
+        return StageFailed("the comparison fails", why="; ".join(told))
+
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str | None, ...]]]:
+        """(columns, rows) for people; all but the first two columns and the verdicts are numbers."""
+        others = [letter for letter in self.paths if letter != LETTERS[0]]
+        columns = ["level", "", LETTERS[0]]
+        for letter in others:
+            columns += [letter, f"{letter}/A", f"95 % of {letter}/A", f"{letter} is"]
+        rows: list[tuple[str | None, ...]] = []
+        for name, row in self._shown():
+            line = [row.place, name, _figure(row.cells[LETTERS[0]].value, row.unit)]
+            for letter in others:
+                cell = row.cells[letter]
+                interval = cell.interval and "{:.3f} to {:.3f}".format(*cell.interval)
+                ratio = None if cell.ratio is None else f"{cell.ratio:.3f}"
+                line += [_figure(cell.value, row.unit), ratio, interval, _verdict(cell)]
+            rows.append(tuple(line))
+        return tuple(columns), rows
+
+    def _shown(self) -> Iterator[tuple[str, Row]]:
+        """(name, row) of the rows for people."""
+        found = {(row.place, row.metric, row.statistic): row for row in self.rows}
+        for place in dict.fromkeys(row.place for row in self.rows):
+            for names, statistics in SHOWN:
+                metric = next((one for one in names if any((place, one, each) in found for each in statistics)), "")
+                for statistic in statistics:
+                    row = found.get((place, metric, statistic))
+                    if row is not None:
+                        told = "" if statistic == VALUE else f" {statistic}"
+                        yield f"{names[row.metric]}{told} {row.unit or '%'}", row
+
+    def summary(self) -> list[str]:
+        """What the intervals say of each report as a whole."""
+        out = []
+        for letter in self.paths:
+            if letter == LETTERS[0]:
+                continue
+            cells = [row.cells[letter] for _, row in self._shown()]
+            judged = [cell for cell in cells if cell.significant is not None]
+            if not judged:
+                without = [one for one in (LETTERS[0], letter) if not self.from_records[one]]
+                if without:
+                    why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
+                else:
+                    why = "nothing is measured by both"
+                out.append(f"{letter} against A: {why}")
+                continue
+            better = sum(cell.better is True for cell in judged)
+            worse = sum(cell.better is False for cell in judged)
+            chance = len(judged) * (100 - COVERAGE[1] + COVERAGE[0]) / 100
+            out.append(
+                f"{letter} against A: of {len(judged)} figures {worse} significantly worse, {better} better; "
+                f"about {chance:.0f} of as many would differ by chance alone"
+                + ("" if self.repeated else ", and more from one run to the next: --repeat tells how much")
+            )
+        return out
+
+
+def compare(
+    paths: Sequence[Path],
+    *,
+    fail_if: Sequence[str] = (),
+    price_per_hour: Sequence[float] = (),
+    own_price: Callable[[Mapping[str, Any]], float | None] = lambda report: None,
+    seed: int = 0,
+) -> Comparison:
+    """Compare reports, the first being the base. Raises UsageError and InputDataError.
+
+    fail_if         expressions of `conditions`
+    price_per_hour  of what was measured: one price for all, or one for each report
+    own_price       of what a report tells of, where none is given
+    """
+    if not 2 <= len(paths) <= len(LETTERS):
+        told = "one report is given" if len(paths) == 1 else f"{len(paths)} reports are given"
+        raise UsageError(told, remedy=f"give from 2 to {len(LETTERS)}, the base first")
+    if len(price_per_hour) not in (0, 1, len(paths)):
+        raise UsageError(
+            f"{len(price_per_hour)} prices for {len(paths)} reports", remedy="give one price, or one for each report"
+        )
+    if any(not 0 < price < math.inf for price in price_per_hour):
+        raise UsageError("a price is no positive number", remedy="give what an hour costs")
+    prices: list[float | None] = [*price_per_hour] or [None]
+    prices *= len(paths) // len(prices)
+    sides = {
+        letter: Side(path, price, (seed, number))
+        for number, (letter, path, price) in enumerate(zip(LETTERS, paths, prices, strict=False))
+    }
+    for side in sides.values():
+        side.price = side.price or own_price(side.report)
+    add_whole_run_rates(list(sides.values()))
+    known, unlike = _known(sides)
+    parsed = [conditions.parse(text, known) for text in fail_if]
+    places, missing, warnings = match(sides)
+    rows = [row for place in places for row in _rows(place, sides, known)]
+    judgements = [judgement for condition in parsed for judgement in _judge(condition, places, sides, known)]
+    for condition in parsed if places else ():
+        for place, letter in missing:  # a server that died has not passed
+            told = f"{letter} at {place} cannot be judged: it was not measured"
+            judgements.append(Judgement(condition=condition.text, place=place, letter=letter, fired=None, told=told))
+    return Comparison(
+        paths={letter: str(side.path) for letter, side in sides.items()},
+        warnings=(*differences({letter: side.report for letter, side in sides.items()}), *unlike, *warnings),
+        rows=tuple(rows),
+        judgements=tuple(judgements),
+        from_records={letter: side.has_records for letter, side in sides.items()},
+        repeated=all(len(levels) > 1 for place in places for levels in place.levels.values()),
+    )
+
+
+def _known(sides: Mapping[str, Side]) -> tuple[dict[str, Kind], list[str]]:
+    """(the metrics of all reports, warnings about those that do not mean the same in each)."""
+    out: dict[str, Kind] = {}
+    unlike: dict[str, None] = {}
+    for side in sides.values():
+        for level in side.levels:
+            for name, entry in level["metrics"].items():
+                unit = side.report["metrics"].get(name, {}).get("unit", "")
+                kind = Kind(unit=unit, is_rate=VALUE in entry)
+                if out.setdefault(name, kind) != kind:
+                    unlike[name] = None
+    if all(side.price is not None for side in sides.values()):
+        out[COST] = Kind(unit="/1M tokens", is_rate=True)
+    warnings = [f"{name}: not compared, since its unit differs" for name in unlike]
+    return {name: kind for name, kind in out.items() if name not in unlike}, [*warnings, *_only_alike(sides)]
+
+
+def _only_alike(sides: Mapping[str, Side]) -> Iterator[str]:
+    """What no two reports have under one name, but every report under some."""
+    for names, _ in SHOWN:
+        mine = {letter: [metric for metric in names if side.has(metric)] for letter, side in sides.items()}
+        if all(mine.values()) and not set.intersection(*map(set, mine.values())):
+            told = ", ".join(f"{letter} has {found[0]}" for letter, found in mine.items())
+            yield f"{next(iter(names.values()))}: not compared, since the tools do not mean the same: {told}"
+
+
+def _rows(place: Place, sides: Mapping[str, Side], known: Mapping[str, Kind]) -> Iterator[Row]:
+    for metric, kind in known.items():
+        for statistic in (VALUE,) if kind.is_rate else STATISTICS:
+            cells = dict(_cells(place, sides, metric, statistic, kind.unit))
+            if sum(cell.value is not None for cell in cells.values()) > 1:
+                yield Row(place=place.name, metric=metric, statistic=statistic, unit=kind.unit, cells=cells)
+
+
+def _cells(
+    place: Place, sides: Mapping[str, Side], metric: str, statistic: str, unit: str
+) -> Iterator[tuple[str, Cell]]:
+    base = LETTERS[0]
+    numbers = place.levels[base]
+    reference = sides[base].value(numbers, metric, statistic)
+    yield base, Cell(value=reference)
+    for letter in [letter for letter in sides if letter != base]:
+        mine = place.levels.get(letter)
+        value = sides[letter].value(mine, metric, statistic) if mine else None
+        if mine is None or value is None or reference is None:
+            yield letter, Cell(value=value)
+            continue
+        ours, theirs = (sides[x].draws(place.levels[x], metric, statistic) for x in (base, letter))
+        interval, significant = _significance(ours, theirs)
+        yield (
+            letter,
+            Cell(
+                value=value,
+                ratio=value / reference if reference else None,
+                interval=interval,
+                significant=significant,
+                better=_direction(metric, unit, value - reference) if significant else None,
+            ),
+        )
+
+
+def _significance(ours: Floats | None, theirs: Floats | None) -> tuple[tuple[float, float] | None, bool | None]:
+    """(interval of the ratio, whether the difference is beyond chance)."""
+    import numpy as np
+
+    if ours is None or theirs is None:
+        return None, None
+    low, high = np.percentile(theirs - ours, COVERAGE)
+    significant = bool(low > 0 or high < 0)
+    if not (ours > 0).all():
+        return None, significant
+    interval = np.percentile(theirs / ours, COVERAGE)
+    return (float(interval[0]), float(interval[1])), significant
+
+
+def _direction(metric: str, unit: str, difference: float) -> bool | None:
+    if unit in _HIGHER_IS_BETTER:
+        return difference > 0
+    return difference < 0 if unit in _LOWER_IS_BETTER or metric == "error_rate" else None
+
+
+def _judge(
+    condition: Condition, places: Sequence[Place], sides: Mapping[str, Side], known: Mapping[str, Kind]
+) -> Iterator[Judgement]:
+    if not places:
+        yield Judgement(condition=condition.text, place="", letter="", fired=None, told="no level in common")
+    for place in places:
+        for letter in [letter for letter in place.levels if letter != LETTERS[0]]:
+            fired, told = _outcome(condition, place, letter, sides, known)
+            where = f"{letter} at {place.name} {told}"
+            yield Judgement(condition=condition.text, place=place.name, letter=letter, fired=fired, told=where)
+
+
+def _outcome(
+    condition: Condition, place: Place, letter: str, sides: Mapping[str, Side], known: Mapping[str, Kind]
+) -> tuple[bool | None, str]:
+    needed = (LETTERS[0], letter) if condition.relative else (letter,)
+    for one in needed:
+        if _invalid(sides[one], place.levels[one]):
+            return None, f"cannot be judged: {one} is INVALID"
+        levels = [sides[one].levels[number] for number in place.levels[one]]
+        if any(level["stopped"] or level["interrupted"] for level in levels):
+            return None, f"cannot be judged: {one} ended early"
+    for metric in condition.metrics:
+        base, value = (sides[x].value(place.levels[x], metric, condition.statistic) for x in (LETTERS[0], letter))
+        if not condition.relative and value is not None:
+            return condition.fires(value), f"has {_with_unit(value, known[metric].unit)}"
+        if condition.relative and value is not None and base:
+            drawn = [sides[x].draws(place.levels[x], metric, condition.statistic) for x in needed]
+            interval, _ = _significance(drawn[0], drawn[1])
+            within = " ({:.3f} to {:.3f})".format(*interval) if interval else ""
+            return condition.fires(value / base), f"has {value / base:.3f}x{within}"
+        if condition.relative and value is not None and base == 0:
+            return None, f"cannot be judged: {LETTERS[0]} has 0 {metric}, which nothing is a multiple of"
+    of = "" if condition.statistic == VALUE else f"{condition.statistic} of "
+    return None, f"cannot be judged: no {of}{condition.metrics[0]}"
+
+
+def _invalid(side: Side, numbers: Sequence[int]) -> bool:
+    if any(side.levels[number]["verdict"]["valid"] is False for number in numbers):
+        return True
+    # A run that is INVALID as a whole has no level that is not.
+    whole: bool = side.report["verdict"]["valid"] is False
+    return whole and not any(level["verdict"]["valid"] is False for level in side.levels)
+
+
+def _figure(value: float | None, unit: str) -> str | None:
+    if value is None:
+        return None
+    return f"{100 * value:.2f}" if unit == "" else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _with_unit(value: float, unit: str) -> str:
+    told = _figure(value, unit)
+    return f"{told}%" if unit == "" else f"{told} {unit}"
+
+
+def _verdict(cell: Cell) -> str | None:
+    if cell.significant is None:
+        return None
+    if not cell.significant:
+        return "within chance"
+    return {True: "better", False: "worse", None: "different"}[cell.better]

@@ -1,0 +1,206 @@
+"""Result files of other load testers as reports of ours, so that `compare` takes them.
+
+What a tool does not say is None, never 0. A metric has our name only where its definition is ours; otherwise its name
+says what it is. Tools without a window take their rates over the whole run: such rates end in `_whole_run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.bench.compare.importers import (
+    aiperf as foreign_aiperf,
+)
+from trtpipe.pipeline.bench.compare.importers import (
+    genai_perf as foreign_genai_perf,
+)
+from trtpipe.pipeline.bench.compare.importers import (
+    vllm as foreign_vllm,
+)
+from trtpipe.pipeline.bench.compare.json_files import read_lines, read_objects
+from trtpipe.pipeline.bench.compare.request_files import MOST_LEVELS, checked
+from trtpipe.pipeline.bench.results.digest import digest
+
+
+class _Tool(Protocol):
+    """What a module of another tool offers."""
+
+    NAME: str
+    VERSIONS: str
+
+    def recognises(self, value: dict[str, Any]) -> bool: ...
+
+    def report(self, values: list[dict[str, Any]]) -> dict[str, Any]: ...
+
+    def records(self, file: Path, values: list[dict[str, Any]]) -> Iterable[dict[str, Any]] | None: ...
+
+
+FAMILY = "trtpipe.bench/"
+SCHEMA = f"{FAMILY}2"
+_NONE = type(None)
+# What a comparison needs of a report, of each of its levels, and of their loads.
+REPORT: dict[str, tuple[type, ...]] = {
+    "levels": (list,), "endpoints": (list,), "metrics": (dict,), "options": (dict,), "verdict": (dict,),
+    "engine": (dict, _NONE), "host": (dict, _NONE), "client": (dict, _NONE), "records": (str, _NONE),
+}  # fmt: skip
+# What it may have beside these.
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "tool": (dict, _NONE), "notes": (list,), "broken": (str, _NONE), "records_sha256": (str, _NONE),
+}  # fmt: skip
+LEVEL: dict[str, tuple[type, ...]] = {
+    "protocol": (str,), "label": (str,), "load": (dict,), "requests": (dict,), "metrics": (dict,), "verdict": (dict,),
+    "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
+}  # fmt: skip
+LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
+VERDICT: dict[str, tuple[type, ...]] = {"valid": (bool, _NONE), "reasons": (list,)}
+REASON: dict[str, tuple[type, ...]] = {"what": (str,), "why": (str,)}
+TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
+# Metrics of a level: each is a row of every table.
+MOST_METRICS = 1000
+# What a folder of results is looked through for.
+USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
+TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)
+KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join(
+    f"{tool.NAME} ({tool.VERSIONS})" for tool in TOOLS
+)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report of ours from any result file we know, or from a folder with one. Raises InputDataError."""
+    file = _file(path)
+    values = read_objects(file)
+    schema = values[0].get("schema") if len(values) == 1 else None
+    if isinstance(schema, str) and schema.startswith(FAMILY):
+        if schema != SCHEMA:
+            raise InputDataError(
+                f"{file} has schema {schema}", why=f"this version reads {SCHEMA}", remedy="measure again"
+            )
+        damage = next(_faults(values[0]), None)
+        if damage is not None:
+            raise InputDataError(f"{file} is damaged", why=damage, remedy="measure again")
+        return values[0]
+    for tool in TOOLS:
+        if all(tool.recognises(entry) for entry in values):
+            with _readable(file, tool):
+                report = tool.report(values)
+                damage = next(_faults(report), None)
+                if damage is not None:
+                    raise ValueError(damage)
+                return report
+    raise InputDataError(f"{file} is no benchmark result that we know", remedy=KNOWN)
+
+
+def _faults(report: Mapping[str, Any]) -> Iterator[str]:
+    """What in a report cannot be compared. Only the first may be asked for: what follows relies on there being none."""
+    yield from _unlike(report, REPORT, "the report")
+    yield from _unlike(report, {name: OPTIONAL[name] for name in OPTIONAL if name in report}, "the report")
+    yield from _unlike_verdict(report["verdict"], "its verdict")
+    if report.get("tool") is not None:
+        yield from _unlike(report["tool"], TOOL, "its tool")
+    for name, entries, kind in (("endpoints", report["endpoints"], dict), ("notes", report.get("notes", []), str)):
+        if not all(isinstance(entry, kind) for entry in entries):
+            yield f"{name} of the report is {json.dumps(entries)[:40]}"
+    for name, entry in report["metrics"].items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("unit", ""), str):
+            yield f"{name} of its metrics has no unit"
+    if len(report["levels"]) > MOST_LEVELS:
+        yield f"it has {len(report['levels']):,} levels; at most {MOST_LEVELS:,} are read"
+    for number, level in enumerate(report["levels"]):
+        yield from _level_faults(level, f"level {number}")
+
+
+def _level_faults(level: Any, where: str) -> Iterator[str]:
+    yield from _unlike(level, LEVEL, where)
+    yield from _unlike(level["load"], LOAD, f"the load of {where}")
+    yield from _unlike_verdict(level["verdict"], f"the verdict of {where}")
+    if len(level["metrics"]) > MOST_METRICS:
+        yield f"{where} has {len(level['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
+    for name, entry in level["metrics"].items():
+        if not isinstance(entry, dict):
+            yield f"{where}: {name} is no mapping"
+        for statistic, value in entry.items():
+            is_number = type(value) in (int, float) and 0 <= value < math.inf
+            if statistic != "interval" and value is not None and not is_number:
+                yield f"{where}: {statistic} of {name} is {value!r}"
+
+
+def _unlike_verdict(value: Any, what: str) -> Iterator[str]:
+    yield from _unlike(value, VERDICT, what)
+    for reason in value["reasons"]:
+        yield from _unlike(reason, REASON, f"a reason of {what}")
+
+
+def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iterator[str]:
+    """How `value` differs from an object of that form."""
+    if not isinstance(value, dict):
+        yield f"{what} is no mapping"
+    for key, kinds in form.items():
+        if key not in value:
+            yield f"{what} has no {key}"
+        if not isinstance(value[key], kinds):
+            yield f"{key} of {what} is {json.dumps(value[key])[:40]}"
+
+
+def read_records(path: Path, report: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
+    """The requests behind a report that `read_report` gave for the same path, in the form of report.requests.jsonl.
+
+    None where they were not kept. Raises InputDataError, also as they are read.
+    """
+    file = _file(path)
+    for tool in TOOLS:
+        if (report.get("tool") or {}).get("name") == tool.NAME:
+            with _readable(file, tool):
+                found = tool.records(file, read_objects(file))
+            return None if found is None else _foreign(file, tool, found)
+    name = report.get("records")
+    if not name:
+        return None
+    beside = file.parent / name
+    if beside.name != name or "\0" in name:
+        raise InputDataError(f"{file} is damaged", why=f"its requests are not beside it: {name!r}"[:200])
+    try:
+        if not beside.is_file():
+            return None
+    except OSError as error:
+        raise InputDataError(f"{beside} cannot be read", why=error.strerror or str(error)) from None
+    if digest(beside) != report.get("records_sha256"):
+        raise InputDataError(
+            f"{beside} is not what was written with {file}",
+            why="its digest is another",
+            remedy="bring back the one that was, or remove it to do without",
+        )
+    return (checked(line, where) for where, line in read_lines(beside))
+
+
+def _foreign(file: Path, tool: _Tool, found: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    with _readable(file, tool):
+        for number, line in enumerate(found):
+            yield checked(line, f"request {number} of {file}")
+
+
+@contextlib.contextmanager
+def _readable(file: Path, tool: _Tool) -> Iterator[None]:
+    """What a file in another form than ours or a tool's makes of our reading it. Raises InputDataError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+        raise InputDataError(
+            f"{file} looks like a result of {tool.NAME} but cannot be read",
+            why=f"{type(error).__name__}: {error}"[:400],
+            remedy=f"read are the files of {tool.NAME} {tool.VERSIONS}",
+        ) from None
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    for name in USUAL_NAMES:
+        if (path / name).is_file():
+            return path / name
+    raise InputDataError(f"{path} has no result file", why=f"none of {', '.join(USUAL_NAMES)}", remedy="name the file")

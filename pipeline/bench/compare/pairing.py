@@ -1,0 +1,224 @@
+"""The reports of a comparison: their figures, resamples of these, and the levels at which they meet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.bench.compare import request_files as raw
+from trtpipe.pipeline.bench.compare.bootstrap import Resampler, repeats
+from trtpipe.pipeline.bench.compare.conditions import ALIASES, VALUE
+from trtpipe.pipeline.bench.compare.differences import level_differences, load_differences
+from trtpipe.pipeline.bench.compare.importers import read_records, read_report
+from trtpipe.pipeline.bench.results.records import Records
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+THROUGHPUTS = ALIASES["throughput"]
+COST = "cost_per_million_output_tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One load, and the numbers of the levels (its repeats) that each report has there."""
+
+    name: str
+    levels: dict[str, list[int]]
+
+
+class Side:
+    """One report, its requests, and resamples of them."""
+
+    def __init__(self, path: Path, price: float | None, seed: tuple[int, ...]) -> None:
+        self.path = path
+        self.price = price
+        self.report = read_report(path)
+        self._seed = seed
+        self._resamplers: dict[int, Resampler] = {}
+        self._draws: dict[tuple[tuple[int, ...], str, str], Floats | None] = {}
+        if not self.report.get("levels"):
+            raise InputDataError(f"{path} has no level", why="nothing was measured", remedy="measure again")
+
+    @property
+    def levels(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.report["levels"]
+        return found
+
+    @cached_property
+    def _requests(self) -> dict[int, Records]:
+        return raw.by_level(read_records(self.path, self.report) or ())
+
+    @property
+    def has_records(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def protocols(self) -> set[str]:
+        return {level["protocol"] for level in self.levels}
+
+    def has(self, metric: str) -> bool:
+        """Some level has a figure of it."""
+        return any(
+            any(number is not None for key, number in level["metrics"].get(metric, {}).items() if key != "n")
+            for level in self.levels
+        )
+
+    def requests(self, number: int) -> Records | None:
+        return self._requests.get(number)
+
+    def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
+        """The mean over repeats."""
+        if metric == COST:
+            name = self._throughput_name(numbers)
+            cost: float | None = None if name is None else self._cost(self.value(numbers, name, VALUE))
+            return cost
+        found = [self.levels[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
+        known = [one for one in found if one is not None]
+        return sum(known) / len(known) if known else None
+
+    def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
+        """The value over resamples; None where the requests do not tell it."""
+        key = (tuple(numbers), metric, statistic)
+        if key not in self._draws:
+            self._draws[key] = self._drawn(numbers, metric, statistic)
+        return self._draws[key]
+
+    def _drawn(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
+        if metric == COST:
+            rate = self._throughput_name(numbers)
+            rates = None if rate is None else self.draws(numbers, rate, VALUE)
+            return None if rates is None or not (rates > 0).all() else self._cost(rates)
+        out = []
+        for number in numbers:
+            value = self.value([number], metric, statistic)
+            if value is not None:
+                resampler = self._resampler(number)
+                drawn = None if resampler is None else resampler.draws(metric, statistic, value)
+                if drawn is None:
+                    return None
+                out.append(drawn)
+        return repeats(out, self._seed) if out else None
+
+    def _throughput_name(self, numbers: Sequence[int]) -> str | None:
+        return next((name for name in THROUGHPUTS if self.value(numbers, name, VALUE)), None)
+
+    def _cost(self, tokens_per_s: Any) -> Any:
+        return (self.price or 0) / 3600 / tokens_per_s * 1e6
+
+    def _resampler(self, number: int) -> Resampler | None:
+        if number not in self._resamplers:
+            found = self.requests(number)
+            if found is None:
+                return None
+            closed = self.levels[number]["load"]["kind"] == "closed"
+            self._resamplers[number] = Resampler(found, closed=closed, seed=(*self._seed, number))
+        return self._resamplers[number]
+
+
+def add_whole_run_rates(sides: Sequence[Side]) -> None:
+    """Rates over the whole run for the reports that have them over a window, where another has no others."""
+    theirs = {
+        name: entry
+        for side in sides
+        for name, entry in side.report["metrics"].items()
+        if name
+        in ("request_throughput_whole_run", "output_token_throughput_whole_run", "total_token_throughput_whole_run")
+    }
+    if not theirs:
+        return
+    for side in sides:
+        if theirs.keys() & side.report["metrics"].keys():
+            continue
+        for number, level in enumerate(side.levels):
+            found = side.requests(number)
+            rates = raw.whole_run_rates(found) if found is not None else {}
+            level["metrics"] |= {name: {"value": rates.get(name), "interval": None} for name in theirs}
+        side.report["metrics"] |= theirs
+
+
+def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]], list[str]]:
+    """Where the base meets another report; each load of the base with the letter of a report that has it not; and
+    warnings about all that is not alike."""
+    base, *others = sides
+    warnings = []
+    # One protocol each, and not the same: then the protocol is what is compared.
+    protocols = {letter: side.protocols for letter, side in sides.items()}
+    by_protocol = any(len(mine) > 1 for mine in protocols.values()) or len(set.union(*protocols.values())) == 1
+    if not by_protocol:
+        told = ", ".join(f"{letter} {next(iter(mine))}" for letter, mine in protocols.items())
+        warnings.append(f"protocol: {told}; levels are matched by their load alone")
+    groups = {letter: _grouped(side, by_protocol=by_protocol) for letter, side in sides.items()}
+    places, missing = [], list[tuple[str, str]]()
+    for key, numbers in groups[base].items():
+        first = sides[base].levels[numbers[0]]
+        name = f"{first['protocol']}, {first['label']}" if by_protocol else first["label"]
+        levels = {base: numbers}
+        for letter in others:
+            found = _counterpart(key, groups[base], groups[letter])
+            if found is None:
+                warnings.append(f"{name}: not in {letter}")
+                missing.append((name, letter))
+                continue
+            levels[letter] = groups[letter].pop(found)
+            if found != key:
+                if found[0] != key[0]:
+                    warnings.append(f"{name}: protocol: {base} {key[0]}, {letter} {found[0]}")
+                warnings += load_differences(name, {base: json.loads(key[1]), letter: json.loads(found[1])})
+        if len(levels) > 1:
+            places.append(Place(name=name, levels=levels))
+            warnings += level_differences(
+                name, {letter: [sides[letter].levels[n] for n in mine] for letter, mine in levels.items()}
+            )
+            if len({len(mine) for mine in levels.values()}) > 1:
+                warnings.append(f"{name}: repeats: {', '.join(f'{x} {len(mine)}' for x, mine in levels.items())}")
+    for letter in others:
+        for numbers in groups[letter].values():
+            level = sides[letter].levels[numbers[0]]
+            warnings.append(f"{level['protocol']}, {level['label']}: only in {letter}")
+    if not places:
+        warnings.append(f"no level of {base} has the protocol and the load of another report's: nothing is compared")
+    return places, missing, warnings
+
+
+_FAMILIES = {"chat": "openai", "completions": "openai"}
+# Protocol and load, the load as JSON.
+_Key = tuple[str, str]
+
+
+def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
+    out: dict[_Key, list[int]] = {}
+    for number, level in enumerate(side.levels):
+        # 16.0 is 16, and a setting that was not made is none.
+        load = {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in level["load"].items()
+            if value is not None
+        }
+        key = (level["protocol"] if by_protocol else "", json.dumps(load, sort_keys=True))
+        out.setdefault(key, []).append(number)
+    return out
+
+
+def _counterpart(key: _Key, mine: Mapping[_Key, list[int]], theirs: Mapping[_Key, list[int]]) -> _Key | None:
+    """The same protocol and load, else the only ones that are the same in what matters most."""
+    if key in theirs:
+        return key
+    near = [other for other in theirs if _core(other) == _core(key) and other not in mine]
+    return near[0] if len(near) == 1 and sum(_core(other) == _core(key) for other in mine) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _core(key: _Key) -> tuple[Any, ...]:
+    """The family of a protocol, and a load without its minor settings."""
+    load = json.loads(key[1])
+    amount = "concurrency" if load["kind"] == "closed" else "rate"
+    return (_FAMILIES.get(key[0], key[0]), *(load.get(name) for name in ("kind", amount, "arrivals")))

@@ -1,0 +1,106 @@
+"""Requests of one level, read back from report.requests.jsonl or another tool's file: as Records again, with unknown
+moments and counts where the tool does not tell them, and by the formulas of `metrics`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS
+from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Values
+from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
+
+# Levels of a report.
+MOST_LEVELS = 1000
+# Nanoseconds: the difference of two moments is a number of 64 bits as well.
+_MOMENT = (-(1 << 61), 1 << 61)
+_COUNT = (0, MOST_TOKENS)
+_NUMBERS = {
+    **dict.fromkeys(("due_ns", "sent_ns", "end_ns"), _MOMENT),
+    **dict.fromkeys(("slot", "session", "turn", "input_tokens", "output_tokens", "max_tokens"), _COUNT),
+}
+# Other tools' metrics that need no more than stamps, and what of ours has the same formula.
+ALIKE = {
+    "time_to_first_chunk": "time_to_first_token",
+    "inter_chunk_latency_with_role_chunk": "inter_chunk_latency",
+}
+_FORMULAS = {metric.name: metric.values for metric in DISTRIBUTIONS}
+
+
+def by_level(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
+    """The measured requests of each level, without those that were cut off when it ended. Raises InputDataError."""
+    found: dict[int, Columns] = {}
+    for line in lines:
+        columns = found.setdefault(line["level"], Columns())
+        if not line["warmup"] and (line["failure"] or line["stamps_ns"]):
+            columns.add(line)
+    return {level: columns.records() for level, columns in found.items()}
+
+
+def checked(line: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same line of report.requests.jsonl, if it is one. Raises InputDataError naming `where`."""
+    fault = next(_faults(line), None)
+    if fault is not None:
+        remedy = "measure again, or remove the file to do without it"
+        raise InputDataError(f"{where} is no request of a report", why=fault, remedy=remedy)
+    return line
+
+
+def _faults(line: dict[str, Any]) -> Iterator[str]:
+    """What in a line cannot be computed with."""
+    for name, kind in (("id", str), ("warmup", bool)):
+        if type(line.get(name)) is not kind:
+            yield f"{name} is {_told(line.get(name))}"
+    if not _are_numbers([line.get("level")], (0, MOST_LEVELS - 1)):
+        yield f"level is {_told(line.get('level'))}"
+    for name, bounds in _NUMBERS.items():
+        if line.get(name) is not None and not _are_numbers([line[name]], bounds):
+            yield f"{name} is {_told(line[name])}"
+    failure = line.get("failure")
+    told = isinstance(failure, dict) and all(isinstance(failure.get(name), str) for name in ("kind", "message"))
+    if failure is not None and not told:
+        yield f"failure is {_told(failure)}"
+    stamps, tokens = line.get("stamps_ns"), line.get("tokens")
+    if not _are_numbers(stamps, _MOMENT):
+        yield "stamps_ns is no list of moments"
+    if tokens is not None and not (_are_numbers(tokens, _COUNT) and len(tokens) >= len(line["stamps_ns"])):
+        yield "tokens is no list of a number for each of stamps_ns"
+
+
+def _are_numbers(values: Any, bounds: tuple[int, int]) -> bool:
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= bounds[0] and max(values) <= bounds[1])
+
+
+def _told(value: Any) -> str:
+    return json.dumps(value)[:40]
+
+
+def values(found: Records, metric: str) -> Values | None:
+    """Values of `metric`; None for one that requests do not tell."""
+    formula = _FORMULAS.get(ALIKE.get(metric, metric))
+    return None if formula is None else formula(found)
+
+
+def whole_run_rates(found: Records) -> dict[str, float]:
+    """Rates as tools without a window take them: from the first request sent to the last response."""
+    import numpy as np
+
+    good = found.good()
+    sent = found.sent[found.sent != NONE]
+    if not good.any() or not len(sent):
+        return {}
+    seconds = float(found.stamps[found.offsets[1:][good] - 1].max() - sent.min()) / 1e9
+    if seconds <= 0:
+        return {}
+    output, prompts = (
+        float(np.where(column == NONE, 0, column)[good].sum()) for column in (found.output_tokens, found.input_tokens)
+    )
+    return {
+        "request_throughput_whole_run": float(good.sum()) / seconds,
+        "output_token_throughput_whole_run": output / seconds,
+        "total_token_throughput_whole_run": (output + prompts) / seconds,
+    }

@@ -1,0 +1,177 @@
+"""Load files: configs/load/*.yaml and files of the user's, read strictly into what the load tester takes.
+
+    name, description; the file's own name where it says none
+    load   when: one of `concurrency`, `rate`, `stages` and `trace` says of which kind; the fields are those of the
+           kind's class in bench.loads. `concurrency`, `rate` and `speedup` may be lists: one level each.
+    work   what: the fields of bench.work.Work. A trace's load brings its own prompts.
+
+Relative files in it are beside the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtpipe.configs import facts as config
+from trtpipe.configs.facts import ConfigError
+from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
+from trtpipe.pipeline.bench.load.lines import shown
+from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
+from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
+
+_T = TypeVar("_T")
+# (class, its fields, where they are from, the error to raise)
+Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
+
+# The key that says of which kind a load is.
+KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
+# Keys that may hold a list, for a level each.
+LEVELS = ("concurrency", "rate", "speedup")
+MOST_LEVELS = 1000
+STAGE_KEYS = ("duration_s", "rate", "from", "to")
+PARTS: dict[str, type] = {"shared_prefix": SharedPrefix, "sessions": Sessions}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFile:
+    """A load file: its levels in order, and the work that each of them does."""
+
+    name: str
+    description: str
+    levels: tuple[Load, ...]
+    work: Work
+
+
+def names() -> list[str]:
+    """The load files that are shipped."""
+    return sorted(path.stem for path in (config.CONFIGS / "load").glob("*.yaml"))
+
+
+def find_load(name: str) -> LoadFile:
+    """The load file of configs/load of that name, or the YAML file at that path.
+
+    Raises UsageError for one that is not there, ConfigError for a mistake in it.
+    """
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in names():
+            raise UsageError(
+                f"unknown load '{name}'", why="it is no YAML file either", remedy=suggestion(name, names())
+            )
+        path = config.CONFIGS / "load" / f"{name}.yaml"
+    raw = config.read_yaml(path)
+    config.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
+    plain = config.build(_Plain, raw, path.name)
+    levels = parse_levels(plain.load, f"{path.name}: load", path.parent)
+    return LoadFile(
+        name=plain.name or path.stem,
+        description=plain.description,
+        levels=levels,
+        work=parse_work(plain.work, f"{path.name}: work", path.parent, levels),
+    )
+
+
+def parse_levels(
+    raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = config.build
+) -> tuple[Load, ...]:
+    """The levels of a `load` mapping. Raises `error` naming `where` and the mistake.
+
+    build  makes an object of a class from its fields, and looks at their types where nobody has before
+    """
+    known = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
+    config.check_keys(raw, known, where, error)
+    chosen = [key for key in KINDS if key in raw]
+    if len(chosen) != 1:
+        found = " and ".join(chosen) if chosen else "none"
+        raise error(f"{where}: a load has one of {', '.join(KINDS)}", why=f"there is {found}")
+    kind = KINDS[chosen[0]]
+    own = [field.name for field in dataclasses.fields(kind)]
+    for key in raw:
+        if key not in own:
+            raise error(f"{where}: {key} does not apply to a load of {chosen[0]}", remedy="known: " + ", ".join(own))
+    data = dict(raw)
+    if kind is Staged:
+        data["stages"] = _stages(raw["stages"], f"{where}: stages", error)
+    if kind is Replay:
+        data["trace"] = _beside(raw["trace"], f"{where}: trace", folder, error)
+    lists = [key for key in LEVELS if isinstance(data.get(key), list)]
+    if not lists:
+        return (_build(kind, data, where, error, build),)
+    (key,) = lists
+    if not data[key]:
+        raise error(f"{where}: {key} is an empty list", remedy="give one value or more")
+    if len(data[key]) > MOST_LEVELS:
+        raise error(f"{where}: {key} is a list of {len(data[key]):,}", remedy=f"give at most {MOST_LEVELS:,} values")
+    return tuple(_build(kind, {**data, key: value}, where, error, build) for value in data[key])
+
+
+def parse_work(
+    raw: dict[str, Any],
+    where: str,
+    folder: Path,
+    levels: tuple[Load, ...] = (),
+    error: type[TrtpipeError] = ConfigError,
+    build: Build = config.build,
+) -> Work:
+    """The `work` mapping of a load of these levels. Raises `error` naming `where` and the mistake."""
+    data = dict(raw)
+    for key, kind in PARTS.items():
+        if isinstance(data.get(key), dict):
+            config.check_keys(data[key], [field.name for field in dataclasses.fields(kind)], f"{where}: {key}", error)
+    replays = [level for level in levels if isinstance(level, Replay)]
+    if replays:
+        for key in ("trace", "max_total_tokens"):
+            if key in data:
+                raise error(f"{where}: {key} is given twice", why="the load names it", remedy="leave it out here")
+        # All levels of a file replay one trace.
+        data["trace"] = replays[0].trace
+        data["max_total_tokens"] = replays[0].max_total_tokens
+    data.setdefault("folder", folder)
+    return _build(Work, data, where, error, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """A load file before its two parts are understood."""
+
+    load: dict[str, Any]
+    work: dict[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    description: str = ""
+
+
+def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str, Any]]:
+    """Stages as Stage has them, from {duration_s, rate} or {duration_s, from, to}."""
+    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+        raise error(f"{where} must be a list of mappings")
+    out = []
+    for entry in value:
+        config.check_keys(entry, STAGE_KEYS, where, error)
+        rates = {key for key in entry if key != "duration_s"}
+        if rates not in ({"rate"}, {"from", "to"}):
+            raise error(f"{where}: a stage has a rate, or from and to", why=f"{shown(entry)} has neither or too much")
+        start, end = (entry.get("rate", entry.get(key)) for key in ("from", "to"))
+        out.append({"start": start, "end": end, **{key: entry[key] for key in entry if key == "duration_s"}})
+    return out
+
+
+def _beside(value: Any, where: str, folder: Path, error: type[TrtpipeError]) -> Path:
+    if not isinstance(value, str | Path):
+        raise error(f"{where} is {shown(value)}, not a file")
+    # Absolute, so that it is the same file for the load and for the work, which has a folder of its own.
+    return (folder / value).absolute()
+
+
+def _build(kind: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError], build: Build) -> _T:
+    try:
+        made: _T = build(kind, data, where, error)
+        return made
+    except UsageError as mistake:
+        if mistake.what.startswith(where):
+            raise
+        # The class says what is wrong with its values; this says in which file.
+        raise error(f"{where}: {mistake.what}", why=mistake.why, remedy=mistake.remedy) from None

@@ -1,0 +1,1 @@
+"""Closed and open loops: sending requests at their times while the clock runs."""

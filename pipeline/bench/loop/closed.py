@@ -1,0 +1,153 @@
+"""A closed loop keeps a number of requests in flight.
+
+Each place sends its next request as soon as the last one has ended. Its warm-up requests are followed by its measured
+ones without a pause and without waiting for the other places, so neither the burst in which all start nor a second one
+after a drain is measured. The first warm-up request of place k is shortened to k/concurrency of the output length:
+equal requests that start together would end together for ever, and this spreads the places over one request's time
+before anything is measured. A place that finds no measured request left goes on with others until the last measured
+one has ended: those of the end are answered under the load of all others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import monotonic_ns
+
+from trtpipe.pipeline.bench.loop.alarm import Alarm
+from trtpipe.pipeline.bench.loop.driver import Driver, Follow, Limits, Live
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.transport import Sender
+
+
+class ClosedLoop(Driver):
+    """A place for each of `warmups`.
+
+    warmups     requests of each place before its measured ones, in order
+    measured    the others, for whichever place is free
+    fillers     without end, for places that are ready before the last has begun, or find none left while some are still
+                answered: requests or conversations, as those that are measured; None: those measure at once, these rest
+    starts_ns   when each place begins, from the start
+    duration_s  measure so long from the moment the last place has warmed up, instead of until `measured` ends
+    """
+
+    def __init__(
+        self, sender: Sender, limits: Limits, *, warmups: Sequence[Sequence[Exchange]], measured: Iterator[Exchange],
+        starts_ns: Sequence[int], fillers: Iterator[Exchange] | None = None, duration_s: float | None = None,
+        follow: Follow | None = None, watch: Callable[[Live], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(sender, limits, follow, watch)
+        self._warmups = [deque(mine) for mine in warmups]
+        self._measured = measured
+        self._fillers = fillers
+        self._starts = starts_ns
+        self._duration_s = duration_s
+        self.deadline: int | None = None  # of a duration, once all places have warmed up
+        self._warm: set[int] = set()
+        # Places whose request, or conversation, is measured; and those at a filler.
+        self._measuring: set[int] = set()
+        self._filling: set[int] = set()
+        self._exhausted = False  # nothing that is measured is left to begin
+        self._resting = 0
+        self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
+        self._beginning: deque[tuple[int, int]] = deque()
+        self._whole_ns = 0  # by the clock: when the last place begins
+
+    @property
+    def _until_ns(self) -> int | None:
+        return self.deadline
+
+    def _begin(self) -> None:
+        start = self._start_ns or monotonic_ns()
+        self._beginning.extend((place, start + offset) for place, offset in enumerate(self._starts))
+        self._whole_ns = start + self._starts[-1]
+        self._alarm = Alarm(self._loop, partial(self._step, self._ramp))
+        self._alarm.at(start)
+
+    def _ramp(self) -> None:
+        now = monotonic_ns()
+        while self._beginning and self._beginning[0][1] <= now:
+            self._free.append((*self._beginning.popleft(), None))
+        if self._beginning:
+            self._alarm.at(self._beginning[0][1])
+        self._serve()
+
+    def _close(self) -> None:
+        self._alarm.close()
+
+    def _freed(self, exchange: Exchange) -> None:
+        if not self._free:
+            self._loop.call_soon(self._step, self._serve)
+        assert exchange.end_ns is not None
+        self._free.append((exchange.slot, exchange.end_ns, exchange))
+
+    def _serve(self) -> None:
+        if self._is_over:
+            return
+        free = [one for one in self._free if not self._goes_on(*one)]
+        self._free.clear()
+        places = [place for place, _, _ in free]
+        self._measuring.difference_update(places)
+        self._filling.difference_update(places)
+        batch: list[Exchange] = []
+        for place, since, _ in free:
+            exchange = self._next(place, since)
+            if exchange is None:
+                self._resting += 1
+            else:
+                exchange.slot = place
+                exchange.due_ns = since
+                batch.append(exchange)
+        self._send(batch)
+        if self._exhausted and not self._measuring:  # nobody waits for turns of fillers that are still to come
+            self._resting += len(self._later)
+            self._later.clear()
+        if self._resting == len(self._warmups):
+            self._finish()
+
+    def _goes_on(self, place: int, since: int, last: Exchange | None) -> bool:
+        if last is None:
+            return False
+        if place in self._measuring:
+            # Whoever still thinks when the time is over does so until then, and no longer.
+            return not self._is_past(since) and self._continue(last, self.deadline)
+        return place in self._filling and self._needs_fillers(since) and self._continue(last)
+
+    def _needs_fillers(self, since: int) -> bool:
+        """Not all places have begun, or some are still at the last that is measured."""
+        return since < self._whole_ns or (self._exhausted and bool(self._measuring))
+
+    def _is_past(self, moment: int) -> bool:
+        return self.deadline is not None and moment >= self.deadline
+
+    def _send_due(self, batch: Sequence[Exchange]) -> None:
+        late = [turn for turn in batch if not turn.warmup and self._is_past(turn.due_ns)]
+        self._send([turn for turn in batch if turn not in late])
+        self._free.extend((turn.slot, turn.due_ns, None) for turn in late)
+        self._serve()
+
+    def _next(self, place: int, since: int) -> Exchange | None:
+        if self._warmups[place]:
+            return self._unmeasured(self._warmups[place].popleft())
+        if place not in self._warm:
+            self._warm.add(place)
+            if len(self._warm) == len(self._warmups) and self._duration_s is not None:
+                self.deadline = since + int(self._duration_s * 1e9)
+                self._cap_later(self.deadline)
+        if self._fillers is None or since >= self._whole_ns:
+            exchange = None if self._is_past(since) else next(self._measured, None)
+            if exchange is not None:
+                self._measuring.add(place)
+                return exchange
+            self._exhausted = True
+        # A warm-up still under way is not waited for: what comes after it is not measured either.
+        if self._fillers is None or not self._needs_fillers(since):
+            return None
+        self._filling.add(place)
+        return self._unmeasured(next(self._fillers))
+
+    @staticmethod
+    def _unmeasured(exchange: Exchange) -> Exchange:
+        exchange.warmup = True
+        return exchange

@@ -1,0 +1,293 @@
+"""What drives a level, closed or open: it has a sender send, notes what ends, and gives up on what does not.
+
+What comes in one turn of the event loop is read before anything is sent: reads carry stamps, and must not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic_ns, process_time_ns, time_ns
+from typing import Any
+
+from trtpipe.pipeline.bench.loop.alarm import Alarm, Metronome
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.transport import Sender
+
+# After a request that has ended: the next turn of its conversation and the nanoseconds until it is due, or None.
+Follow = Callable[[Exchange], "tuple[Exchange, int] | None"]
+
+SWEEP_S = 0.25
+# Requests in a row that find no connection, after which a server is gone, however many others were to come.
+UNREACHED = 5
+# First tokens that the live view keeps.
+RECENT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to give up.
+
+    request_s  a request that has not ended after so many seconds has failed (Timeout)
+    token_s    one of which nothing but signs of life has come for so many seconds has failed (Stalled)
+    failures   so many in a row end the level: a dead server must not cost a timeout for every request that is left
+    """
+
+    request_s: float
+    token_s: float
+    failures: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """What the client itself did in a level.
+
+    lateness_ns    of the event loop, measured every 10 ms
+    cpu_ns, wall_ns  of this process, from the first request to the last end
+    peak           most requests in flight
+    clock_step_ns  by which somebody set the time of day meanwhile
+    """
+
+    lateness_ns: list[int]
+    cpu_ns: int
+    wall_ns: int
+    peak: int
+    clock_step_ns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """Where a level stands. `first_ns` are the last times to the first bytes of an answer; `left_s` seconds until the
+    last request is due, None where a number of requests decides, not time."""
+
+    elapsed_s: float
+    warmed: int
+    done: int
+    failed: int
+    in_flight: int
+    responses: int
+    first_ns: Sequence[int]
+    left_s: float | None = None
+
+    @classmethod
+    def sum(cls, parts: Iterable[Live]) -> Live:
+        """Of processes that share a level."""
+        known = list(parts)
+        counts = ("warmed", "done", "failed", "in_flight", "responses")
+        return cls(
+            elapsed_s=max(one.elapsed_s for one in known),
+            first_ns=[first for one in known for first in one.first_ns],
+            left_s=max((one.left_s for one in known if one.left_s is not None), default=None),
+            **{name: sum(getattr(one, name) for one in known) for name in counts},
+        )
+
+
+class Driver:
+    """What both loops share. One level; `ended` grows by each request as it ends, so that an interrupted one keeps what
+    it has.
+
+    stopped      why the level ended early, None if it did not
+    interrupted  it was told to end
+    """
+
+    def __init__(
+        self, sender: Sender, limits: Limits, follow: Follow | None, watch: Callable[[Live], None] | None
+    ) -> None:
+        self.ended: list[Exchange] = []
+        self.cut = 0  # abandoned when the level ended
+        self.stopped: str | None = None
+        self.interrupted = False
+        self.client: Client | None = None
+        self._sender = sender
+        self._limits = limits
+        self._follow = follow
+        self._watch = watch
+        self._later: list[tuple[int, str, Exchange]] = []  # a heap: when it is due, its id
+        self._flying: dict[str, Exchange] = {}
+        self._peak = 0
+        self._in_a_row = self._unreached = 0
+        self._warmed = self._failed = self._responses = 0
+        self._firsts: deque[int] = deque(maxlen=RECENT)
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] | None = None  # from the moment it runs
+
+    async def run(self, start_ns: int = 0) -> None:
+        """Begin at `start_ns`, or now where it is 0. Returns when the last request has ended, or the level was
+        stopped or interrupted."""
+        self._start_ns = start_ns
+        self._loop = asyncio.get_running_loop()
+        over = self._over = self._loop.create_future()
+        metronome = Metronome(self._loop)
+        self._later_alarm = Alarm(self._loop, partial(self._step, self._ring_later))
+        cpu, wall = process_time_ns(), monotonic_ns()
+        self._began = wall
+        apart = time_ns() - wall
+        self._sweeper = self._loop.call_later(SWEEP_S, self._step, self._sweep)
+        try:
+            self._begin()
+            if self.interrupted:  # before it began
+                self._finish()
+            await over
+        finally:
+            apart = time_ns() - monotonic_ns() - apart
+            wall, cpu = monotonic_ns() - wall, process_time_ns() - cpu
+            self._sweeper.cancel()
+            metronome.close()
+            self._later_alarm.close()
+            self._close()
+            abandoned = list(self._flying.values())
+            for exchange in abandoned:
+                exchange.on_ended = None
+            for exchange in abandoned:
+                self._sender.cancel(exchange)
+            self.cut = len(abandoned)
+            self._flying.clear()
+            self.client = Client(
+                lateness_ns=metronome.lateness_ns, cpu_ns=cpu, wall_ns=wall, peak=self._peak, clock_step_ns=apart
+            )
+
+    def interrupt(self) -> None:
+        """End now, or as soon as it begins; what is in flight is abandoned and counted in `cut`."""
+        self.interrupted = True
+        self._finish()
+
+    # What a loop has to say
+
+    @property
+    def _until_ns(self) -> int | None:
+        """When the last request is due, where that is known."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _freed(self, exchange: Exchange) -> None:
+        """A request has ended."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Nothing more is sent."""
+
+    def _send_due(self, batch: Sequence[Exchange]) -> None:
+        """Turns of conversations whose time has come."""
+        self._send(batch)
+
+    # What it may use
+
+    def _continue(self, exchange: Exchange, latest_ns: int | None = None) -> bool:
+        """Have the next turn of a conversation sent when it is due, or asked for at `latest_ns` if it is due later;
+        False where there is none."""
+        following = None if self._follow is None else self._follow(exchange)
+        if following is None:
+            return False
+        turn, think_ns = following
+        assert exchange.end_ns is not None
+        turn.slot, turn.warmup = exchange.slot, exchange.warmup
+        turn.due_ns = exchange.end_ns + think_ns if latest_ns is None else min(exchange.end_ns + think_ns, latest_ns)
+        heapq.heappush(self._later, (turn.due_ns, turn.id, turn))
+        self._later_alarm.at(self._later[0][0])
+        return True
+
+    def _cap_later(self, latest_ns: int) -> None:
+        """Measured turns that are due later than that are asked for then."""
+        for _, _, turn in self._later:
+            turn.due_ns = turn.due_ns if turn.warmup else min(turn.due_ns, latest_ns)
+        self._later = sorted((turn.due_ns, name, turn) for _, name, turn in self._later)
+        if self._later:
+            self._later_alarm.at(self._later[0][0])
+
+    def _send(self, batch: Sequence[Exchange]) -> None:
+        if not batch:
+            return
+        for exchange in batch:
+            exchange.on_ended = self._ended
+            self._flying[exchange.id] = exchange
+        self._peak = max(self._peak, len(self._flying))
+        self._sender.start(batch)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._over is None or self._over.done()
+
+    def _finish(self, error: Exception | None = None) -> None:
+        if self._over is None or self._over.done():
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+
+    def _step(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Of a callback: the loop would log its error, and the level wait for ever."""
+        try:
+            step(*arguments)
+        except Exception as error:
+            self._finish(error)
+
+    # What happens
+
+    def _ring_later(self) -> None:
+        now = monotonic_ns()
+        batch = []
+        while self._later and self._later[0][0] <= now:
+            batch.append(heapq.heappop(self._later)[2])
+        if self._later:
+            self._later_alarm.at(self._later[0][0])
+        self._send_due(batch)
+
+    def _ended(self, exchange: Exchange) -> None:
+        del self._flying[exchange.id]
+        self.ended.append(exchange)
+        self._responses += len(exchange.stamps)
+        self._warmed += exchange.warmup
+        if exchange.failure is None:
+            self._in_a_row = self._unreached = 0
+            if exchange.stamps and exchange.sent_ns is not None:
+                self._firsts.append(exchange.stamps[0] - exchange.sent_ns)
+        else:
+            self._failed += not exchange.warmup
+            self._in_a_row += 1
+            last = exchange.failure
+            self._unreached = self._unreached + 1 if last.kind == "ConnectFailed" else 0
+            most = self._limits.failures
+            if (self._in_a_row >= most or self._unreached >= min(most, UNREACHED)) and self.stopped is None:
+                self.stopped = f"{self._in_a_row} requests in a row failed, the last by {last.kind}: {last.message}"
+                self._finish()
+        self._freed(exchange)
+
+    def _sweep(self) -> None:
+        """Now and then: who has waited too long, and what is there to show."""
+        now = monotonic_ns()
+        request_ns, token_ns = self._limits.request_s * 1e9, self._limits.token_s * 1e9
+        for exchange in list(self._flying.values()):
+            kind, told = "", ""
+            # One that waits for a connection waits no longer either.
+            sent = exchange.due_ns if exchange.sent_ns is None else exchange.sent_ns
+            if now - sent > request_ns:
+                kind, told = "Timeout", f"not over within {self._limits.request_s:g} s"
+            elif exchange.sent_ns is not None and now - (exchange.heard_ns() or sent) > token_ns:
+                kind, told = "Stalled", f"nothing more within {self._limits.token_s:g} s"
+            if kind:
+                self._sender.cancel(exchange)
+                responses = sum(exchange.mark in data for data, _ in exchange.reads())
+                exchange.fail(kind, f"{told}, after {responses} responses")
+            else:
+                exchange.compact()
+        if self._watch is not None:
+            self._watch(
+                Live(
+                    elapsed_s=(now - self._began) / 1e9,
+                    warmed=self._warmed,
+                    done=len(self.ended) - self._warmed,
+                    failed=self._failed,
+                    in_flight=len(self._flying),
+                    responses=self._responses + sum(len(exchange.stamps) for exchange in self._flying.values()),
+                    first_ns=self._firsts,
+                    left_s=None if self._until_ns is None else max(0.0, (self._until_ns - now) / 1e9),
+                )
+            )
+        self._sweeper = self._loop.call_later(SWEEP_S, self._step, self._sweep)

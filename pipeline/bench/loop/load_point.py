@@ -1,0 +1,248 @@
+"""One protocol under one load: its requests made and driven (LevelRun, a share of them in each process), then what came
+of all shares read and judged (evaluate)."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
+from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
+from trtpipe.pipeline.bench.load.workload import Ask, Workload
+from trtpipe.pipeline.bench.loop.closed import ClosedLoop
+from trtpipe.pipeline.bench.loop.driver import Client as ClientFigures
+from trtpipe.pipeline.bench.loop.driver import Driver, Limits, Live
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.open import OpenLoop
+from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.monitors.server import Beside
+from trtpipe.pipeline.bench.protocols.transport import Client
+from trtpipe.pipeline.bench.results.metrics import Window, closed_window
+from trtpipe.pipeline.bench.results.records import Records, joined, settle
+from trtpipe.pipeline.bench.results.report import LevelResult, level_result
+from trtpipe.pipeline.bench.results.slo import Objective
+from trtpipe.pipeline.bench.results.verdict import examine
+from trtpipe.pipeline.bench.workers.share import WHOLE, Share
+
+# Requests of each place that are made before the clock starts where nobody knows how many there will be.
+AHEAD = 4
+# Connections that an open loop has before the clock starts.
+OPENED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driven:
+    """What a level left behind.
+
+    clients    figures of each process that drove a share of it
+    window_ns  the measured part of an open loop's schedule, by the clock; None of a closed loop, whose window shows in
+               its records, and where nothing was measured
+    until_ns   when the duration of a closed loop was over, by the clock; None where a number of requests ended it
+    distinct   prompts of a file, after which it began again; None where prompts were made
+    """
+
+    records: Records
+    clients: tuple[ClientFigures, ...]
+    window_ns: tuple[int, int] | None
+    cut: int
+    stopped: str | None
+    interrupted: bool
+    distinct: int | None = None
+    until_ns: int | None = None
+
+    def shifted(self, by_ns: int) -> Driven:
+        """The same by a clock that shows so much more."""
+        window = self.window_ns
+        return replace(
+            self,
+            records=self.records.shifted(by_ns),
+            window_ns=None if window is None else (window[0] + by_ns, window[1] + by_ns),
+            until_ns=None if self.until_ns is None else self.until_ns + by_ns,
+        )
+
+    @classmethod
+    def merged(cls, parts: Sequence[Driven]) -> Driven:
+        """Shares that were driven side by side as the one level that they are."""
+        windows = [part.window_ns for part in parts if part.window_ns is not None]
+        start, stop = max((w[0] for w in windows), default=0), min((w[1] for w in windows), default=0)
+        return cls(
+            records=joined([part.records for part in parts]),
+            clients=tuple(client for part in parts for client in part.clients),
+            window_ns=(start, stop) if len(windows) == len(parts) and stop > start else None,
+            cut=sum(part.cut for part in parts),
+            stopped=next((part.stopped for part in parts if part.stopped is not None), None),
+            interrupted=any(part.interrupted for part in parts),
+            distinct=parts[0].distinct,
+            until_ns=min((part.until_ns for part in parts if part.until_ns is not None), default=None),
+        )
+
+
+class LevelRun:
+    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` fixes an open loop's times."""
+
+    def __init__(
+        self, load: Load, client: Client, asker: Asker, workload: Workload, *, limits: Limits, seed: int = 0,
+        share: Share = WHOLE, watch: Callable[[Live], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.load = load
+        self.client = client
+        self._asker = asker
+        self._asks = workload.asks(share)
+        self._distinct = workload.distinct
+        self._limits = limits
+        self._seed = seed
+        self._share = share
+        self._watch = watch
+        self._driver: Driver | None = None
+
+    async def prepare(self) -> None:
+        """Make requests and connections."""
+        # Requests first: an interrupt meanwhile is to find the driver.
+        if isinstance(self.load, Closed):
+            self._driver, calls = self._closed(self.load), self._share.count(self.load.concurrency)
+        else:
+            self._driver = self._open(self.load)
+            calls = min(self._share.count(self.load.max_in_flight or OPENED), OPENED)
+        await self.client.sender.warm(calls)
+
+    async def drive(self, start_ns: int = 0) -> None:
+        """Begin at `start_ns`, or now where it is 0. Whatever ends it, `collect` has what there is."""
+        assert self._driver is not None
+        with _undisturbed():
+            await self._driver.run(start_ns)
+
+    def interrupt(self) -> None:
+        if self._driver is not None:
+            self._driver.interrupt()
+
+    def collect(self, count_tokens: Callable[[str], int]) -> Driven:
+        """Read what was driven. Once."""
+        driver = self._driver
+        assert driver is not None
+        assert driver.client is not None
+        window = driver.window if isinstance(driver, OpenLoop) else (0, 0)
+        for exchange in driver.ended:
+            if exchange.slot >= 0:  # among all places of the load, not of this share
+                exchange.slot = self._share.index + self._share.of * exchange.slot
+        records = settle(driver.ended, self.client.codec.decode, count_tokens)
+        _give_back()
+        return Driven(
+            records=records,
+            clients=(driver.client,),
+            window_ns=window if window[1] > window[0] else None,
+            cut=driver.cut,
+            stopped=driver.stopped,
+            interrupted=driver.interrupted,
+            distinct=self._distinct,
+            until_ns=driver.deadline if isinstance(driver, ClosedLoop) else None,
+        )
+
+    def _closed(self, load: Closed) -> ClosedLoop:
+        share = self._share
+        total = load.measured_requests
+        ready = list(islice(self._asks, AHEAD * share.count(load.concurrency) if total is None else share.count(total)))
+        lengths = [load.warmup_lengths(p, ready[0].output_tokens) for p in share.take(range(load.concurrency))]
+        # Drawn after the measured ones, so that those are the same whatever the warm-up is.
+        warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
+        measured: Iterator[Exchange] = iter([self._make(ask) for ask in ready])
+        if total is None:
+            # One by one from then on: what that takes shows as dispatch_delay.
+            measured = chain(measured, map(self._make, self._asks))
+        fillers: Iterator[Exchange] | None = None
+        if load.cooldown:
+            fillers = chain([self._make(next(self._asks)) for _ in lengths], map(self._make, self._asks))
+        return ClosedLoop(
+            self.client.sender, self._limits, warmups=warmups, measured=measured, fillers=fillers,
+            starts_ns=list(share.take(slot_starts(load).tolist())), duration_s=load.duration_s, follow=self._follow,
+            watch=self._watch,
+        )  # fmt: skip
+
+    def _open(self, load: Open | Staged | Replay) -> OpenLoop:
+        plan = schedule(load, self._seed)
+        due_ns = list(self._share.take(plan.due_ns.tolist()))
+        exchanges = [self._make(next(self._asks)) for _ in due_ns]
+        most = load.max_in_flight
+        return OpenLoop(
+            self.client.sender, self._limits, exchanges=exchanges, due_ns=due_ns, window_ns=plan.window,
+            max_in_flight=None if most is None else self._share.count(most), follow=self._follow, watch=self._watch,
+        )  # fmt: skip
+
+    def _make(self, ask: Ask, max_tokens: int | None = None) -> Exchange:
+        return self._asker.make(self.client.codec, ask, max_tokens)
+
+    def _follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
+        return self._asker.follow(self.client.codec, self._asks, exchange)
+
+
+def evaluate(
+    load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
+    beside: Beside | None = None,
+) -> LevelResult:  # fmt: skip
+    """Judge a level. `beside` has been read meanwhile."""
+    records = driven.records
+    good = records.good()
+    first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
+    window = None
+    if isinstance(load, Closed):
+        whole = driven.stopped is None and not driven.interrupted
+        window = closed_window(records, load.concurrency, driven.until_ns if whole else None)
+    elif driven.window_ns is not None:
+        window = Window(start_ns=driven.window_ns[0], stop_ns=driven.window_ns[1])
+    check = examine(
+        records,
+        driven.clients,
+        ttft_p50_ms=float(sorted(first)[len(first) // 2]) if len(first) else None,
+        asked=load.concurrency if isinstance(load, Closed) else None,
+        bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
+        whole=driven.stopped is None and not driven.interrupted,
+    )
+    return level_result(
+        records,
+        window,
+        check,
+        protocol=protocol,
+        label=load.label,
+        load=load.entry(),
+        repeat=repeat,
+        cut=driven.cut,
+        server=None if beside is None else _server_said(driven, beside),
+        objectives=objectives,
+        stopped=driven.stopped,
+        interrupted=driven.interrupted,
+    )
+
+
+def _server_said(driven: Driven, beside: Beside) -> dict[str, Any] | None:
+    records = driven.records
+    if len(records) == 0:
+        return None
+    # What a request that failed or was abandoned cost the server nobody here knows.
+    whole = not driven.cut and not records.failed.any()
+    tokens = int(records.output_tokens.sum()) if whole else None
+    return beside.said(tokens, int(records.due.min()))
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection while the clock runs: it would stop reads for milliseconds. What is kept has no cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _give_back() -> None:
+    """Room of bytes that were read is the system's again. An allocator keeps it, and what comes next, records and
+    pages, asks for room of other sizes: together they would be the most that a run takes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)

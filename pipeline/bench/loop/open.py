@@ -1,0 +1,88 @@
+"""An open loop sends each request at its time: the times are set before the first one leaves, and nothing that server
+or client does moves them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic_ns
+
+from trtpipe.pipeline.bench.loop.alarm import Alarm
+from trtpipe.pipeline.bench.loop.driver import Driver, Follow, Limits, Live
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.transport import Sender
+
+
+class OpenLoop(Driver):
+    """Each request at its time.
+
+    due_ns         of each of `exchanges`, from the start, in order
+    window_ns      from the start: what is due outside is not measured
+    max_in_flight  more than that wait, and their dispatch delay says so; None for no bound
+    """
+
+    def __init__(
+        self, sender: Sender, limits: Limits, *, exchanges: Sequence[Exchange], due_ns: Sequence[int],
+        window_ns: tuple[int, int], max_in_flight: int | None = None, follow: Follow | None = None,
+        watch: Callable[[Live], None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(sender, limits, follow, watch)
+        self._exchanges = exchanges
+        self._offsets = due_ns
+        self._window_ns = window_ns
+        self.window = (0, 0)  # the same once it has begun, by the clock
+        self._most = max_in_flight
+        self._next = 0
+        self._waiting: deque[Exchange] = deque()
+
+    @property
+    def _until_ns(self) -> int | None:
+        return self._due[-1] if self._due else None
+
+    def _begin(self) -> None:
+        # A little later, so that the first is no later than the others.
+        start = self._start_ns or monotonic_ns() + 20_000_000
+        self._due = [start + offset for offset in self._offsets]
+        self.window = (start + self._window_ns[0], start + self._window_ns[1])
+        self._alarm = Alarm(self._loop, partial(self._step, self._ring))
+        self._alarm.at(self._due[0])
+
+    def _close(self) -> None:
+        self._alarm.close()
+        if self.stopped is not None or self.interrupted:
+            # Of the rest nothing is known.
+            self.window = (self.window[0], min(self.window[1], monotonic_ns()))
+
+    def _ring(self) -> None:
+        now = monotonic_ns()
+        while self._next < len(self._due) and self._due[self._next] <= now:
+            exchange = self._exchanges[self._next]
+            exchange.due_ns = self._due[self._next]
+            self._waiting.append(exchange)
+            self._next += 1
+        if self._next < len(self._due):
+            self._alarm.at(self._due[self._next])
+        self._serve()
+
+    def _freed(self, exchange: Exchange) -> None:
+        self._loop.call_soon(self._step, self._after, exchange)
+
+    def _after(self, exchange: Exchange) -> None:
+        if self._is_over:
+            return
+        self._continue(exchange)
+        self._serve()
+        if self._next == len(self._due) and not (self._waiting or self._flying or self._later):
+            self._finish()
+
+    def _serve(self) -> None:
+        room = len(self._waiting) if self._most is None else max(0, self._most - len(self._flying))
+        batch = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        for exchange in batch:
+            exchange.warmup = not self.window[0] <= exchange.due_ns < self.window[1]
+        self._send(batch)
+
+    def _send_due(self, batch: Sequence[Exchange]) -> None:
+        self._waiting.extend(batch)
+        self._serve()

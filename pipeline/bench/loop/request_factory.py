@@ -1,0 +1,46 @@
+"""Requests as bytes, made before the clock starts."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from functools import partial
+
+from trtpipe.pipeline.bench.load.workload import Ask, Asks
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.transport import Codec
+
+
+class Asker:
+    """Turns what is to be asked into requests, each with an id of its own."""
+
+    def __init__(self) -> None:
+        self._run = secrets.token_hex(4)  # a server may remember the ids of an earlier run
+        self._numbers = itertools.count()
+
+    def make(self, codec: Codec, ask: Ask, max_tokens: int | None = None) -> Exchange:
+        """A request, with another output length if one is given."""
+        length = ask.output_tokens if max_tokens is None else max_tokens
+        options = dict(ask.options)
+        least = options.get("min_tokens")
+        # A number of the user's own is a bound, and the answer may be longer.
+        exact = least == ask.output_tokens and bool(options.get("ignore_eos"))
+        if least is not None:
+            options["min_tokens"] = length if exact else min(least, length)
+        identity = f"{self._run}-{next(self._numbers)}"
+        message = codec.encode(identity, ask.prompt, length, options, ask.messages)
+        exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
+        exchange.exact = exact
+        if not ask.last:
+            exchange.ask = ask  # otherwise it is not kept: a prompt takes memory
+            exchange.session, exchange.turn = ask.session, ask.turn
+        return exchange
+
+    def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:
+        """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
+        last, or where the answer failed."""
+        answered, exchange.ask = exchange.ask, None
+        if exchange.failure is not None or answered is None:
+            return None
+        ask = asks.next_turn(answered, partial(codec.text, exchange))
+        return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

@@ -1,0 +1,1 @@
+"""Monitors beside a load: the metrics of the server, the GPUs of this machine."""

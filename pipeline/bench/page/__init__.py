@@ -1,1 +1,0 @@
-"""A report as one HTML page: page fills the template, plots draws, axes chooses scales."""

@@ -1,0 +1,177 @@
+"""The same requests through well-known libraries (grpc.aio, as in tritonclient; httpx), which speak TLS and to proxies.
+
+They wake Python once for each message: streams that tick together are read one after the other, late, and the client
+runs out of its core at a fraction of the load that our own reader takes. The report says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Any
+
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S
+from trtpipe.pipeline.bench.protocols.h2_sender import METADATA, parse_address
+from trtpipe.pipeline.bench.protocols.http1 import SSE_DATA, error_text
+from trtpipe.pipeline.bench.protocols.http_setup import Site
+from trtpipe.pipeline.bench.protocols.triton_grpc import CallRefused
+from trtpipe.pipeline.net.h2.triton import STREAM_INFER
+
+KNOWN_ERROR = (
+    "streams that tick together are read late, one after the other; `trtpipe bench selftest --transport tritonclient` "
+    "says by how much here"
+)
+
+
+class _TaskSender:
+    """A task for each request."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def described(self) -> dict[str, Any]:
+        return {"transport": "tritonclient", "stamps": "library", "known_error": KNOWN_ERROR}
+
+    async def warm(self, calls: int) -> None:
+        """The library connects when it likes."""
+
+    def start(self, batch: Sequence[Exchange]) -> None:
+        for exchange in batch:
+            task = exchange.call = asyncio.ensure_future(self._send(exchange))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def cancel(self, exchange: Exchange) -> None:
+        if exchange.call is not None:
+            exchange.call.cancel()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(self, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
+class GrpcAioSender(_TaskSender):
+    """Over a channel of grpc.aio; `grpcs://` is TLS with the system's certificates."""
+
+    def __init__(self, url: str) -> None:
+        import grpc  # publishes no types
+
+        super().__init__()
+        self._url = url
+        self._secure = secure = url.startswith("grpcs://")
+        host, port = parse_address(url.removeprefix("grpcs://"))
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._channel = (
+            grpc.aio.secure_channel(target, grpc.ssl_channel_credentials())
+            if secure
+            else grpc.aio.insecure_channel(target)
+        )
+        self._method = self._channel.stream_stream(STREAM_INFER)  # bytes in, bytes out
+
+    async def ask(self, method: str, message: bytes) -> bytes:
+        """As `H2Sender.ask`."""
+        import grpc
+
+        try:
+            answer: bytes = await self._channel.unary_unary(method)(message, timeout=CONNECT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                remedy = (
+                    "is it TLS there? GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names the certificates that are trusted"
+                    if self._secure
+                    else "start one with `trtpipe serve`, or give the URL of one that runs"
+                )
+                why = error.details() or error.code().name
+                raise HostError(f"no Triton answers over gRPC at {self._url}", why=why, remedy=remedy) from None
+            raise CallRefused(f"{error.code().name}: {error.details()}") from None
+        return answer
+
+    async def close(self) -> None:
+        await super().close()
+        await self._channel.close()
+
+    async def _send(self, exchange: Exchange) -> None:
+        import grpc
+
+        exchange.sent_ns = monotonic_ns()
+        call = self._method(metadata=METADATA)
+        try:
+            try:
+                await call.write(exchange.message)
+                await call.done_writing()
+            except asyncio.InvalidStateError:
+                pass  # the call has already ended; reading tells how
+            left = exchange.limit
+            while (message := await call.read()) is not grpc.aio.EOF:
+                exchange.receive(message, monotonic_ns())
+                left -= len(message) + 5
+                if left < 0:
+                    exchange.fail_oversized()
+                    return
+        except grpc.aio.AioRpcError as error:
+            exchange.fail(f"grpc {error.code().name}", f"{error.details()} (after {len(exchange.stamps)} responses)")
+        else:
+            exchange.end(monotonic_ns())
+        finally:
+            call.cancel()  # has no effect on a call that has ended
+
+
+class HttpxSender(_TaskSender):
+    """Over httpx; https is TLS with the system's certificates."""
+
+    def __init__(self, site: Site) -> None:
+        import httpx
+
+        super().__init__()
+        self._client = httpx.AsyncClient(
+            base_url=site.origin,
+            # httpx would otherwise stop at 100 connections and measure its own queue.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
+            timeout=None,  # the driver holds the deadlines
+        )
+
+    async def close(self) -> None:
+        await super().close()
+        await self._client.aclose()
+
+    async def _send(self, exchange: Exchange) -> None:
+        import httpx
+
+        head, _, body = exchange.message.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        del headers["Host"], headers["Content-Length"]  # httpx writes its own
+        request = self._client.build_request("POST", first.split(" ")[1], content=body, headers=headers)
+        exchange.mark = SSE_DATA
+        exchange.sent_ns = monotonic_ns()
+        try:
+            response = await self._client.send(request, stream=True)
+            try:
+                refused = response.status_code != 200
+                left = exchange.limit
+                async for piece in response.aiter_raw():
+                    exchange.receive(piece, monotonic_ns())
+                    left -= len(piece)
+                    if left < 0 and not refused:
+                        exchange.fail_oversized()
+                        return
+                    if left < 0:
+                        break
+                if refused:
+                    exchange.fail(f"http {response.status_code}", error_text(exchange.body))
+                    return
+            finally:
+                await response.aclose()
+        except httpx.ConnectError as error:
+            exchange.fail("ConnectFailed", str(error))
+        except httpx.TransportError as error:
+            exchange.fail("ConnectionLost", f"{error or type(error).__name__} (after {len(exchange.stamps)} reads)")
+        else:
+            exchange.end(monotonic_ns())

@@ -1,0 +1,123 @@
+"""An OpenAI-compatible server: /v1/completions or /v1/chat/completions, streamed.
+
+The chunk with the role alone, the one with the reason of the end and the one with the usage carry no token. A chunk may
+hold several, so the whole answer is counted by the server's usage, or here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtpipe.engines.errors import HostError, UsageError, suggestion
+from trtpipe.engines.json_input import parse_rows
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.http_setup import Site
+from trtpipe.pipeline.bench.protocols.sse import events
+from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
+
+# Where a chunk of a chat has its text, by server.
+_TEXTS = ("content", "reasoning_content", "reasoning")
+_NO_JSON = (b"[DONE]", b"")
+
+
+class OpenAiHttp:
+    """Codec. Made by `find`."""
+
+    def __init__(self, site: Site, model: str, chat: bool) -> None:
+        self.protocol = "chat" if chat else "completions"
+        self._site = site
+        self._model = model
+        self._chat = chat
+        self._path = "/chat/completions" if chat else "/completions"
+
+    @classmethod
+    def find(cls, site: Site, model: str, *, chat: bool) -> OpenAiHttp:
+        """Ask a server for its model; the site is the API's, http://host:9000/v1. Raises HostError, UsageError."""
+        status, listing = site.ask("GET", "/models", "OpenAI-compatible server")
+        if status == 401:
+            raise UsageError(f"{site.url} asks for a key", remedy="give it in TRTPIPE_API_KEY")
+        try:
+            names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
+        except (KeyError, TypeError):
+            raise HostError(
+                f"what answers at {site.url} is no OpenAI-compatible server",
+                why=f"GET {site.path}/models gives status {status} and no list",
+                remedy="give the URL of its API, such as http://localhost:9000/v1",
+            ) from None
+        if model not in names:
+            raise UsageError(f"model '{model}' is not served at {site.url}", remedy=suggestion(model, names))
+        return cls(site, model, chat)
+
+    def described(self) -> dict[str, Any]:
+        return {"protocol": self.protocol, "url": self._site.url, "server": "OpenAI-compatible", "model": self._model}
+
+    def encode(
+        self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
+    ) -> bytes:
+        said = messages or [{"role": "user", "content": prompt}]
+        ask = {"messages": list(said)} if self._chat else {"prompt": prompt}
+        body: dict[str, Any] = {"model": self._model, **ask, "max_tokens": max_tokens, "stream": True}
+        sampled = {"temperature", "top_k", "top_p"} & set(options)
+        body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}
+        return self._site.post(self._path, identity, body)
+
+    def decode(self, exchange: Exchange) -> Answer:
+        stamps: list[int] = []
+        texts: list[str] = []
+        usage: int | None = None
+        prompt: int | None = None
+        done = False
+        found = events(exchange)
+        chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=exchange.limit)
+        for event, stamp in found:
+            if event == b"[DONE]":
+                done = True
+            if event in _NO_JSON:
+                continue
+            try:
+                chunk = next(chunks)
+                error = chunk if chunk.get("object") == "error" else chunk.get("error")
+                if error:
+                    raise BadAnswer("ServerError", str(error["message"] if isinstance(error, dict) else error))
+                told = chunk.get("usage")
+                if told:
+                    usage = _count(told, "completion_tokens", usage)
+                    prompt = _count(told, "prompt_tokens", prompt)
+                choices = chunk.get("choices") if told else chunk["choices"]
+                text = self._text(choices[0]) if choices else ""
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise BadAnswer("MalformedResponse", f"{type(error).__name__}: {error}, in {event[:200]!r}") from None
+            if text:
+                stamps.append(stamp)
+                texts.append(text)
+        if not done:
+            raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
+        return Answer(stamps, None, "".join(texts), usage, prompt)
+
+    def text(self, exchange: Exchange) -> str:
+        try:
+            return self.decode(exchange).text
+        except BadAnswer:
+            return ""
+
+    def _text(self, choice: dict[str, Any]) -> str:
+        if self._chat:
+            # Some chunks have none: a filter's word, for example. What a model thinks are tokens too.
+            delta = choice.get("delta") or {}
+            text = next((delta[name] for name in _TEXTS if delta.get(name)), "")
+        else:
+            text = choice.get("text") or ""
+        if not isinstance(text, str):
+            raise TypeError(f"the text is {text!r}")
+        return text
+
+
+def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
+    """What usage says, or said `before` where it does not. Raises ValueError for what is no number of tokens."""
+    value = usage.get(name)
+    if value is None:
+        return before
+    if type(value) not in (int, float) or not 0 <= value <= MOST_TOKENS or value % 1:
+        raise ValueError(f"{name} is {value!r}")
+    return int(value)

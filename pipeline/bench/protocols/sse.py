@@ -1,0 +1,137 @@
+"""Server-sent events: what a body holds, each event with the stamp of the read that completed it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.protocols.http1 import chunk_length, pieces, told_error
+from trtpipe.pipeline.bench.protocols.transport import BadAnswer
+
+# What a line begins with; a comment with nothing before the colon.
+_FIELDS = (b"data", b"event", b"id", b"retry", b"")
+
+
+class SseDecoder:
+    """Splits a byte stream into the data of server-sent events, however the bytes were cut."""
+
+    def __init__(self) -> None:
+        self._open: list[bytes] = []  # pieces of a line that has no end yet
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Data of the events that `piece` completes. Raises ValueError for a line of anything else than events.
+
+        A browser skips fields it does not know. Here they are a proxy's page, or a token in a broken line.
+        """
+        head, end, rest = piece.rpartition(b"\n")
+        if not end:
+            self._open.append(piece)
+            return []
+        lines = b"".join([*self._open, head]).split(b"\n")
+        self._open = [rest]
+        events = []
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line:
+                if self._data:
+                    events.append(b"\n".join(self._data))
+                    self._data = []
+            else:
+                _check_line(line, whole=True)
+        return events
+
+    def check_tail(self) -> None:
+        """Raises ValueError where what came after the last line end cannot become a line of events."""
+        _check_line(self._tail, whole=False)
+
+    @property
+    def _tail(self) -> bytes:
+        return b"".join(self._open)
+
+    @property
+    def pending(self) -> bytes:
+        """Data of an event that has no end yet."""
+        tail = self._tail.removesuffix(b"\r")
+        return b"\n".join([*self._data, tail[5:].removeprefix(b" ")] if tail.startswith(b"data:") else self._data)
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._tail or self._data)
+
+
+def _check_line(line: bytes, *, whole: bool) -> None:
+    name, colon, _ = line.partition(b":")
+    if name not in _FIELDS and (whole or colon or not any(field.startswith(name) for field in _FIELDS)):
+        raise ValueError(f"no line of an event stream: {line[:80]!r}")
+
+
+def events(exchange: Exchange) -> list[tuple[bytes, int]]:
+    """(data, stamp) of each event of an answer that has ended. Raises BadAnswer."""
+    found = _a_chunk_each(exchange)
+    if found is None:
+        found = _however_cut(exchange)
+    most = exchange.response_limit
+    longest = max((len(event) for event, _ in found), default=0) if sum(exchange.sizes) > most else 0
+    if longest > most:
+        why = f"an event of {longest:,} bytes, where {exchange.max_tokens:,} tokens were asked for"
+        raise BadAnswer("OversizedResponse", why)
+    return found
+
+
+def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:
+    """Raises BadAnswer."""
+    decoder = SseDecoder()
+    out = []
+    try:
+        for piece, stamp in pieces(exchange):
+            out += [(event, stamp) for event in decoder.feed(piece)]
+        decoder.check_tail()
+    except ValueError as error:
+        told = told_error(b"".join(piece for piece, _ in _whole(exchange)))
+        raise BadAnswer(*(("MalformedResponse", str(error)) if told is None else ("ServerError", told))) from None
+    if decoder.pending == b"[DONE]":  # some servers leave the line ends after it out
+        return [*out, (b"[DONE]", exchange.stamps[-1])]
+    if decoder.unfinished:
+        raise BadAnswer("TruncatedStream", f"the body ended within an event, after {len(out)} events")
+    return out
+
+
+def _whole(exchange: Exchange) -> list[tuple[bytes, int]]:
+    """The body's pieces; none of a body whose chunks cannot be read."""
+    try:
+        return list(pieces(exchange))
+    except ValueError:
+        return []
+
+
+def _a_chunk_each(exchange: Exchange) -> list[tuple[bytes, int]] | None:
+    """The same in a fraction of the time, where each event is one `data: ` line and one chunk of HTTP/1.1, as servers
+    send tokens: then the body's lines are lengths and chunks in turn. None where it is not so."""
+    lines = exchange.body.split(b"\r\n")
+    if not exchange.chunked or lines[-3:] != [b"0", b"", b""] or len(lines) % 2 == 0:
+        return None
+    lengths, chunks = lines[:-3:2], lines[1:-3:2]
+    sizes = list(map(len, chunks))
+    try:
+        told = {length: chunk_length(length) for length in set(lengths)}
+    except ValueError:
+        return None
+    text = b"".join(chunks)
+    found = text[6:-2].split(b"\n\ndata: ")
+    if (
+        [told[length] for length in lengths] != sizes
+        or not (text.startswith(b"data: ") and text.endswith(b"\n\n"))
+        or text.count(b"\n") != 2 * len(found)
+        or [len(event) + 8 for event in found] != sizes
+    ):
+        return None
+    # A chunk ends with the line end after it; the read that has its content may lack that.
+    ends = list(accumulate(len(length) + size + 4 for length, size in zip(lengths, sizes, strict=True)))
+    reads = list(accumulate(exchange.sizes))
+    if reads[: len(ends)] == ends:
+        return list(zip(found, exchange.stamps, strict=False))  # the body's end may have come by itself
+    return [(event, exchange.stamps[bisect_left(reads, end - 2)]) for event, end in zip(found, ends, strict=True)]

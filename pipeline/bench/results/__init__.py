@@ -1,0 +1,1 @@
+"""Records of a run, metrics of records, reports of metrics."""

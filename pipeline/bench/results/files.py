@@ -1,0 +1,90 @@
+"""A report on disk: report.json, and beside it every request, a table for spreadsheets and a page; and what one asks
+for, to measure it once more."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.bench.options import BenchOptions
+from trtpipe.pipeline.bench.results.digest import digest
+from trtpipe.pipeline.bench.results.metrics import PERCENTILES, definitions, percentile_name
+from trtpipe.pipeline.bench.results.page import render
+from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
+from trtpipe.pipeline.bench.results.slo import GOODPUT
+from trtpipe.pipeline.store.folders import write_together
+
+
+def write_report(report: BenchReport, path: Path) -> list[Path]:
+    """Write report.json and companions (.requests.jsonl, .csv, .html). Where the disk has no room for all
+    of them, all stay as they were. Raises HostError.
+    """
+    requests = path.with_suffix(".requests.jsonl")
+    lines = "".join(f"{line}\n" for line in _lines(report))
+    value = report.to_json(requests.name, hashlib.sha256(lines.encode()).hexdigest())
+    texts = {
+        requests: lines,
+        path.with_suffix(".csv"): _table(report),
+        path.with_suffix(".html"): render(value),
+        path: json.dumps(value, indent=1, allow_nan=False) + "\n",
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_together(texts)
+    except OSError as error:
+        raise HostError(
+            f"report {path} cannot be written", why=error.strerror or str(error), remedy="give another place for it"
+        ) from None
+    return list(texts)
+
+
+def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
+    """The options of a report.json, to do the same once more; `tokenizer` stands in for one that lay elsewhere.
+
+    Raises InputDataError for what is no report, and for files that are not those of then: other work is no repetition.
+    """
+    try:
+        report = load_json(path)
+    except (OSError, ValueError) as error:
+        raise InputDataError(f"{path} cannot be read", why=str(error), remedy="name a report.json") from None
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        found = json.dumps(report.get("schema") if isinstance(report, dict) else None)[:40]
+        raise InputDataError(f"{path} is no report of this kind", why=f"schema {found}, not {SCHEMA}")
+    options = BenchOptions.from_json(report.get("options"), str(path))
+    digests = report.get("work_sha256", {})
+    if not isinstance(digests, dict):
+        raise InputDataError(f"{path} is damaged", why="work_sha256 is no mapping", remedy="measure anew")
+    options = replace(options, tokenizer=tokenizer or options.tokenizer)
+    then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
+    for file, sha256 in then.items():
+        if digest(Path(file)) != sha256:
+            raise InputDataError(f"{file} is not what it was in {path}", remedy="bring it back, or measure anew")
+    return options
+
+
+def _lines(report: BenchReport) -> Iterator[str]:
+    for level, records in enumerate(report.records):
+        for request in records.objects():
+            yield json.dumps({"level": level, **request}, separators=(",", ":"))
+
+
+def _table(report: BenchReport) -> str:
+    """A row for each metric of each level; empty where undefined."""
+    statistics = ("value", "n", "mean", "std", "min", *map(percentile_name, PERCENTILES), "max")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(("protocol", "load", "repeat", "metric", "unit", *statistics))
+    units = {name: entry["unit"] for name, entry in {**definitions(), **GOODPUT}.items()}
+    for result in report.results:
+        for name, summary in result.metrics.items():
+            cells: list[Any] = [summary.get(statistic) for statistic in statistics]
+            writer.writerow((result.protocol, result.label, result.repeat, name, units[name], *cells))
+    return out.getvalue()

@@ -1,0 +1,310 @@
+"""What a run found: results a level, and everything needed to judge or repeat them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.pipeline.bench.monitors.server import SERVER_METRICS
+from trtpipe.pipeline.bench.results.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
+from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
+from trtpipe.pipeline.bench.results.repeats import repeats
+from trtpipe.pipeline.bench.results.series import histograms, series
+from trtpipe.pipeline.bench.results.slo import GOODPUT, Objective, judge
+from trtpipe.pipeline.bench.results.verdict import SelfCheck
+from trtpipe.pipeline.bench.search import Found, Search
+
+# Raised when a key changes its meaning or goes; new keys do not raise it.
+SCHEMA = "trtpipe.bench/2"
+# Distinct messages kept of each class of failure; the count is of all.
+MESSAGES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelResult:
+    """One protocol under one load.
+
+    requests            measured, succeeded, failed; warmup, those before and after that are not measured, and
+                        warmup_failed; cut: abandoned when the level ended
+    errors              of measured and other requests, by class: kind, count, messages (a few)
+    window_s            seconds over which the rates are taken; None if there was no such time
+    token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
+    wrong_length        successful requests with another number of tokens than asked for
+    metrics             as `metrics.level_metrics` gives them, and goodput
+    slo                 None where no objective was given
+    client, verdict     as `verdict.examine` gives them
+    server              as `server_side.Beside` gives it; None where neither metrics nor GPUs are at hand
+    stopped             why the level ended early, None if it did not
+    interrupted         Ctrl-C came
+    """
+
+    protocol: str
+    label: str
+    load: dict[str, Any]
+    repeat: int
+    requests: dict[str, int]
+    errors: list[dict[str, Any]]
+    window_s: float | None
+    token_count_source: str | None
+    wrong_length: int
+    metrics: dict[str, dict[str, Any]]
+    slo: dict[str, Any] | None
+    client: dict[str, Any]
+    server: dict[str, Any] | None
+    verdict: dict[str, Any]
+    stopped: str | None
+    interrupted: bool
+    series: dict[str, Any] | None
+    histograms: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What was looked for over one protocol, and what was found. Its runs are levels of the report."""
+
+    protocol: str
+    search: Search
+    found: Found
+
+    def to_json(self) -> dict[str, Any]:
+        wanted = {name: getattr(self.search, name) for name in ("goal", "attainment", "precision", "repeats")}
+        return {"protocol": self.protocol, **wanted, **self.found.to_json()}
+
+    def said(self) -> str:
+        """In one line."""
+        found = self.found
+        if found.rate is None:
+            return f"{self.protocol}: no {self.search.goal} was found: {found.ended}"
+        low, high = ("open" if side is None else f"{side:g}" for side in found.interval)
+        rest = f"; {found.ended}" if found.ended else ""
+        if found.behind is not None:
+            rest += (
+                f"; the server answered {found.behind:.4g} of them, so that its queue was growing: measure longer "
+                "(--duration)"
+            )
+        return (
+            f"{self.protocol}: {self.search.goal} {found.rate:g} requests/s ({low} to {high}), {found.runs} runs{rest}"
+        )
+
+
+@dataclass(kw_only=True)
+class BenchReport:
+    """A whole run. `partial` when it was interrupted or broken, or a level ended early.
+
+    hosts    machines that the load came from, where it was not this one alone
+    distinct prompts of the file that they come from, which begins again after them; None where they are made
+    engine   the passport of what is served, and the digest of its files as `content`
+    repository_sha256  content digest of the model repository that is served
+    work_sha256  of files that the work is made from
+    records  of each result, in their order
+    broken   why the levels after those of `results` were not measured: the server died, for example
+    unread_metrics  of metrics pages that could not be read: why, by address
+    """
+
+    command: list[str]
+    options: dict[str, Any]
+    tokenizer_sha256: str | None
+    started: str
+    work_sha256: dict[str, str] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
+    distinct: int | None = None
+    engine: dict[str, Any] | None = None
+    repository_sha256: str | None = None
+    finished: str = ""
+    interrupted: bool = False
+    endpoints: list[dict[str, Any]] = field(default_factory=list)
+    results: list[LevelResult] = field(default_factory=list)
+    records: list[Records] = field(default_factory=list)
+    broken: TrtpipeError | None = None
+    unread_metrics: dict[str, str] = field(default_factory=dict)
+    searches: list[SearchResult] = field(default_factory=list)
+
+    @property
+    def partial(self) -> bool:
+        return self.interrupted or self.broken is not None or any(result.stopped for result in self.results)
+
+    @property
+    def valid(self) -> bool:
+        return bool(self.verdict()["valid"])
+
+    def failures(self) -> dict[str, int]:
+        """Measured requests that failed, by class, the most frequent first."""
+        kinds = Counter(
+            failure.kind
+            for records in self.records
+            for failure, warmup in zip(records.failures, records.warmup.tolist(), strict=True)
+            if failure is not None and not warmup
+        )
+        return dict(kinds.most_common())
+
+    def said_again(self) -> str | None:
+        """That prompts were asked more than once, if they were: a server that keeps KV blocks gains from it."""
+        asked = sum(len(records.sent) for records in self.records)
+        if self.distinct is None or asked <= self.distinct:
+            return None
+        return (
+            f"{self.distinct} different prompts were asked {asked} times: a server that keeps KV blocks gains from it"
+        )
+
+    def repeats(self) -> list[dict[str, Any]]:
+        """As `repeats.repeats` gives them."""
+        return repeats(vars(result) for result in self.results)
+
+    def verdict(self) -> dict[str, Any]:
+        reasons = []
+        # What a search has measured again counts as it came out in the end.
+        last = {(result.protocol, result.label, result.repeat): result for result in self.results}
+        for result in last.values() if self.searches else self.results:
+            for reason in result.verdict["reasons"]:
+                reasons.append({**reason, "what": f"{result.protocol}, {result.label}: {reason['what']}"})
+        return {"valid": not reasons, "reasons": reasons}
+
+    def to_json(self, records: str | None = None, records_sha256: str | None = None) -> dict[str, Any]:
+        """report.json as a value. Times of day are ISO 8601 in UTC; units are those of `metrics`.
+
+        records, records_sha256  name and digest of the file with every request
+        """
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict(),
+            "partial": self.partial,
+            "broken": None if self.broken is None else str(self.broken),
+            "command": self.command,
+            "started": self.started,
+            "finished": self.finished,
+            "options": self.options,
+            "seed": self.options.get("seed"),
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "work_sha256": self.work_sha256,
+            "distinct_prompts": self.distinct,
+            "engine": self.engine,
+            "repository_sha256": self.repository_sha256,
+            "endpoints": self.endpoints,
+            "client": client_versions(),
+            "host": host(),
+            "hosts": self.hosts,
+            "metrics": {**definitions(), **GOODPUT},
+            "statistics": STATISTICS,
+            "window": WINDOW,
+            "records": records,
+            "records_sha256": records_sha256,
+            "unread_metrics": self.unread_metrics,
+            "server_metrics": SERVER_METRICS,
+            "repeats": self.repeats(),
+            "repeats_interval": REPEATS,
+            "searches": [search.to_json() for search in self.searches],
+            "levels": [vars(result) for result in self.results],
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row a level, for a table: times in ms, throughput in tokens/s and requests/s, None if undefined."""
+        short = {
+            "ttft": "time_to_first_token",
+            "itl": "inter_token_latency",
+            "tpot": "time_per_output_token",
+            "e2e": "request_latency",
+        }
+        rows = []
+        for result in self.results:
+            row: dict[str, Any] = {"protocol": result.protocol, "load": result.label, "repeat": result.repeat}
+            row |= {"requests": result.requests["succeeded"], "failed": result.requests["failed"]}
+            for key, name in short.items():
+                row |= {f"{key}_{point}": result.metrics[name][point] for point in ("p50", "p90", "p99")}
+            row["tokens_per_s"] = result.metrics["output_token_throughput"]["value"]
+            row["requests_per_s"] = result.metrics["request_throughput"]["value"]
+            row["goodput_per_s"] = result.metrics.get("request_goodput", {"value": None})["value"]
+            row["slo"] = None if result.slo is None else result.slo["met"]
+            row["attainment"] = None if result.slo is None else result.slo["attainment"]
+            row["valid"] = result.verdict["valid"]
+            rows.append(row)
+        return rows
+
+
+def level_result(
+    records: Records, window: Window | None, check: SelfCheck, *, protocol: str, label: str, load: dict[str, Any],
+    repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
+    stopped: str | None = None, interrupted: bool = False,
+) -> LevelResult:  # fmt: skip
+    """Evaluate the records of one level."""
+    measured, good, failed = records.measured(), records.good(), records.failed
+    sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
+    metrics = level_metrics(records, window)
+    outcome = judge(records, window, list(objectives)) if objectives else None
+    if outcome is not None:
+        metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}
+        metrics["token_goodput"] = {"value": outcome.token_goodput, "interval": None}
+    return LevelResult(
+        protocol=protocol,
+        label=label,
+        load=load,
+        repeat=repeat,
+        requests={
+            "measured": int(measured.sum()),
+            "succeeded": int(good.sum()),
+            "failed": int((measured & failed).sum()),
+            "warmup": int(records.warmup.sum()),
+            "warmup_failed": int((records.warmup & failed).sum()),
+            "cut": cut,
+        },
+        errors=_errors(records),
+        window_s=None if window is None else window.seconds,
+        token_count_source="mixed" if len(sources) > 1 else next(iter(sources), None),
+        wrong_length=int((records.output_tokens != records.max_tokens)[good].sum()),
+        metrics=metrics,
+        slo=None if outcome is None else outcome.to_json(),
+        client=check.figures,
+        server=server,
+        verdict=check.verdict(),
+        stopped=stopped,
+        interrupted=interrupted,
+        series=series(records),
+        histograms=histograms(records),
+    )
+
+
+def _errors(records: Records) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for failure in records.failures:
+        if failure is None:
+            continue
+        entry = kinds.setdefault(failure.kind, {"kind": failure.kind, "count": 0, "messages": []})
+        entry["count"] += 1
+        if failure.message not in entry["messages"] and len(entry["messages"]) < MESSAGES:
+            entry["messages"].append(failure.message)
+    return sorted(kinds.values(), key=lambda entry: (-entry["count"], entry["kind"]))
+
+
+def client_versions() -> dict[str, str | None]:
+    """Versions of what sends and stamps; None for what is not installed."""
+    from importlib import metadata
+
+    versions: dict[str, str | None] = {}
+    for name in ("trtpipe", "uvloop", "hpack", "tritonclient", "numpy", "tokenizers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def host() -> dict[str, Any]:
+    """The machine that the load came from."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "python": platform.python_version(),
+        # Not platform.platform(): it starts a child process.
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }

@@ -1,0 +1,168 @@
+"""Service level objectives: `ttft:p99<200ms`, whether a level meets them, and its goodput under them.
+
+An objective is met when the statistic over all measured requests is below the limit, and no more of them have failed
+than a percentile leaves out (1% of a p99's; none of a mean's). A request is good when its own value is below: its time
+to first token, its latency, its time per output token, and of its token or chunk gaps the same statistic. A failed
+request is not good.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Window
+from trtpipe.pipeline.bench.results.records import Records
+
+# From the moment a request was due: one that had to wait for a place has not been served the faster for it.
+ALIASES = {
+    "ttft": "time_to_first_token_from_due",
+    "itl": "inter_token_latency",
+    "icl": "inter_chunk_latency",
+    "tpot": "time_per_output_token",
+    "latency": "request_latency_from_due",
+    "e2e": "request_latency_from_due",
+}
+_TIMES = {metric.name: metric for metric in DISTRIBUTIONS if metric.unit == "ms"}
+_STATISTIC = re.compile(r"mean|max|p\d{1,2}(?:\.\d+)?")
+_FORM = re.compile(
+    rf"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>{_STATISTIC.pattern}))?\s*[<:]\s*(?P<limit>\d+(?:\.\d+)?)(?P<unit>ms|s)"
+)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`statistic` of `metric` below `limit_ms`."""
+
+    metric: str
+    statistic: str
+    limit_ms: float
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        if self.metric not in _TIMES:
+            raise UsageError(f"'{self.metric[:60]}' is no time", remedy=suggestion(self.metric, [*ALIASES, *_TIMES]))
+        if _STATISTIC.fullmatch(self.statistic) is None:
+            raise UsageError(f"'{self.statistic[:60]}' is no statistic", remedy="give mean, max, or one such as p99")
+        if not 0 <= self.limit_ms < math.inf:
+            raise UsageError(f"the limit of {self.metric} is {self.limit_ms:g}", remedy="give a positive number")
+
+    @property
+    def percent(self) -> float | None:
+        return float(self.statistic[1:]) if self.statistic.startswith("p") else None
+
+    @property
+    def spares(self) -> float:
+        """The share of requests that it says nothing of."""
+        return 0.0 if self.percent is None else 1 - self.percent / 100
+
+
+def parse_objective(text: str) -> Objective:
+    """`ttft:p99<200ms`, or `ttft:200ms` for the p99. Raises UsageError."""
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"'{text}' is no objective", remedy="give one such as ttft:p99<200ms or itl:30ms")
+    metric = ALIASES.get(found["metric"], found["metric"])
+    if metric not in _TIMES:
+        raise UsageError(f"'{found['metric']}' is no time", remedy=suggestion(found["metric"], [*ALIASES, *_TIMES]))
+    limit = float(found["limit"]) * (1000 if found["unit"] == "s" else 1)
+    objective = Objective(metric, found["statistic"] or "p99", limit)
+    if limit == 0 or objective.percent == 0:
+        raise UsageError(f"'{text}' is never met", remedy="give a time, and p1 to p99.9, mean or max")
+    return objective
+
+
+GOODPUT = {
+    "request_goodput": {
+        "unit": "requests/s",
+        "formula": "good requests whose stream ended within the window / seconds of the window",
+        "undefined": "no window, or no objective",
+    },
+    "token_goodput": {
+        "unit": "tokens/s",
+        "formula": "output tokens of those requests / seconds of the window",
+        "undefined": "no window, or no objective",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a level makes of objectives. `attainment` is the share of measured requests that are good."""
+
+    objectives: list[dict[str, Any]]
+    met: bool
+    attainment: float | None
+    request_goodput: float | None
+    token_goodput: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"objectives": self.objectives, "met": self.met, "attainment": self.attainment}
+
+
+def judge(records: Records, window: Window | None, objectives: list[Objective]) -> Outcome:
+    import numpy as np
+
+    # Warm-up is in no statistic, but what of it ends within the window is throughput.
+    everything = replace(records, warmup=np.zeros(len(records), dtype=np.bool_))
+    good = everything.good()
+    failing = float(records.failed[records.measured()].mean()) if records.measured().any() else 0.0
+    rows = []
+    for objective in objectives:
+        found = _TIMES[objective.metric].values(everything)
+        value = _statistic(found.values[records.measured()[found.owners]], objective)
+        met = value is not None and value < objective.limit_ms and failing <= objective.spares
+        rows.append(
+            {
+                "metric": objective.metric,
+                "statistic": objective.statistic,
+                "limit": objective.limit_ms,
+                "unit": "ms",
+                "value": value,
+                "met": met,
+            }
+        )
+        own = _own(found.values, found.owners, objective, len(records))
+        # A request without a value, such as one of a single token asked for its gaps, does not break the objective.
+        good &= ~(own >= objective.limit_ms)
+    measured = int(records.measured().sum())
+    rates: dict[str, float | None] = {"request_goodput": None, "token_goodput": None}
+    if window is not None:
+        inside = good & (records.end > window.start_ns) & (records.end <= window.stop_ns)
+        rates["request_goodput"] = float(inside.sum()) / window.seconds
+        rates["token_goodput"] = float(np.where(inside, records.output_tokens, 0).sum()) / window.seconds
+    return Outcome(
+        objectives=rows,
+        met=all(row["met"] for row in rows),
+        attainment=float((good & records.measured()).sum()) / measured if measured else None,
+        request_goodput=rates["request_goodput"],
+        token_goodput=rates["token_goodput"],
+    )
+
+
+def _statistic(values: Any, objective: Objective) -> float | None:
+    import numpy as np
+
+    if len(values) == 0:
+        return None
+    if objective.percent is not None:
+        return float(np.percentile(values, objective.percent))
+    return float(values.mean() if objective.statistic == "mean" else values.max())
+
+
+def _own(values: Any, owners: Any, objective: Objective, requests: int) -> Any:
+    """The statistic of each request's own values; NaN where it has none."""
+    import numpy as np
+
+    out = np.full(requests, np.nan)
+    if len(values) == len(np.unique(owners)):  # one value a request: itself, whatever the statistic
+        out[owners] = values
+        return out
+    order = np.argsort(owners, kind="stable")
+    groups, starts = np.unique(owners[order], return_index=True)
+    for group, mine in zip(groups, np.split(values[order], starts[1:]), strict=True):
+        out[group] = _statistic(mine, objective)
+    return out

@@ -1,0 +1,73 @@
+"""A report in words: what a reader of its figures has to know besides them, and why its command fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trtpipe.engines.errors import StageFailed, TrtpipeError
+from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult
+
+# More than a clock is slewed by in a level: it has been set.
+CLOCK_STEP_MS = 100.0
+
+
+def notes(report: BenchReport) -> Iterator[str]:
+    """A line each, for people."""
+    for result in report.results:
+        if result.stopped is not None:
+            yield f"{result.protocol}, {result.label}: it ended early: {result.stopped}"
+    if report.interrupted:
+        yield "interrupted: what is not in the table was not measured"
+    for url, why in report.unread_metrics.items():
+        yield f"no metrics could be read from {url}: {why}"
+    for reason in report.verdict()["reasons"]:
+        yield f"INVALID: {reason['what']}: {reason['why']}; {reason['remedy']}"
+    for endpoint in report.endpoints:
+        off = endpoint.get("measured_error")
+        if off is not None:
+            yield (
+                f"{endpoint['protocol']} through {endpoint['transport']}: here, with {off['streams']} in flight, TTFT "
+                f"comes out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long"
+            )
+    for result in report.results:
+        for line in _of_level(result):
+            yield f"{result.protocol}, {result.label}: {line}"
+    again = report.said_again()
+    if again is not None:
+        yield again
+
+
+def _of_level(result: LevelResult) -> Iterator[str]:
+    said = (result.server or {}).get("output_tokens")
+    if said and said["agree"] is False:
+        yield f"the server counted {said['server']} tokens, the client {said['client']}"
+    for objective in (result.slo or {}).get("objectives", ()):
+        if objective["value"] is None and result.requests["succeeded"]:
+            yield f"{objective['metric']} could not be measured: its objective is missed, and goodput leaves it out"
+    step = result.client["clock_step_ms"]
+    if abs(step) > CLOCK_STEP_MS:
+        yield f"the time of day was set by {step:.0f} ms meanwhile"
+
+
+def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
+    """What a command ends with whose report is at `path`; None where all was answered and can be believed."""
+    if report.broken is not None:
+        return report.broken
+    failed = sum(result.requests["failed"] for result in report.results)
+    if report.searches:
+        failed = 0  # beyond the limit requests fail, and that is what was looked for
+        none = next((one for one in report.searches if one.found.rate is None), None)
+        if none is not None and report.valid:
+            return StageFailed(
+                f"no {none.search.goal} was found", remedy="loosen --slo, or see the levels in the report"
+            )
+    if failed:
+        asked = sum(result.requests["measured"] for result in report.results)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in report.failures().items())
+        return StageFailed(f"{failed} of {asked} requests failed", why=kinds, remedy=f"{path} has their messages")
+    if not report.valid:
+        return StageFailed(
+            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{path} says in what"
+        )
+    return None

@@ -1,0 +1,116 @@
+"""Was it the client that was measured? A run in which it was is INVALID, and says what to change.
+
+A client that reads late books its own lateness as the server's, and one that sends late offers less than was asked for.
+Neither shows in the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtpipe.pipeline.bench.loop.driver import Client
+from trtpipe.pipeline.bench.results.records import NONE, Records
+
+# The event loop may be late by this much, or by this share of the typical time to first token if that is more.
+LATENESS_MS, LATENESS_SHARE = 5.0, 0.1
+# So may requests be sent late, as far as the client alone decides it.
+DISPATCH_MS, DISPATCH_SHARE = 5.0, 0.1
+# Of a core: above that reads queue up.
+CPU_SHARE = 0.9
+# Of the places asked for, or of the rate.
+REACHED_SHARE, RATE_SHARE = 0.95, 0.99
+
+
+@dataclass(frozen=True)
+class Reason:
+    what: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfCheck:
+    """The client's own figures of a level, and what speaks against it."""
+
+    figures: dict[str, Any]
+    reasons: list[Reason]
+
+    @property
+    def valid(self) -> bool:
+        return not self.reasons
+
+    def verdict(self) -> dict[str, Any]:
+        return {"valid": self.valid, "reasons": [asdict(reason) for reason in self.reasons]}
+
+
+def examine(
+    records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False,
+    whole: bool = True,
+) -> SelfCheck:  # fmt: skip
+    """Look at one level.
+
+    clients  each process that drove a share of it: the fullest core counts, and the lateness of all loops together
+    asked    places of a closed loop; None for an open one
+    whole    it did not end early: then it would be known why less came than was asked for
+    bounded  requests of an open loop may have waited for a place, so their delay is not the client's alone
+    """
+    import numpy as np
+
+    lateness = np.array([late for client in clients for late in client.lateness_ns] or [0]) / 1e6
+    sent = (records.sent != NONE) & records.measured()
+    delays = (records.sent - records.due)[sent] / 1e6
+    tokens = int(records.output_tokens[records.output_tokens != NONE].sum())
+    cpu_share = max(client.cpu_ns / max(1, client.wall_ns) for client in clients)
+    peak = sum(client.peak for client in clients)
+    # Of conversations as many as there are places; most of them think.
+    talks = bool((records.session != NONE).any())
+    reached = len(np.unique(records.slot[records.sent != NONE])) if talks else peak
+    late, delayed = float(np.percentile(lateness, 99)), float(np.percentile(delays, 99)) if len(delays) else 0.0
+    figures: dict[str, Any] = {
+        "loop_lateness_ms": _spread(lateness),
+        "dispatch_delay_ms": _spread(delays),
+        "in_flight": {"asked": asked, "reached": peak},
+        "cpu_share": cpu_share,
+        "cpu_s_per_1000_tokens": sum(client.cpu_ns for client in clients) / 1e6 / tokens if tokens else None,
+        "processes": len(clients),
+        # All stamps are of a clock that nobody sets; one of the kernel's may be off by it that was read as it happened.
+        "clock_step_ms": max((client.clock_step_ns / 1e6 for client in clients), key=abs),
+    }
+    reasons = []
+    typical = ttft_p50_ms or 0.0
+    less = "offer less load, or measure with more --workers, or from a machine with free cores"
+    if late > max(LATENESS_MS, LATENESS_SHARE * typical):
+        reasons.append(Reason("the event loop was late", f"by {late:.1f} ms at the 99th percentile", less))
+    if not bounded and delayed > max(DISPATCH_MS, DISPATCH_SHARE * typical):
+        reasons.append(Reason("requests left late", f"by {delayed:.1f} ms at the 99th percentile", less))
+    if cpu_share > CPU_SHARE:
+        reasons.append(Reason("the client's core was full", f"{cpu_share:.0%} of it", less))
+    if asked is not None and whole and reached < REACHED_SHARE * asked:
+        why = f"{reached} in flight of {asked}"
+        reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
+    if asked is None:
+        scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))
+        figures["rate"] = {"scheduled": scheduled, "offered": offered}
+        if not bounded and whole and scheduled and offered and offered < RATE_SHARE * scheduled:
+            why = f"{offered:.1f} requests/s of {scheduled:.1f}"
+            reasons.append(Reason("the rate was not reached", why, less))
+    return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # of nothing, nothing is wrong
+
+
+def _rate(moments: Any) -> float | None:
+    """Per second, from the first to the last."""
+    if len(moments) < 2 or moments.max() <= moments.min():
+        return None
+    return float(len(moments) - 1) / float(moments.max() - moments.min()) * 1e9
+
+
+def _spread(values: Any) -> dict[str, float | None]:
+    import numpy as np
+
+    names = ("p50", "p99", "p99.9", "max")
+    if len(values) == 0:
+        return dict.fromkeys(names)
+    numbers = [*np.percentile(values, (50, 99, 99.9)), values.max()]
+    return {name: float(number) for name, number in zip(names, numbers, strict=True)}

@@ -1,0 +1,1 @@
+"""Workers: the processes that drive a load, on this machine and on others."""

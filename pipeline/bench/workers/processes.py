@@ -1,0 +1,202 @@
+"""Hands in processes of their own, for a load that one core cannot send and read.
+
+Parent and child talk by pickles over a socket pair: a call's name and arguments one way; its value or its error, and
+meanwhile how far a level has come, the other. A thread reads on each side: an event loop would make the socket one that
+does not block, and a message is read whole or not at all. All processes of a machine share one monotonic clock, so
+their stamps need no alignment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.process import python_command
+from trtpipe.pipeline.bench.load.loads import Load
+from trtpipe.pipeline.bench.load.workload import Render
+from trtpipe.pipeline.bench.loop.driver import Live
+from trtpipe.pipeline.bench.loop.load_point import Driven
+from trtpipe.pipeline.bench.options import BenchOptions
+from trtpipe.pipeline.bench.workers.share import Share
+from trtpipe.pipeline.bench.workers.worker import OwnHand, Watch
+
+# What a child says: the value of a call, its error, or where a level stands.
+VALUE, ERROR, LIVE = "value", "error", "live"
+# What a child may take to leave.
+LEAVE_S = 5.0
+# What it may take to put together what it has, once it has been told to end.
+END_S = 30.0
+
+
+class ProcessHand:
+    """A child process with a hand of its own. Made in the event loop that uses it."""
+
+    def __init__(self, options: BenchOptions, render: Render | None, share: Share) -> None:
+        """`render` is pickled."""
+        ours, theirs = socket.socketpair()
+        command = [*python_command("trtpipe.pipeline.bench.workers.processes"), str(theirs.fileno())]
+        with theirs:
+            # In a session of its own: Ctrl-C in a terminal is for the parent, which tells its children.
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._pipe = Connection(ours.detach())
+        self._number = share.index
+        self._answer: asyncio.Future[Any] | None = None
+        self._ending: asyncio.TimerHandle | None = None
+        self._watch: Watch | None = None
+        self._loop = asyncio.get_running_loop()
+        self._pipe.send((options, render, share))
+        read_in_thread(self._pipe, self._loop, self._heard)
+
+    async def connect(self) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = await self._call("connect")
+        return answer
+
+    async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
+        self._watch = watch
+        await self._call("prepare", target, load, repeat, watch is not None)
+
+    async def drive(self, start_ns: int) -> Driven:
+        driven: Driven = await self._call("drive", start_ns)
+        return driven
+
+    def interrupt(self) -> None:
+        if self._ending is not None:  # once more: nobody wants to wait
+            self._process.kill()
+            return
+        self._ending = self._loop.call_later(END_S, self._process.kill)
+        with contextlib.suppress(OSError):  # it has ended: its call says so
+            self._pipe.send(("interrupt",))
+
+    async def close(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        await asyncio.to_thread(self._end)
+        self._pipe.close()
+
+    def _end(self) -> int:
+        try:
+            return self._process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    async def _call(self, *words: Any) -> Any:
+        self._answer = self._loop.create_future()
+        try:
+            self._pipe.send(words)
+        except OSError:
+            self._lost()
+        return await self._answer
+
+    def _heard(self, message: Any) -> None:
+        if message is None:
+            self._lost()
+            return
+        kind, value = message
+        answer = self._answer
+        if kind == LIVE:
+            if self._watch is not None:
+                self._watch(value)
+        elif answer is not None and not answer.done():
+            if kind == ERROR:
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+
+    def _lost(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            status = self._end()
+            why = f"exit status {status}" if status >= 0 else f"signal {-status}"
+            remedy = "its last words are above" if status >= 0 else "was it killed for memory?"
+            self._answer.set_exception(HostError(f"load process {self._number} ended", why=why, remedy=remedy))
+
+
+def read_in_thread(pipe: Connection, loop: asyncio.AbstractEventLoop, heard: Callable[[Any], None]) -> None:
+    """Have `heard` called in the loop with each message, and with None when the other side is gone."""
+
+    def read() -> None:
+        message: Any = True
+        while message is not None:
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):
+                message = None
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(heard, message)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+class _Child:
+    """The other side: calls one after the other, but an interrupt at once."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._loop = asyncio.get_running_loop()
+        self._calls: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
+        self._hand: OwnHand | None = None
+
+    async def serve(self) -> None:
+        options, render, share = self._pipe.recv()
+        read_in_thread(self._pipe, self._loop, self._heard)
+        while (call := await self._calls.get()) is not None:
+            try:
+                if self._hand is None:
+                    self._hand = OwnHand(options, render, share)
+                self._pipe.send((VALUE, await self._do(self._hand, *call)))
+            except TrtpipeError as error:
+                self._pipe.send((ERROR, error))
+        if self._hand is not None:
+            await self._hand.close()
+
+    async def _do(self, hand: OwnHand, name: str, *arguments: Any) -> Any:
+        if name == "connect":
+            return await hand.connect()
+        if name == "prepare":
+            target, load, repeat, watched = arguments
+            return await hand.prepare(target, load, repeat, self._tell if watched else None)
+        return await hand.drive(*arguments)
+
+    def _tell(self, live: Live) -> None:
+        self._pipe.send((LIVE, live))
+
+    def _heard(self, call: Any) -> None:
+        if call is not None and call[0] != "interrupt":
+            self._calls.put_nowait(call)
+            return
+        if self._hand is not None:
+            self._hand.interrupt()
+        if call is None:  # the end, or the parent is gone
+            self._calls.put_nowait(None)
+
+
+def main() -> None:
+    import uvloop
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    loop = uvloop.new_event_loop()
+    pipe = Connection(int(sys.argv[1]))
+
+    async def serve() -> None:
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            await _Child(pipe).serve()
+
+    try:
+        loop.run_until_complete(serve())
+    finally:
+        loop.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What one process does of a run: it connects, tries one request of each target, and drives its share of each level.
+
+A run has one hand in its own process, or several in processes of their own (processes.ProcessHand); the order of calls
+is connect, then prepare and drive for each level, then close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from trtpipe.engines.errors import StageFailed
+from trtpipe.pipeline.bench.load.loads import Closed, Load
+from trtpipe.pipeline.bench.load.texts import count_tokens, load_tokenizer
+from trtpipe.pipeline.bench.load.workload import Render, Workload, unrendered
+from trtpipe.pipeline.bench.loop.closed import ClosedLoop
+from trtpipe.pipeline.bench.loop.driver import Limits, Live
+from trtpipe.pipeline.bench.loop.load_point import OPENED, Driven, LevelRun
+from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.options import BenchOptions
+from trtpipe.pipeline.bench.protocols.connect import connect
+from trtpipe.pipeline.bench.protocols.transport import Client
+from trtpipe.pipeline.bench.results.records import settle
+from trtpipe.pipeline.bench.workers.share import WHOLE, Share
+
+Watch = Callable[[Live], None]
+
+
+class Hand(Protocol):
+    """All of it may raise HostError, UsageError and StageFailed."""
+
+    async def connect(self) -> list[dict[str, Any]]:
+        """What answers at each target."""
+
+    async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
+        """Make this hand's requests of a level, and connections for them."""
+
+    async def drive(self, start_ns: int) -> Driven:
+        """Drive them from `start_ns` on, by the clock of this process; from now on where it is 0."""
+
+    def interrupt(self) -> None:
+        """End what is being driven, now or as soon as it begins."""
+
+    async def close(self) -> None:
+        """Release connections."""
+
+
+class OwnHand:
+    """In this process and its event loop."""
+
+    def __init__(self, options: BenchOptions, render: Render | None, share: Share = WHOLE) -> None:
+        """Raises InputDataError or UsageError for work that cannot be made."""
+        tokenizer = load_tokenizer(options.tokenizer)
+        self._options = options
+        self._share = share
+        self._count = partial(count_tokens, tokenizer)
+        self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
+        # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
+        chats = all(target.protocol == "chat" for target in options.targets)
+        self._workload = Workload(options.work, tokenizer, options.seed, render or (unrendered if chats else None))
+        self._asker = Asker()
+        self._clients: list[Client] = []
+        self._running: LevelRun | None = None
+        self._trying: ClosedLoop | None = None
+        self._interrupted = False
+
+    async def connect(self) -> list[dict[str, Any]]:
+        options = self._options
+        # All of them first: a wrong second URL should not cost the time of the first.
+        for target in options.targets:
+            client = await connect(target.protocol, target.url, target.model, self._tokenize, options.wiring)
+            self._clients.append(client)
+            await self._try_one(client)
+        return [client.described() for client in self._clients]
+
+    async def _try_one(self, client: Client) -> None:
+        """A model that is ready may still fail on its first request; then nothing is worth measuring."""
+        one = self._asker.make(client.codec, next(self._workload.asks(WHOLE)))
+        await client.sender.warm(1)
+        self._trying = ClosedLoop(client.sender, self._limits(1), warmups=[[]], measured=iter([one]), starts_ns=[0])
+        if self._interrupted:
+            self._trying.interrupt()
+        await self._trying.run()
+        ended, self._trying = self._trying.ended, None
+        failure = next(iter(settle(ended, client.codec.decode, self._count).failures), None)
+        if failure is not None:
+            raise StageFailed(
+                f"the first request over {client.codec.protocol} failed",
+                why=f"{failure.kind}: {failure.message}",
+                remedy="see the server's log",
+            )
+
+    async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
+        self._running = self._level_run(self._clients[target], load, repeat, self._share, watch)
+        await self._running.prepare()
+        if self._interrupted:
+            self._running.interrupt()
+
+    async def drive(self, start_ns: int) -> Driven:
+        assert self._running is not None
+        await self._running.drive(start_ns)
+        driven = self._running.collect(self._count)
+        self._running = None
+        return driven
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        for driven in (self._trying, self._running):
+            if driven is not None:
+                driven.interrupt()
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.sender.close()
+
+    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LevelRun:
+        places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
+        return LevelRun(
+            load,
+            client,
+            self._asker,
+            self._workload,
+            limits=self._limits(places),
+            seed=self._options.seed + repeat,
+            share=share,
+            watch=watch,
+        )
+
+    def _limits(self, places: int) -> Limits:
+        options = self._options
+        return Limits(request_s=options.timeout_s, token_s=options.token_timeout_s, failures=max(5, 2 * places))

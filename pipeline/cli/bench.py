@@ -1,0 +1,470 @@
+"""`trtpipe bench`: from words on a command line to what the load tester takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from trtpipe.engines.errors import TrtpipeError
+    from trtpipe.pipeline.bench.load.loads import Load
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.bench.options import BenchOptions, Target
+    from trtpipe.pipeline.bench.search import Search
+    from trtpipe.pipeline.serving.servers import Served, Server
+
+# Where the kernel stamps what it receives.
+LINUX = sys.platform == "linux"
+# Of each level of a search, where nothing else is said.
+SEARCH_SECONDS = 30.0
+# What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
+FLAGS = {
+    r"requests (and|or) duration_s": r"--requests \1 --duration",
+    r"requests is": "--requests is",
+    "duration_s": "--duration",
+    "ramp_s": "--ramp",
+    "timeout_s": "--timeout",
+    "token_timeout_s": "--token-timeout",
+    "max_in_flight": "--max-in-flight",
+}
+
+# Of fields of the work.
+OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
+
+app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    server: Annotated[str | None, typer.Option(help="Which running server; the only one if left out.")] = None,
+    target: Annotated[str | None, typer.Option(help="Which of its targets, where it serves several.")] = None,
+    protocol: Annotated[
+        str, typer.Option(help="Of grpc, http (generate_stream), completions, chat; one after the other.")
+    ] = "grpc,http",
+    model: Annotated[str, typer.Option(help="Of Triton: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
+    grpc_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: host:8001.")] = None,
+    http_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: http://host:8000.")] = None,
+    openai_url: Annotated[str | None, typer.Option(help="A server that is not ours: http://host:9000/v1.")] = None,
+    openai_model: Annotated[str | None, typer.Option(help="The model's name there.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="The tokenizer.json of a model that is not ours.")] = None,
+    metrics_url: Annotated[str | None, typer.Option(help="Its Prometheus page: http://host:8002/metrics.")] = None,
+    load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file.")] = None,
+    concurrency: Annotated[str | None, typer.Option(help="Requests in flight, one level after the other.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Or requests a second, whatever the server does.")] = None,
+    arrivals: Annotated[str | None, typer.Option(help="With --rate: constant, poisson or gamma.")] = None,
+    burstiness: Annotated[float | None, typer.Option(help="With gamma: 1 is Poisson, more is smoother.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="With --rate or --trace: more than that wait.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Or the moments and lengths of a Mooncake trace.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="With --trace: how many times faster.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Measured requests per level.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds per level, instead of a number of requests.")] = None,
+    ramp: Annotated[float | None, typer.Option(help="Seconds over which places of a closed loop begin.")] = None,
+    input_tokens: Annotated[
+        str | None, typer.Option(help="Tokens of a prompt: 128, normal:128,32, lognormal:128,0.5, uniform:64,256, ...")
+    ] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts from a file: text lines, or JSONL.")] = None,
+    sharegpt: Annotated[Path | None, typer.Option(help="Prompts from conversations in ShareGPT's form.")] = None,
+    sampling: Annotated[list[str] | None, typer.Option("--sampling", help="Of every request: top_p=0.9.")] = None,
+    natural_end: Annotated[bool, typer.Option("--natural-end", help="Let answers end where they end.")] = False,
+    slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:p99<200ms, itl:30ms; may be repeated.")] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, help="How often each level is measured: 1; of a search at most 3.")
+    ] = None,
+    find: Annotated[
+        str | None, typer.Option(help="max-rate or max-goodput: search for the highest load that meets --slo.")
+    ] = None,
+    attainment: Annotated[
+        float, typer.Option(help="Of max-goodput: the share of requests that must meet the objectives.")
+    ] = 0.9,
+    precision: Annotated[float, typer.Option(help="Of --find: how near to the limit it ends.")] = 0.05,
+    transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
+    connections: Annotated[int, typer.Option(min=1, help="Of gRPC.")] = 1,
+    kernel_timestamps: Annotated[
+        bool | None,
+        typer.Option(
+            "--kernel-timestamps/--no-kernel-timestamps",
+            help="Stamp what comes when it reaches the machine, not when it is read: the default on Linux.",
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that share each load, where one core is not enough.")] = 1,
+    hosts: Annotated[int, typer.Option(help="Machines of a Ray cluster that share it, with --workers on each.")] = 0,
+    ray: Annotated[str, typer.Option(help="The cluster: auto is the one that runs here.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 300.0,
+    token_timeout: Annotated[float, typer.Option(help="Seconds without a token after which it has.")] = 60.0,
+    report: Annotated[Path, typer.Option(help="CSV and requests go beside it.")] = Path("reports/report.json"),
+) -> None:
+    """Measure a server: TTFT, ITL, TPOT, latency, throughput and goodput, at each load."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.options import BenchOptions
+    from trtpipe.pipeline.bench.protocols.connect import Wiring
+    from trtpipe.pipeline.bench.results.slo import parse_objective
+
+    if context.invoked_subcommand is not None:
+        return
+    kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
+    if connections > 1 and "grpc" not in protocol.split(","):
+        raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
+    if connections > 1 and transport == "tritonclient":
+        raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
+    if ray != "auto" and not hosts:
+        raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
+    if find is not None and not (load or concurrency or trace):
+        rate, known = rate or "1", rate is not None
+        duration = duration if requests or duration else SEARCH_SECONDS
+    else:
+        known = True
+    levels, work = _load(
+        load,
+        {"concurrency": _list(concurrency, whole=True), "rate": _list(rate), "trace": trace, "arrivals": arrivals,
+         "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
+         "duration_s": duration, "ramp_s": ramp},
+        {"input_tokens": input_tokens, "output_tokens": output_tokens, "prompts": prompts,
+         "sharegpt": sharegpt, "options": _sampling(sampling or []) or None,
+         "ignore_eos": False if natural_end else None},
+    )  # fmt: skip
+    urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
+    served: Served | None = None
+    if not any(urls.values()):
+        found, served = _served(server, target)
+        urls = _urls(found)
+        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
+        model, openai_model = served.model(model), openai_model or served.name
+        metrics_url = found.endpoints.metrics_url
+    with _in_flags():
+        options = BenchOptions(
+            targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
+            tokenizer=_tokenizer(tokenizer),
+            loads=levels,
+            work=work,
+            wiring=Wiring(
+                transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()
+            ),
+            objectives=tuple(parse_objective(text) for text in slo or ()),
+            repeat=repeat or 1,
+            workers=workers,
+            hosts=hosts,
+            ray=ray,
+            search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
+            seed=seed,
+            timeout_s=timeout,
+            token_timeout_s=token_timeout,
+        )
+    _measure(options, served, report)
+
+
+@app.command()
+def again(
+    earlier: Annotated[Path, typer.Argument(help="The report.json of a measurement.")],
+    report: Annotated[Path, typer.Option(help="Where the new one goes.")],
+    grpc_url: Annotated[str | None, typer.Option(help="Where gRPC is spoken now: host:8001.")] = None,
+    http_url: Annotated[str | None, typer.Option(help="Triton's HTTP now: http://host:8000.")] = None,
+    openai_url: Annotated[str | None, typer.Option(help="OpenAI's API now: http://host:9000/v1.")] = None,
+    metrics_url: Annotated[str | None, typer.Option(help="The Prometheus page now.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Where its tokenizer.json is now.")] = None,
+) -> None:
+    """Measure once more what a report tells of: the same requests at the same times, by its own word."""
+    from dataclasses import replace
+
+    from trtpipe.pipeline.bench.results.files import read_again
+
+    options = read_again(earlier, tokenizer)
+    urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
+    targets = tuple(
+        replace(target, url=urls[target.protocol] or target.url, metrics_url=metrics_url or target.metrics_url)
+        for target in options.targets
+    )
+    wiring = replace(options.wiring, headers=_headers())
+    _measure(replace(options, targets=targets, wiring=wiring), None, report)
+
+
+@app.command()
+def selftest(
+    protocol: Annotated[str, typer.Option(help="Of grpc, http, completions, chat.")] = "grpc,http",
+    streams: Annotated[str, typer.Option(help="Requests in flight.")] = "16,256",
+    itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.")] = 10.0,
+    transport: Annotated[str, typer.Option(help="own or tritonclient.")] = "own",
+    kernel_timestamps: Annotated[
+        bool | None, typer.Option("--kernel-timestamps/--no-kernel-timestamps", help="As in a measurement.")
+    ] = None,
+) -> None:
+    """How wrong this client is on this machine, and how many tokens a second it can take: against a server of its own
+    whose timing is known."""
+    from trtpipe.pipeline.bench.protocols.connect import Wiring
+    from trtpipe.pipeline.bench.selftest import ceiling, measure
+    from trtpipe.pipeline.cli import console
+
+    rows = []
+    wiring = Wiring(transport=transport, kernel_stamps=_kernel_stamps(kernel_timestamps, transport))
+    for one in protocol.split(","):
+        for count in _list(streams) or ():
+            found = measure(one, int(count), itl / 1e3, wiring)
+            rows.append(
+                (one, found.streams, f"{found.ttft_p50:.2f}", f"{found.ttft_p99:.2f}", f"{found.itl_mean:.3f}",
+                 f"{found.itl_p99_said:.2f}/{found.itl_p99_true:.2f}", f"{found.reached:.1%}")
+            )  # fmt: skip
+    errors = ("TTFT p50 error ms", "p99 error ms", "ITL mean error ms", "ITL p99 said/true ms")
+    columns = ("protocol", "in flight", *errors, "load reached")
+    console.table(columns, rows, numeric=columns[1:])
+    limits = [f"{one} {ceiling(one, wiring):,.0f}" for one in protocol.split(",")]
+    console.result("tokens/s that a core of this client can take: " + ", ".join(limits))
+
+
+def compare(
+    reports: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf, GenAI-Perf "
+            "or `vllm bench serve --save-result`; or folders with one."
+        ),
+    ],
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(help="Fail if this is so at any level: 'p99_ttft > 1.1x', 'p50_itl > 20ms', 'error_rate > 1%'."),
+    ] = None,
+    price_per_hour: Annotated[
+        str | None,
+        typer.Option(help="What an hour costs, all reports or one each: 2.5,3.9; else by the GPU's file."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Set measurements side by side: what changed, and whether it is more than chance."""
+    from trtpipe.pipeline.bench.compare.comparison import compare as compare_reports
+    from trtpipe.pipeline.cli import console
+
+    compared = compare_reports(
+        reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or (), own_price=_price_of
+    )
+    console.comparison(compared, as_json=as_json)
+    refusal = compared.refusal()
+    if refusal is not None:
+        raise refusal
+
+
+def _price_of(report: Mapping[str, Any]) -> float | None:
+    """What an hour of a report's engine costs, where the file of its GPU has a price."""
+    from trtpipe.configs import facts as config
+
+    engine = report.get("engine") or {}
+    gpu = config.load_gpus().get(str(engine.get("gpu")))
+    if gpu is None or gpu.price_per_hour is None:
+        return None
+    try:
+        return gpu.price_per_hour * float(engine["tp_size"]) * float(engine["pp_size"])
+    except (KeyError, TypeError, ValueError):  # a report of somebody else's
+        return None
+
+
+def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
+    """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
+    from trtpipe.engines.errors import HostError
+    from trtpipe.engines.hf import chat_template as chat
+    from trtpipe.pipeline.bench.run import run
+    from trtpipe.pipeline.cli import console
+
+    _check_place(report)
+    template = chat.read_template(options.tokenizer.parent)
+    render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
+    with console.bench_progress() as progress:
+        measured = run(options, render, progress)
+    # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
+    from trtpipe.pipeline.bench.results import summary as told
+    from trtpipe.pipeline.bench.results.files import write_report
+
+    if options.wiring.transport != "own" and not measured.partial:
+        from trtpipe.pipeline.bench.selftest import state_error
+
+        try:
+            state_error(measured, options)
+        except HostError as error:  # what was measured is not to be lost for that
+            console.note(f"how wrong {options.wiring.transport} is here is not known: {error}")
+    if served is not None:
+        from trtpipe.pipeline.serving import serve
+        from trtpipe.pipeline.store.manifest import read_manifest
+
+        measured.engine = {**vars(serve.check_passport(served.repository))}
+        made = read_manifest(served.repository.resolve().parent / "manifest.json")
+        if made is not None:  # not a folder of somebody else's
+            measured.repository_sha256 = made.content
+            measured.engine["content"] = made.record.inputs["engine"]
+    console.bench_table(measured)  # also where no report can be written
+    places = write_report(measured, report)
+    for line in told.notes(measured):
+        console.note(line)
+    for search in measured.searches:
+        console.result(search.said())
+    console.result("report: " + "  ".join(str(place) for place in places))
+    gc.freeze()  # the process ends, and would first look through all it has, for a tenth of a second
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    refusal = told.refusal(measured, report)
+    if refusal is not None:
+        raise refusal
+
+
+def _check_place(report: Path) -> None:
+    """That a report can be written there, before anything is measured. Raises UsageError or HostError."""
+    import tempfile
+
+    from trtpipe.engines.errors import HostError, UsageError
+
+    if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
+        raise UsageError(f"--report '{report}' is no file", remedy="give a name such as report.json")
+    if report.suffix in (".csv", ".html", ".jsonl"):
+        raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
+    try:
+        # Folders that are missing are made with the report: a run that fails before leaves none behind.
+        with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
+            pass
+    except OSError as error:
+        why = f"{report.parent} is no folder" if isinstance(error, NotADirectoryError) else error.strerror or str(error)
+        raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
+
+
+def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
+    """Numbers separated by commas; whole ones stay whole, and are asked for with `whole`. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        return [int(word) if whole or word.strip().isdigit() else float(word) for word in text.split(",")]
+    except ValueError:
+        kind = "whole numbers" if whole else "numbers"
+        raise UsageError(f"'{text}' is no list of {kind}", remedy="give for example 1,4,16") from None
+
+
+def _sampling(words: list[str]) -> dict[str, Any]:
+    from trtpipe.configs.facts import parse_yaml_value
+    from trtpipe.engines.errors import UsageError
+
+    out = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise UsageError(f"'{word}' is no option", remedy="give NAME=VALUE, such as top_p=0.9")
+        out[name] = parse_yaml_value(value, f"--sampling {name}")
+    return out
+
+
+def _kernel_stamps(asked: bool | None, transport: str) -> bool:
+    """Whether reads get the kernel's stamps: where nothing is asked, all that can. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    own = transport != "tritonclient"
+    if asked and not LINUX:
+        raise UsageError("only Linux stamps what it receives", remedy="leave --kernel-timestamps out")
+    if asked and not own:
+        raise UsageError(
+            "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves",
+            remedy="leave it out, or leave out --transport tritonclient",
+        )
+    return LINUX and own if asked is None else asked
+
+
+def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
+    """The levels and their work, from a load file or from options. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.load.files import find_load, parse_levels, parse_work
+
+    when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
+    if name is not None:
+        if when or what:
+            first = next(iter([*when, *what]))
+            option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
+            raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
+        found = find_load(name)
+        return found.levels, found.work
+    if not {"rate", "trace"} & set(when):
+        when.setdefault("concurrency", [1, 4, 16])
+    with _in_flags():
+        levels = parse_levels(when, "options", Path(), UsageError, _typed)
+    return levels, parse_work(what, "options", Path(), levels, UsageError, _typed)
+
+
+def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
+    """Of options, which typer has read as what they are: checking it again would take a tenth of a second."""
+    return kind(**data)
+
+
+@contextmanager
+def _in_flags() -> Iterator[None]:
+    """What is wrong with a field, told of the option that it comes from."""
+    from trtpipe.engines.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
+
+
+def _flags(words: str) -> str:
+    for field, flag in FLAGS.items():
+        words = re.sub(rf"\b{field}\b", flag, words)
+    return words
+
+
+def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int) -> Search:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.load.loads import Open
+    from trtpipe.pipeline.bench.search import Search
+
+    if len(levels) != 1 or not isinstance(levels[0], Open):
+        raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
+    return Search(goal=goal, load=levels[0], known=known, attainment=attainment, precision=precision, repeats=most)
+
+
+def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.store.store import Store, default_home
+
+    found = servers.find_running(Store(default_home()), server)
+    return found, found.find(target)
+
+
+def _urls(server: Server) -> dict[str, str | None]:
+    openai = f"{server.gateway_url}/v1" if server.gateway_url else None
+    points = server.endpoints
+    return {"grpc": points.grpc_url, "http": points.http_url, "completions": openai, "chat": openai}
+
+
+def _targets(
+    protocols: str, urls: dict[str, str | None], model: str, openai_model: str, metrics_url: str | None
+) -> tuple[Target, ...]:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.options import Target
+
+    out = []
+    for protocol in protocols.split(","):
+        url = urls.get(protocol, "")
+        if url is None:
+            option = {"grpc": "--grpc-url", "http": "--http-url"}.get(protocol, "--openai-url")
+            raise UsageError(f"there is no address for {protocol}", remedy=f"give {option}, or another --protocol")
+        name = model if protocol in ("grpc", "http") else openai_model
+        out.append(Target(protocol=protocol, url=url, model=name, metrics_url=metrics_url))
+    return tuple(out)
+
+
+def _tokenizer(path: Path | None) -> Path:
+    from trtpipe.engines.errors import UsageError
+
+    if path is None:
+        raise UsageError(
+            "prompts of a known length need a tokenizer", remedy="give --tokenizer, the model's tokenizer.json"
+        )
+    return path
+
+
+def _headers() -> dict[str, str]:
+    key = os.environ.get("TRTPIPE_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

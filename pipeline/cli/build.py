@@ -1,0 +1,277 @@
+"""`trtpipe build` and what is about its targets: their settings, their state, bringing them elsewhere, clearing up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtpipe.pipeline.cli.options import (
+    AcceptAccuracy,
+    Dtype,
+    Executor,
+    Gpu,
+    Json,
+    KvCache,
+    Load,
+    Model,
+    Pp,
+    Recipe,
+    Revision,
+    Runtime,
+    Set,
+    SignKey,
+    SourceKind,
+    Toolchain,
+    Tp,
+    TrustKey,
+    TrustOrigin,
+    own_store,
+)
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.matrix import Outcome
+    from trtpipe.pipeline.registry.export import Bundle
+    from trtpipe.pipeline.runner import StageResult
+    from trtpipe.pipeline.spec import Plan
+    from trtpipe.pipeline.store.store import Store
+
+
+def build(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
+    tp: Annotated[str | None, typer.Option("--tp", help="Tensor-parallel ranks.")] = None,
+    pp: Annotated[str | None, typer.Option("--pp", help="Pipeline-parallel stages.")] = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    bundle: Annotated[
+        str | None, typer.Option("--from", help="Finish a target of `trtpipe export`, or one that was imported.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
+    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
+    ray: Annotated[
+        str | None, typer.Option(help="With --executor ray (stages run on a cluster): its address; the one here.")
+    ] = None,
+    exchange: Annotated[
+        str | None, typer.Option(help="With --executor ray: where artefacts travel, if machines share no TRTPIPE_HOME.")
+    ] = None,
+    trust_origin: TrustOrigin = None, trust_key: TrustKey = None,
+) -> None:  # fmt: skip
+    """Make a model repository: download, convert or quantize, build, package. What is current is reused.
+
+    --model, --gpu, --dtype, --runtime, --toolchain, --tp and --pp also take lists, such as a100,h100: every
+    combination is built, and what two of them share is made once.
+    """
+    from trtpipe.pipeline import matrix
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry.trust import Trust
+    from trtpipe.pipeline.runner import RunFolder, execute
+
+    options, store = locals(), own_store()
+    on_cluster = executor == "ray"
+    _check_cluster_options(options, on_cluster)
+    trust = Trust(tuple(trust_origin or ()), tuple(trust_key or ()))
+    for name in ("ray", "exchange", "trust_origin", "trust_key"):
+        del options[name]
+    if on_cluster:
+        options["executor"] = None  # each machine finds its own way to run what a toolchain has
+    reporter = console.BuildReporter()
+    given = None
+    if bundle is not None:
+        arrived = _bundle(bundle, store, options, trust.keys)
+        plans, given = [arrived.plan], arrived.artefacts
+    else:
+        plans = [_plan(one) for one in matrix.combinations(options)]
+
+    def make(plan: Plan) -> list[StageResult]:
+        if len(plans) > 1:
+            console.note(plan.target)
+        return execute(
+            plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
+        )
+
+    outcomes = _build_on_cluster(plans, store, ray, exchange, until) if on_cluster else matrix.build_all(plans, make)
+    store.digests.save()
+    if len(plans) > 1:
+        console.table(("target", "state", "next"), [(o.plan.target, o.state, o.next_step) for o in outcomes])
+    elif outcomes[0].error is None:
+        run = RunFolder.of(plans[0].target).path
+        console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
+        if outcomes[0].results[-1].stage == "package":
+            console.result(f"next: trtpipe serve {plans[0].target}")
+    matrix.raise_failures(outcomes)
+
+
+def settings(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each setting of the engine means.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Print every setting a build would use and where it comes from. Touches nothing."""
+    from trtpipe.pipeline.cli import console
+
+    resolved = _plan(locals())
+    if as_json:
+        console.result_json(resolved.to_json())
+        return
+    console.result(f"target {resolved.target}")
+    if explain:
+        rows = [(v.name, v.value, v.source, v.meaning) for v in resolved.values]
+        console.table(("setting", "value", "from", "meaning"), rows)
+        return
+    console.table(("setting", "value", "from"), [(v.name, v.value, v.source) for v in resolved.values])
+
+
+def status(
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
+    load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
+    settings: Set = None, accept_accuracy: AcceptAccuracy = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Say per stage whether it is current, and why not."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.runner import status as stage_status
+
+    states = stage_status(_plan(locals()), own_store())
+    rows = [(s.stage, s.state, s.reason, str(s.path) if s.path else None) for s in states]
+    columns = ("stage", "state", "why", "artefact")
+    if as_json:
+        console.result_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        console.table(columns, rows)
+
+
+def export(
+    target: Annotated[str, typer.Argument(help="A target in ./runs whose checkpoint is made.")],
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="The file; TARGET.tar if left out.")] = None,
+    sign_key: SignKey = None,
+) -> None:
+    """Pack a target's checkpoint, settings and digests into one file, to be finished where its GPU is."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import export as bundle
+
+    path = out or Path(f"{target}.tar")
+    with console.BuildReporter().stage("export", target) as progress:
+        bundle.pack(target, own_store(), path, progress, sign_key=sign_key)
+    console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")], trust_key: TrustKey = None
+) -> None:
+    """Verify an export and take what it holds into the store, apart from what is built here."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import export as bundle
+
+    with console.BuildReporter().stage("import", str(file)) as progress:
+        arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
+    console.result(f"next: trtpipe build --from {arrived.plan.target}")
+
+
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Drop artefacts that no run folder refers to, and what interrupted runs left."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.store.gc import find_garbage, remove
+
+    store = own_store()
+    garbage = find_garbage(store)
+    console.table(("bytes", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
+    if not dry_run:
+        remove(garbage, store)
+    console.result(
+        f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
+    )
+
+
+def scrub() -> None:
+    """Read every file of the store and compare it with its digest; fails when one is damaged."""
+    from trtpipe.engines.errors import InputDataError
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.store.scrub import scrub as read_all
+
+    with console.BuildReporter().stage("scrub", "reading every artefact") as progress:
+        found = read_all(own_store(), progress)
+    damaged = [one for one in found if one.fault is not None]
+    console.table(
+        ("artefact", "size", "state"), [(one.name, console.size(one.size), one.fault or "whole") for one in found]
+    )
+    if damaged:
+        raise InputDataError(
+            f"{len(damaged)} of {len(found)} artefacts are damaged",
+            remedy="the next `trtpipe build` of their targets moves them aside and makes them again",
+        )
+
+
+def _plan(options: dict[str, Any]) -> Plan:
+    """The plan of a command's options: the recipe below, then options, then --set."""
+    from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
+
+    layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
+    layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
+    layers.append(set_layer(options["settings"] or []))
+    return resolve(layers)
+
+
+def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
+    """Raises UsageError for what `--executor ray` has no use for, or what only it has."""
+    from trtpipe.engines.errors import UsageError
+
+    flags = {"bundle": "from", "verify": "verify", "keep_failed": "keep-failed",
+             "trust_origin": "trust-origin", "trust_key": "trust-key"}  # fmt: skip
+    if not on_cluster:
+        flags = {"ray": "ray", "exchange": "exchange"}
+    given = [f"--{flag}" for name, flag in flags.items() if options[name]]
+    if given:
+        raise UsageError(
+            f"{given[0]} is {'not for' if on_cluster else 'for'} --executor ray",
+            remedy=f"leave {given[0]} out{'' if on_cluster else ', or add --executor ray'}",
+        )
+
+
+def _build_on_cluster(
+    plans: list[Plan], store: Store, address: str | None, exchange: str | None, until: str | None
+) -> list[Outcome]:
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cluster.driver import Cluster
+
+    cluster = Cluster(address or "auto", store, exchange, console.ClusterReporter.told)
+    try:
+        return cluster.build(plans, lambda plan: console.ClusterReporter(plan.target), until)
+    finally:
+        cluster.close()
+
+
+def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[Path, ...]) -> Bundle:
+    """The target to go on with: a file, or what was imported before. Raises UsageError for options beside it."""
+    import dataclasses
+
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import export as bundle
+    from trtpipe.pipeline.spec import EXECUTORS, SCALARS
+
+    others = [key for key in (*SCALARS, "recipe", "settings") if options.get(key) is not None and key != "executor"]
+    if others:
+        raise UsageError(
+            f"--from brings its own --{others[0].replace('_', '-')}",
+            why="what arrives was made for the settings it was exported with",
+            remedy="leave it out, or export again with it",
+        )
+    if Path(name).is_file():
+        with console.BuildReporter().stage("import", name) as progress:
+            arrived = bundle.unpack(Path(name), store, progress, trust_keys=trust_keys)
+    else:
+        arrived = bundle.imported(name, store)
+    if options["executor"] is None:
+        return arrived
+    if options["executor"] not in EXECUTORS:
+        raise UsageError(f"unknown executor '{options['executor']}'", remedy="known: " + ", ".join(EXECUTORS))
+    return dataclasses.replace(arrived, plan=dataclasses.replace(arrived.plan, executor=options["executor"]))

@@ -1,0 +1,422 @@
+"""What a person sees, but for `top` (console_top). Progress and complaints go to stderr, results to stdout.
+
+Whatever is printed has its control characters made visible (console_text), but for text that `generate` and `logs`
+write into a pipe or a file: as with `ls`, whoever reads it there gets it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from trtpipe.pipeline.cli.console_text import bounded, one_line, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.segment import Segment
+
+    from trtpipe.engines.hf.inspection import Inspection
+    from trtpipe.pipeline.accuracy.gate import Report as AccuracyReport
+    from trtpipe.pipeline.bench.compare.comparison import Comparison
+    from trtpipe.pipeline.bench.options import Progress as BenchProgress
+    from trtpipe.pipeline.bench.results.report import BenchReport
+    from trtpipe.pipeline.runner import StageResult
+    from trtpipe.triton_repo.check import Fault
+
+    Progress = Callable[[int, int], None]
+
+
+def prepare() -> None:
+    """Let no output fail for a character that its encoding lacks (LANG=C): such a one is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a stream of a test's
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def out() -> RichConsole:
+    """Standard output; rich is imported here because `--help` must not wait for it."""
+    return console(soft_wrap=True)
+
+
+def err() -> RichConsole:
+    return console(stderr=True, soft_wrap=True)
+
+
+def console(*, stderr: bool = False, soft_wrap: bool = False) -> RichConsole:
+    # Paths and causes are shown as they are: `[old]` in one is no markup and `:key:` no emoji.
+    return _console_class()(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
+
+
+@functools.cache
+def _console_class() -> type[RichConsole]:
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        """What it writes, of tables and of progress too, passes through `visible`, but for rich's own sequences."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return VisibleConsole
+
+
+def error(line: str) -> None:
+    err().print(f"error: {bounded(line)}", style="red")
+
+
+def traceback(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
+    """As Python prints one, with what the exception says made visible: a `sys.excepthook`."""
+    from traceback import format_exception
+
+    sys.stderr.write(visible("".join(format_exception(kind, failure, trace))))
+
+
+def note(line: str) -> None:
+    err().print(bounded(line), style="dim")
+
+
+def _say(line: str) -> None:
+    err().print(bounded(line))
+
+
+def result(*lines: str) -> None:
+    for line in lines:
+        out().print(one_line(line))
+
+
+def result_json(value: Any) -> None:
+    print(_json(value, indent=2))
+
+
+def json_line(value: Any) -> None:
+    """One value of a stream of them."""
+    print(_json(value, allow_nan=False), flush=True)
+
+
+def _json(value: Any, **options: Any) -> str:
+    """In ASCII; DEL, which is part of it, as an escape too."""
+    return json.dumps(value, **options).replace("\x7f", "\\u007f")
+
+
+def text(piece: str) -> None:
+    """Streamed text, as it arrives: as it is into a pipe or a file, with control characters visible on a terminal."""
+    sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = (), figures: bool = False
+) -> None:
+    """A plain table on stdout; `numeric` columns are set to the right. None shows as a dash.
+
+    figures  no cell may be folded: on a terminal that is too narrow each row is told in lines of its own
+    """
+    from rich.table import Table
+
+    columns = [one_line(column) for column in columns]
+    numeric = [one_line(column) for column in numeric]
+    rows = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
+    if figures and out().is_terminal and _width(columns, rows) > out().width:
+        for row in rows:
+            result("")
+            for column, cell in zip(columns, row, strict=True):
+                result(f"{column:{max(map(len, columns))}}  {cell}")
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    where = out()
+    if not where.is_terminal:
+        where.width = 200  # a pipe has no width: do not fold what a program or a log will read
+    where.print(grid)
+
+
+def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Of a table with a space on either side of what is between two columns."""
+    return sum(max(map(len, column)) for column in zip(columns, *rows, strict=True)) + 2 * (len(columns) - 1)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of 1000: 325.7 MB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.5 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> None:
+    """A checkpoint's content: its tensors, then what is true of all of them, what to know, and what is wrong."""
+    if as_json:
+        value = dataclasses.asdict(found)
+        result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
+        return
+    rows = [(t.file, t.name, t.dtype, "x".join(map(str, t.shape)), t.nbytes) for t in found.tensors]
+    table(("file", "tensor", "dtype", "shape", "bytes"), rows, numeric=("bytes",))
+    result(f"{found.kind} {found.architecture}, {found.dtype}, {found.parameters:,} values, {size(found.nbytes)}")
+    for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
+        told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        result(f"{name}: {told or 'none'}")
+    for remark in found.notes:
+        result(f"note: {remark}")
+    result(*[f"problem: {problem}" for problem in problems] or ["no problem found"])
+
+
+def passport(facts: dict[str, Any]) -> None:
+    """An engine's passport, nested facts under dotted names."""
+    rows: list[tuple[str, Any]] = []
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            rows += [(f"{name}.{inner}", inside) for inner, inside in value.items()]
+        else:
+            rows.append((name, size(value) if name == "rank_bytes" else value))
+    table(("passport", "value"), rows)
+
+
+def faults(found: Sequence[Fault]) -> None:
+    """What a check of a repository has found, one fault a line."""
+    for fault in found:
+        place = f"{fault.path}: {fault.where}" if fault.where else str(fault.path)
+        told = f"{fault.what}: {fault.why}" if fault.why else fault.what
+        result(f"{fault.severity}  {place}  {told}{'; ' + fault.remedy if fault.remedy else ''}  [{fault.rule}]")
+    if not found:
+        result("no fault found")
+
+
+def accuracy(report: AccuracyReport) -> None:
+    """A comparison with the original: the figures and their limits, the worst layers, what is clipped, the verdict."""
+    from trtpipe.pipeline.accuracy.gate import WORST, percent
+
+    table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
+    layers = [(f"layer {layer.layer}", percent(layer.local), percent(layer.accumulated)) for layer in report.worst]
+    table(("worst layers", "local error", "accumulated"), layers, numeric=("local error", "accumulated"))
+    clipped = [
+        (f"layer {entry.layer} {entry.linear}", entry.beyond, entry.inputs, percent(entry.share))
+        for entry in report.saturated[:WORST]
+    ]
+    if clipped:
+        table(("clipped inputs", "numbers", "of", "share"), clipped, numeric=("numbers", "of", "share"))
+    failures = [f"failed: {failure}" for failure in report.failures]
+    result(*failures or [f"{report.recipe} passes the accuracy gate"])
+
+
+class BuildReporter:
+    """A line per stage: what is done or reused, and why; bytes and rate while a long one runs."""
+
+    def __init__(self) -> None:
+        self._console = err()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Progress]:
+        start = time.monotonic()
+        if not self._console.is_terminal:
+            _say(f"{name:<9} running  ({reason})")
+            yield lambda done, total: None
+            return
+        with _status(self._console, f"{name:<9} running  ({reason})") as show:
+
+            def progress(done: int, total: int) -> None:
+                rate = done / max(time.monotonic() - start, 1e-9)
+                left = f", {(total - done) / rate:.0f} s left" if rate else ""
+                show(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")
+
+            yield progress
+
+    def finished(self, result: StageResult) -> None:
+        manifest = result.artefact.manifest
+        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
+        _say(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        for notice in manifest.notes.get("notices", ()):
+            self.note(f"note: {notice}")
+
+    def line(self, text: str) -> None:
+        note(f"  {text}")
+
+    def note(self, text: str) -> None:
+        note(text)
+
+
+class ClusterReporter:
+    """The lines of several targets that are built at once; each says whose it is."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Progress]:
+        self.told(self._target, name, "begins", f"here  ({reason})")
+        yield lambda done, total: None
+
+    def finished(self, result: StageResult) -> None:
+        manifest = result.artefact.manifest
+        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
+        _say(f"{self._target}: {result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        for notice in manifest.notes.get("notices", ()):
+            self.note(f"note: {notice}")
+
+    def line(self, text: str) -> None:
+        note(f"{self._target}:   {text}")
+
+    def note(self, text: str) -> None:
+        note(f"{self._target}: {text}")
+
+    @staticmethod
+    def told(target: str, stage: str, kind: str, text: str) -> None:
+        """What a machine of the cluster tells while it runs a stage."""
+        if kind == "begins":
+            _say(f"{target}: {stage:<9} running  {text}")
+        elif kind == "ends":
+            _say(f"{target}: {stage:<9} {text}, cleaning up")
+        elif kind == "progress":
+            done, total = map(int, text.split("/"))
+            note(f"{target}: {stage:<9} running  {size(done)} of {size(total)}")
+        else:
+            note(f"{target}:   {text}")
+
+
+def bench_table(report: BenchReport) -> None:
+    """One row a level; times in milliseconds as p50/p90/p99."""
+
+    def spread(row: dict[str, Any], key: str) -> str | None:
+        points = [row[f"{key}_{point}"] for point in ("p50", "p90", "p99")]
+        return None if None in points else "/".join(f"{value:.1f}" for value in points)
+
+    def rate(value: float | None) -> str | None:
+        return None if value is None else f"{value:.1f}"
+
+    rows = report.rows()
+    # A search for goodput asks how many requests keep the objectives, not whether the level as a whole does.
+    by_share = any(one.search.goal == "max-goodput" for one in report.searches)
+
+    def kept(row: dict[str, Any]) -> str | None:
+        if by_share:
+            return None if row["attainment"] is None else f"{100 * row['attainment']:.1f}%"
+        return "met" if row["slo"] else "missed"
+
+    judged = any(row["slo"] is not None for row in rows)
+    cells = [
+        (
+            *(row[key] for key in ("protocol", "load", "requests", "failed")),
+            *(spread(row, key) for key in ("ttft", "itl", "tpot", "e2e")),
+            rate(row["tokens_per_s"]),
+            rate(row["requests_per_s"]),
+            *((rate(row["goodput_per_s"]), kept(row)) if judged else ()),
+            *(() if report.valid else ("" if row["valid"] else "INVALID",)),
+        )
+        for row in rows
+    ]
+    times = ("TTFT ms", "ITL ms", "TPOT ms", "latency ms")
+    rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
+    columns = ("protocol", "load", "requests", "failed", *times, *rates)
+    table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")], figures=True)
+    repeated = [one for one in report.repeats() if one["valid"] > 1]
+    if repeated:
+        _bench_repeats(repeated)
+
+
+REPEATED = (
+    ("TTFT p50 ms", "time_to_first_token", "p50"),
+    ("TTFT p99 ms", "time_to_first_token", "p99"),
+    ("ITL p50 ms", "inter_token_latency", "p50"),
+    ("ITL p99 ms", "inter_token_latency", "p99"),
+    ("latency p50 ms", "request_latency", "p50"),
+    ("tokens/s", "output_token_throughput", "value"),
+    ("requests/s", "request_throughput", "value"),
+)
+
+
+def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
+    """One row a load that was measured more than once: means over its runs, with half of their 95% interval."""
+
+    def cell(entry: dict[str, Any] | None) -> str | None:
+        return None if entry is None else f"{entry['mean']:.1f} ±{entry['mean'] - entry['interval'][0]:.1f}"
+
+    rows = [
+        (
+            one["protocol"],
+            one["label"],
+            one["valid"],
+            *(cell(one["metrics"][name][point]) for _, name, point in REPEATED),
+        )
+        for one in repeated
+    ]
+    columns = ("protocol", "load", "runs", *(column for column, _, _ in REPEATED))
+    table(columns, rows, numeric=columns[2:], figures=True)
+
+
+def comparison(compared: Comparison, *, as_json: bool) -> None:
+    """What makes the runs unlike, then the figures, then what they come to."""
+    if as_json:
+        result_json(compared.to_json())
+        return
+    for letter, path in compared.paths.items():
+        result(f"{letter}: {path}")
+    for warning in compared.warnings:
+        result(f"unlike: {warning}")
+    columns, rows = compared.table()
+    table(columns, rows, numeric=[column for column in columns[2:] if not column.endswith(" is")], figures=True)
+    for line in compared.summary():
+        result(line)
+    for judgement in compared.judgements:
+        verdict = "not fired" if judgement.fired is False else "FIRED"
+        result(f"{verdict}: {judgement.condition}: {judgement.told}")
+
+
+@contextlib.contextmanager
+def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
+    """A line that follows a benchmark; where stderr is no terminal, one as each level begins and one as it ends."""
+    where = err()
+    if not where.is_terminal:
+        yield _bench_note
+        return
+    with _status(where, "connecting") as show:
+        yield lambda at: show(_bench_line(at))
+
+
+@contextlib.contextmanager
+def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
+    """A line that stays at the bottom of the terminal, and is replaced by each call."""
+    from rich.text import Text
+
+    # As Text: rich takes a str to be markup here, whatever the console says.
+    with where.status(Text(bounded(line))) as status:
+        yield lambda line: status.update(Text(bounded(line)))
+
+
+def _bench_note(at: BenchProgress) -> None:
+    if at.state == "begun":
+        note(f"{at.protocol}, {at.label}: begins" + (f", {at.total} requests" if at.total else ""))
+    elif at.state == "ended":
+        note(
+            f"{at.protocol}, {at.label}: {at.live.done} requests in {at.live.elapsed_s:.1f} s, {at.live.failed} failed"
+        )
+
+
+def _bench_line(at: BenchProgress) -> str:
+    live = at.live
+    said = [f"{at.protocol}, {at.label}: {live.done}{f' of {at.total}' if at.total else ''} done"]
+    left = live.left_s
+    if at.total and live.done:
+        left = live.elapsed_s * (at.total - live.done) / live.done
+    if left is not None:
+        said.append(f"{left:.0f} s left")
+    elapsed = max(live.elapsed_s, 1e-9)
+    ended = (live.warmed + live.done) / elapsed
+    # A terminal cuts what does not fit: the more important first.
+    if live.first_ns:
+        times = sorted(live.first_ns)
+        half, most = times[len(times) // 2], times[len(times) * 99 // 100]
+        said.append(f"TTFT p50/p99 {half / 1e6:.0f}/{most / 1e6:.0f} ms")
+    said += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
+    return ", ".join([*said, *([f"{live.failed} failed"] if live.failed else [])])

@@ -1,0 +1,134 @@
+"""What this machine can do, and what to install for what it cannot. Nothing is changed and no network is asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.nvidia import read_gpus
+from trtpipe.engines.toolchain import version_key
+from trtpipe.engines.trtllm_build import PROGRAM
+from trtpipe.pipeline.execution.executors import DockerExecutor, find_program
+from trtpipe.pipeline.execution.hardware import visible_gpus
+from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving.servers import running
+from trtpipe.pipeline.store.store import Store, host
+
+# Free disk below which even the demo fails: 0.3 GB a copy of the model, a few copies.
+DISK_GB = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """`state` is ok, missing (something is not possible here) or fault (something is wrong)."""
+
+    subject: str
+    state: str
+    detail: str
+
+
+def examine(store: Store) -> list[Finding]:
+    return list(_findings(store))
+
+
+def _findings(store: Store) -> Iterator[Finding]:
+    this = host()
+    yield Finding(subject="python", state="ok", detail=f"{this['python']} on {this['system']}, {this['machine']}")
+    yield _checked("store", lambda: _store(store))
+    yield _checked("tritonserver", _server)
+    yield Finding(
+        subject="http streams",
+        state="ok",
+        detail=f"{http_streams.capacity()} at once without loss; for more raise {http_streams.SETTING}",
+    )
+    yield _packages("reference runtime", ("torch",), "serve")
+    yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
+    yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")
+    yield _checked("nvidia driver", _driver)
+    yield _checked("toolchains", _toolchains)
+    program = find_program(PROGRAM)
+    yield Finding(
+        subject=PROGRAM,
+        state="ok" if program else "missing",
+        detail=program or "not in this environment: engines are built in the toolchain's image, with --executor docker",
+    )
+    yield _checked("docker", _docker)
+    yield _hub()
+    for model in config.load_models().values():
+        first, *others = (source.describe() for source in model.sources)
+        detail = first + "".join(f"; with --source: {other}" for other in others)
+        yield Finding(subject=f"model {model.name}", state="ok", detail=detail)
+    for server in running(store):
+        yield Finding(subject=f"server {server.name}", state="ok", detail=server.endpoints.http_url)
+
+
+def _checked(subject: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(subject=subject, state="ok", detail=check())
+    except HostError as error:
+        return Finding(subject=subject, state="missing", detail=str(error))
+    except TrtpipeError as error:
+        return Finding(subject=subject, state="fault", detail=str(error))
+
+
+def _store(store: Store) -> str:
+    folder = store.home
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free / 1e9
+    if not folder.is_dir():
+        raise HostError(f"{folder} is no folder", remedy="set TRTPIPE_HOME to a folder of yours")
+    if not os.access(folder, os.W_OK):
+        raise HostError(f"{folder} cannot be written", remedy="set TRTPIPE_HOME to a folder of yours")
+    if free < DISK_GB:
+        raise HostError(f"{store.home} has {free:.1f} GB free", remedy="free some space or set TRTPIPE_HOME")
+    return f"{store.home}, {free:.0f} GB free"
+
+
+def _server() -> str:
+    found = tritonserver.find_installation()
+    return f"{found.server} (nvidia-pytriton {found.version}, numpy {importlib.metadata.version('numpy')})"
+
+
+def _packages(subject: str, names: tuple[str, ...], extra: str) -> Finding:
+    try:
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    except importlib.metadata.PackageNotFoundError as error:
+        return Finding(subject=subject, state="missing", detail=f"no {error.name}; run `pip install trtpipe[{extra}]`")
+    return Finding(subject=subject, state="ok", detail=versions)
+
+
+def _driver() -> str:
+    gpus = read_gpus()
+    if not gpus:
+        raise HostError("no GPU is visible", why="CUDA_VISIBLE_DEVICES hides all of them")
+    return f"{gpus[0].driver}; " + "; ".join(f"GPU {gpu.index} {gpu.describe()}" for gpu in gpus)
+
+
+def _toolchains() -> str:
+    """Which releases this machine's driver can run."""
+    driver = read_gpus()[0].driver if visible_gpus() else ""
+    known = config.load_toolchains()
+    if not driver:
+        raise HostError("none runs without an NVIDIA GPU", why=f"known: {', '.join(known)}")
+    able = [name for name, one in known.items() if one.supports_driver(driver)]
+    if not able:
+        lowest = min((one.driver for one in known.values()), key=version_key)
+        raise HostError(f"driver {driver} is too old for all of them", remedy=f"update it to {lowest} or newer")
+    return "this driver runs " + ", ".join(able)
+
+
+def _docker() -> str:
+    return DockerExecutor(config.find_toolchain(None).image).require()
+
+
+def _hub() -> Finding:
+    endpoint = os.environ.get("HF_ENDPOINT", "the default endpoint")
+    token = "with a token" if os.environ.get("HF_TOKEN") else "no HF_TOKEN set: gated models need one"
+    offline = ", offline" if os.environ.get("HF_HUB_OFFLINE") else ""
+    return Finding(subject="hugging face", state="ok", detail=f"{endpoint}{offline}, {token}")

@@ -1,0 +1,149 @@
+"""What we know: models, GPUs, toolchains, passports, and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.options import Json, own_store
+
+
+def models(as_json: Json = False) -> None:
+    """List the models with a name, and where each comes from."""
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.cli import console
+
+    known = config.load_models().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(model) for model in known])
+        return
+    rows = [(m.name, m.architecture, m.sources[0].describe(), m.license) for m in known]
+    console.table(("model", "architecture", "source", "license"), rows)
+
+
+def gpus(
+    name: Annotated[str | None, typer.Argument(help="One of them: every figure with its source.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the GPUs a target can name: dense TFLOPS, bandwidths in one direction."""
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.cli import console
+
+    known = list(config.load_gpus().values()) if name is None else [config.find_gpu(name)]
+    if as_json:
+        console.result_json([dataclasses.asdict(gpu) for gpu in known])
+        return
+    if name is not None:
+        source = {field: text for text, fields in known[0].sources.items() for field in fields}
+        facts = {field: value for field, value in dataclasses.asdict(known[0]).items() if field != "sources"}
+        said = [(field, value, source.get(field)) for field, value in facts.items() if value]
+        console.table(("field", "value", "source"), said)
+        return
+    columns = ("gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines")
+    rows = [
+        (
+            g.name, g.sm, g.memory_gib, g.bandwidth_gbs, *(g.tflops.get(kind) for kind in ("fp16", "fp8", "int8")),
+            g.nvlink_gbs, g.pcie_gbs, g.tdp_w, "refused" if g.refused else "measured" if g.measured else None,
+        )
+        for g in known
+    ]  # fmt: skip
+    console.table(columns, rows, numeric=columns[1:-1])
+
+
+def probe(
+    out: Annotated[Path | None, typer.Option(help="The file to write; gpus/NAME.yaml of TRTPIPE_HOME.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine's GPUs; `trtpipe plan` then goes by that instead of the data sheet."""
+    import dataclasses
+
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.planner.probe import probe as run
+
+    gpu, path = run(out)
+    assert gpu.measured is not None
+    found = gpu.measured
+    if as_json:
+        console.result_json(dataclasses.asdict(found))
+        return
+    sheet = {"bandwidth_gbs": gpu.bandwidth_gbs, **gpu.tflops, "nvlink_gbs": gpu.nvlink_gbs, "host_gbs": gpu.pcie_gbs}
+    plain = {name: value for name, value in dataclasses.asdict(found).items() if name != "tflops"} | found.tflops
+    rows = [
+        (name, value, sheet.get(name), f"{value / known:.0%}" if (known := sheet.get(name)) else None)
+        for name, value in plain.items()
+        if value is not None
+    ]
+    console.table((gpu.name, "measured", "data sheet", "share"), rows, numeric=("measured", "data sheet", "share"))
+    console.result(f"written to {path}")
+
+
+def toolchains(as_json: Json = False) -> None:
+    """List the releases of TensorRT-LLM we build with, and which of them this machine's driver can run."""
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.execution import hardware as host
+
+    known = config.load_toolchains().values()
+    gpus = host.visible_gpus()
+    if as_json:
+        console.result_json([{**dataclasses.asdict(one), "runs_here": host.able(one, gpus)} for one in known])
+        return
+    rows = [
+        (t.name, t.image, t.tensorrt, t.cuda, t.driver, t.python, " ".join(t.runtimes), host.able(t, gpus))
+        for t in known
+    ]
+    console.table(("toolchain", "image", "TensorRT", "CUDA", "driver", "Python", "runtimes", "runs here"), rows)
+    for one in known:
+        for defect in one.defects:
+            console.result(f"{one.name}: {defect.what}: {defect.instead} ({defect.source})")
+
+
+def passport(
+    folder: Annotated[Path, typer.Argument(help="An engine folder, a model repository, or a target in ./runs.")],
+    as_json: Json = False,
+) -> None:
+    """Print what an engine was built for and by, and whether this machine can run it; fails when it cannot."""
+    import dataclasses
+
+    from trtpipe.pipeline import compatibility as guard
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.runner import RunFolder
+
+    found = guard.find_passport(folder)
+    verdict = guard.examine(found)
+    facts = dataclasses.asdict(found)
+    imported = RunFolder.of(folder.name).imports() if str(folder) == folder.name else []
+    if as_json:
+        told = {"objections": verdict.objections, "remarks": verdict.remarks, "imported": imported}
+        console.result_json({**facts, **told})
+    else:
+        console.passport(facts)
+        for phrase in imported:
+            console.result(f"note: {phrase}")
+        for remark in verdict.remarks:
+            console.result(f"note: {remark}")
+    verdict.require(folder)
+    if not as_json:
+        console.result("this machine can run it")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do, and what to install for what it cannot."""
+    import dataclasses
+
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli.doctor import examine
+
+    findings = examine(own_store())
+    if as_json:
+        console.result_json([dataclasses.asdict(finding) for finding in findings])
+    else:
+        console.table(("what", "state", "detail"), [(f.subject, f.state, f.detail) for f in findings])

@@ -1,0 +1,110 @@
+"""`trtpipe plan`: from words on a command line to advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.planner.advice import Question
+
+# Where no GPU is named: what data centres rent out.
+USUAL = "a100,l40s,h100,h200,h20"
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A name of `trtpipe models`, or a model's folder.")],
+    gpu: Annotated[str, typer.Option(help="Of `trtpipe gpus`; a list is compared.")] = USUAL,
+    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, or a recipe such as fp8; a list is compared.")] = "auto",
+    kv_cache: Annotated[str | None, typer.Option(help="none, fp8 or int8, before the recipe's own.")] = None,
+    tp: Annotated[str | None, typer.Option("--tp", help="GPUs of one engine; without it 1, 2, 4 and 8.")] = None,
+    runtime: Annotated[str, typer.Option(help="tensorrt_llm or vllm.")] = "tensorrt_llm",
+    load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file: its lengths.")] = None,
+    input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as `trtpipe bench` has them.")] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Clients a second that must be served: how many GPUs?")] = None,
+    slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:500ms, tpot:mean<50ms; repeatable.")] = None,
+    price: Annotated[list[str] | None, typer.Option(help="Of one GPU an hour: h100=2.5; repeatable.")] = None,
+    reuse: Annotated[bool, typer.Option("--reuse", help="Count on KV-cache reuse of common beginnings.")] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="What single changes would do to the best option.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say where each option's memory goes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Write an HTML page with each option's frontier.")] = None,
+) -> None:
+    """Before anything is rented: which GPUs serve a model within objectives, how fast, and at what cost."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.cli import console_plan
+    from trtpipe.pipeline.planner.advice import advise
+    from trtpipe.pipeline.planner.whatif import what_ifs
+
+    question = _question(
+        model, gpu, dtype, kv_cache, tp, runtime, load, input_tokens, output_tokens, rate, slo or [], price or [], reuse
+    )
+    advice = advise(question)
+    best = advice.candidates[0].option
+    changes = what_ifs(best, question.demand) if what_if and best is not None else []
+    if page is not None:
+        from trtpipe.pipeline.planner.page import write
+
+        write(advice, changes, page)
+    console_plan.advice(advice, changes, explain=explain, as_json=as_json)
+    if all(one.best is None for one in advice.candidates):
+        raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
+
+
+def _question(
+    model: str, gpu: str, dtype: str, kv_cache: str | None, tp: str | None, runtime: str, load: str | None,
+    input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str], price: list[str],
+    reuse: bool,
+) -> Question:  # fmt: skip
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.bench.load.files import find_load
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.bench.results.slo import parse_objective
+    from trtpipe.pipeline.planner.advice import Question
+    from trtpipe.pipeline.planner.demand import Demand
+
+    name, shape = config.find_shape(model)
+    work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
+    if input_tokens is not None:
+        work = dataclasses.replace(work, input_tokens=input_tokens)
+    if output_tokens is not None:
+        work = dataclasses.replace(work, output_tokens=output_tokens)
+    gpus = tuple(config.find_gpu(one) for one in _list(gpu))
+    return Question(
+        model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
+        kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate, runtime=runtime,
+        objectives=tuple(parse_objective(one) for one in slo), prices=dict(_price(one) for one in price),
+    )  # fmt: skip
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole(text: str) -> int:
+    from trtpipe.engines.errors import UsageError
+
+    if not text.isdigit():
+        raise UsageError(f"--tp {text} is no number of GPUs", remedy="give for example 1,2,4")
+    return int(text)
+
+
+def _price(text: str) -> tuple[str, float]:
+    from trtpipe.configs import facts as config
+    from trtpipe.engines.errors import UsageError
+
+    name, _, value = text.partition("=")
+    try:
+        price = float(value)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < 1e6:
+        raise UsageError(f"--price {text} is no price", remedy="give for example h100=2.5, of one GPU an hour")
+    return config.find_gpu(name).name, price

@@ -1,0 +1,177 @@
+"""`trtpipe push`, `pull` and `search`, and where a target came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.options import SignKey, TrustKey
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.runner import RunFolder
+
+Url = Annotated[
+    str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
+]
+# Targets that a search without a result names.
+SHOWN = 8
+Only = Annotated[
+    str | None,
+    typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy and engine."),
+]
+
+
+def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None,
+    sign_key: SignKey = None,
+) -> None:  # fmt: skip
+    """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry.address import open_registry
+    from trtpipe.pipeline.store.store import Store, default_home
+
+    wanted = ship.choose(only)
+    registry = open_registry(url)
+    with console.BuildReporter().stage("push", target) as progress:
+        shipped = ship.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
+    console.result(
+        f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
+        f"{console.size(shipped.there)} was there",
+        f"next, elsewhere: trtpipe pull {target} {url}",
+    )
+
+
+def pull(
+    target: Annotated[str, typer.Argument(help="A target's name there; see `trtpipe search`.")],
+    url: Url,
+    only: Only = None,
+    any_machine: Annotated[
+        bool, typer.Option("--any-machine", help="Also an engine that this machine cannot run.")
+    ] = False,
+    trust_key: TrustKey = None,
+) -> None:
+    """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off.
+
+    Its repository is made here, from its engine and tokenizer: no code and no configuration is taken.
+    """
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry.address import open_registry
+    from trtpipe.pipeline.runner import execute
+    from trtpipe.pipeline.store.store import Store, default_home
+
+    wanted, store, reporter = ship.choose(only), Store(default_home()), console.BuildReporter()
+    registry = open_registry(url)
+    with reporter.stage("pull", target) as progress:
+        shipped = ship.pull(
+            target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
+        )
+    console.result(
+        f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
+        f"{console.size(shipped.there)} was here"
+    )
+    arrived = shipped.arrived
+    if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
+        execute(arrived.plan, store, reporter, given=arrived.artefacts)
+        console.result(f"next: trtpipe serve {target}")
+    store.digests.save()
+
+
+def search(
+    url: Url,
+    model: Annotated[str | None, typer.Option(help="Part of a model's name.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Of a GPU's name or its SM: h100, SM90.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the precision: FP8, bf16.")] = None,
+    toolchain: Annotated[str | None, typer.Option(help="Of the TensorRT-LLM release.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The targets of a registry, or those of them that fit these words."""
+    import dataclasses
+
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry.address import open_registry
+
+    registry = open_registry(url)
+    found = ship.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
+    if as_json:
+        console.result_json([dataclasses.asdict(one) for one in found])
+        return
+    if not found:
+        there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
+        named = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
+        console.result(f"{url} has no such target; it has: {named}" if there else f"{url} has no targets")
+        return
+    console.table(
+        ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
+        [
+            (
+                one.target, one.model, one.passport.target(), ship.precision(one.passport),
+                " ".join(filter(None, (one.passport.runtime, one.passport.toolchain))), one.passport.tp_size,
+                one.passport.pp_size, console.size(one.size), ", ".join(one.artefacts),
+            )
+            for one in found
+        ],
+    )  # fmt: skip
+
+
+def provenance(
+    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="A file; printed if left out.")] = None,
+    sign_key: SignKey = None,
+) -> None:
+    """Where a target came from, as a SLSA provenance statement, or in the DSSE envelope of a signature."""
+    import json
+
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry.provenance import signed, statement
+    from trtpipe.pipeline.store.folders import write_whole
+    from trtpipe.pipeline.store.store import Store, default_home
+
+    made = statement(_run(target), Store(default_home()))
+    written = signed(made, sign_key)
+    if out is None:
+        console.result_json(written)
+    else:
+        write_whole(out, json.dumps(written, indent=1) + "\n")
+        console.result(f"{out}: {len(made['subject'])} artefacts{'' if sign_key is None else ', signed'}")
+
+
+def verify_provenance(
+    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    told: Annotated[
+        Path | None,
+        typer.Option(
+            "--statement",
+            help="A statement from elsewhere, or the envelope of one that is signed: it must say the same.",
+        ),
+    ] = None,
+    trust_key: TrustKey = None,
+) -> None:
+    """Replay a target's digests, from its source to its repository, and hash every file that is here."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.registry.provenance import read_statement, verify
+    from trtpipe.pipeline.store.store import Store, default_home
+
+    keys = trust_key or ()
+    if keys and told is None:
+        raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
+    found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
+    console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
+    if found.elsewhere and told is None:
+        console.result(
+            f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
+        )
+
+
+def _run(target: str) -> RunFolder:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.runner import RunFolder
+
+    run = RunFolder.of(target)
+    if target != run.path.name or not run.path.is_dir():
+        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
+    return run

@@ -1,0 +1,306 @@
+"""`trtpipe serve` and what is about servers: who runs, what they say and do, what a repository holds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
+
+
+def serve(
+    targets: Targets = None,
+    server: Annotated[
+        str, typer.Option(help="auto, local (this environment's tritonserver) or docker (the toolchain's image).")
+    ] = "auto",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
+    openai_port: Annotated[int, typer.Option(help="Of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
+    no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
+    gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="Keys that the gateway asks for, one a line; or set TRTPIPE_API_KEYS.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the gateway, a PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="With docker: the GPUs it gets, such as 0,1; all if left out.")
+    ] = None,
+    shm_size: Annotated[str, typer.Option(help="With docker: shared memory.")] = "2g",
+    engine_python: Annotated[
+        str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
+    ] = None,
+    allow_model_code: AllowModelCode = False,
+    restart: Annotated[int, typer.Option(help="How often a server that ends by itself is started again.")] = 0,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
+) -> int | None:
+    """Serve a model repository with a real tritonserver, after one request has been answered."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import background, serve, watchdog
+
+    store = own_store()
+    found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
+    options = serve.LaunchOptions(
+        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
+        tls_cert=tls_cert, tls_key=tls_key,
+        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
+        allow_model_code=allow_model_code,
+    )  # fmt: skip
+    console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
+
+    def work(leave: background.Ready | None) -> None:
+        running, process = serve.launch(found, store, options, console.note)
+
+        def announce() -> None:
+            points = running.endpoints
+            console.table(
+                ("endpoint", "where"),
+                [
+                    *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
+                    ("gRPC", points.grpc_url),
+                    ("metrics", points.metrics_url),
+                    ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
+                    ("log", running.log),
+                ],
+            )
+            if leave is None:
+                console.result("Ctrl-C ends it")
+            else:
+                console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+                leave(running.log)
+
+        watchdog.attend(
+            running, process, store, options, restarts=restart,
+            ready=announce, stopping=lambda: console.note("stopping"), note=console.note,
+        )  # fmt: skip
+
+    if detach:
+        return background.run(work)
+    work(None)
+    return None
+
+
+def ps(as_json: Json = False) -> None:
+    """List the running servers."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import servers
+
+    running = servers.running(own_store())
+    rows = [
+        (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, s.gateway_url, str(s.log))
+        for s in running
+    ]
+    columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
+    if as_json:
+        imported = [[phrase for one in s.served for phrase in one.imported] for s in running]
+        told = [dict(zip(columns, row, strict=True)) for row in rows]
+        console.result_json([{**one, "imported": more} for one, more in zip(told, imported, strict=True)])
+    elif rows:
+        console.table(columns, rows)
+        for one in (served for server in running for served in server.served):
+            for phrase in one.imported:
+                console.result(f"{one.name}: {phrase}")
+    else:
+        console.result("no server is running")
+
+
+def logs(
+    server: Annotated[
+        str | None,
+        typer.Option(help="Whose log, of a server that runs or of one that has ended; the only one's if left out."),
+    ] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
+    ] = False,
+) -> None:
+    """Print the log of a server, running or not.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import serve
+
+    for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
+        console.text(piece)
+
+
+def reload(
+    target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
+    server: ServerName = None,
+    allow_model_code: AllowModelCode = False,
+) -> None:
+    """Load a target's repository as it is now into a running server, model by model, without ending it."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import serve
+
+    renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
+
+
+def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
+    """End servers that `serve` started."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import serve
+
+    ended = serve.stop(own_store(), name)
+    console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
+
+
+def check(
+    repository: Annotated[Path, typer.Argument(help="A model repository, ours or anybody's, or a target in ./runs.")],
+    toolchain: Annotated[
+        str | None, typer.Option(help="The release that will serve it, of `trtpipe toolchains`; found out if left out.")
+    ] = None,
+    here: Annotated[bool, typer.Option("--here", help="Also ask whether this machine's GPUs can serve it.")] = False,
+    allow_model_code: AllowModelCode = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a model repository before Triton sees it; fails when something is.
+
+    Code that is of no known template is named: `serve` refuses it without --allow-model-code.
+    """
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.execution import hardware as host
+    from trtpipe.pipeline.runner import RUNS
+    from trtpipe.triton_repo.check import check_repository, require_sound
+    from trtpipe.triton_repo.check.code import foreign_code
+
+    folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
+    release = None if toolchain is None else config.find_toolchain(toolchain)
+    faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
+    if folder.is_dir() and not allow_model_code:
+        faults += foreign_code(folder)
+    if as_json:
+        console.result_json([dataclasses.asdict(fault) for fault in faults])
+    else:
+        console.faults(faults)
+    require_sound(str(folder), faults)
+
+
+def top(
+    server: ServerName = None,
+    url: Annotated[str | None, typer.Option(help="Metrics of a server that is not ours, such as host:8002.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, over one interval.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Follow a server: requests, tokens, KV-cache blocks, queue and latency."""
+    from trtpipe.pipeline.cli import console_top
+    from trtpipe.pipeline.serving import servers
+
+    found = None if url is not None else servers.find_running(own_store(), server)
+    name = found.name if found else str(url)
+    where = found.endpoints.metrics_url if found else str(url)
+    console_top.run(where, name, interval=interval, once=once, as_json=as_json)
+
+
+def monitoring(
+    target: Target = None,
+    out: Annotated[Path, typer.Option("--output", "-o", help="The folder monitoring/ is written into it.")] = Path(),
+    metrics: Annotated[str, typer.Option(help="Where the servers' metrics are, host:port, separated by commas.")] = "",
+) -> None:
+    """Write a Grafana dashboard, a Prometheus scrape configuration and alerts for what is served."""
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.deploy.dashboards import TARGETS, write_monitoring
+    from trtpipe.pipeline.serving import serve
+
+    _, repository = serve.find_repository(target)
+    models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    targets = tuple(metrics.split(",")) if metrics else TARGETS
+    console.result(str(write_monitoring(models, out, targets=targets)))
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    server: ServerName = None,
+    target: TargetName = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 or none: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
+) -> None:
+    """Stream an answer from a running server.
+
+    On a terminal, control characters in it are shown as escapes.
+    """
+    from trtpipe.engines.hf import chat_template as chat
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.serving.generate import Sampling, stream
+
+    sampling = Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
+    )  # fmt: skip
+    found = servers.find_running(own_store(), server)
+    served = found.find(target)
+    template = None if raw else chat.read_template(served.tokenizer)
+    if template is not None:
+        prompt = chat.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
+    for piece in stream(found.endpoints.grpc_url, prompt, sampling, model=served.front):
+        console.text(piece)
+    console.text("\n")
+
+
+deploy = typer.Typer(help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+
+
+@deploy.callback()
+def _deploy() -> None:
+    """One command for each kind of cluster."""
+
+
+@deploy.command()
+def k8s(
+    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Where it goes; must not exist, or be empty.")],
+    pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
+    model_image: Annotated[str | None, typer.Option(help="Or: image that holds it.")] = None,
+    host_path: Annotated[str | None, typer.Option(help="Or: folder of the node.")] = None,
+    namespace: Annotated[str, typer.Option(help="Where the resources go.")] = "default",
+    image: Annotated[str | None, typer.Option(help="Of the server; the toolchain's if left out.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8.")] = None,
+) -> None:
+    """Write a kustomize base: Deployment or LeaderWorkerSet, Service, probes, autoscaling, disruption budget."""
+    from trtpipe.configs import facts as config
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.passport import read_passport
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.deploy.config import DeployConfig
+    from trtpipe.pipeline.deploy.kubernetes import write
+    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.spec import set_layer
+    from trtpipe.triton_repo.render import ENGINE_FOLDER
+
+    name, repository = serve.find_repository(target)
+    passport = read_passport(repository / ENGINE_FOLDER)
+    given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
+             "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
+    chosen = {key: value for key, value in given.items() if value is not None}
+    made = config.build(DeployConfig, chosen, "--set", UsageError)
+    paths = write(passport, config.find_gpu(passport.gpu), made, out)
+    console.table(("written",), [(path,) for path in paths])
+    console.result(f"next: kubectl apply -k {out}/base   ({out}/README.md says more)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from trtpipe.engines.errors import UsageError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"'{text}' is no list of numbers", remedy="write for example 1,4,16") from None

@@ -1,0 +1,207 @@
+"""`trtpipe convert`, `quantize`, `verify`, `recipes`, `inspect`, `restore`: folders of weights, outside the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.options import Json, KvCache
+
+
+def convert(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist, or be empty.")],
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
+    use_parallel_embedding: Annotated[
+        bool, typer.Option("--use-parallel-embedding", help="Share the embedding table among tensor-parallel ranks.")
+    ] = False,
+    embedding_sharding_dim: Annotated[
+        int, typer.Option(help="With it: 0 cuts the table by vocabulary, 1 by hidden size.")
+    ] = 0,
+    toolchain: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
+    ] = None,
+) -> None:
+    """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
+    from trtpipe.configs import facts as config
+    from trtpipe.engines.base import Mapping
+    from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
+    from trtpipe.engines.checkpoint.layout import EmbeddingSharding, notices
+    from trtpipe.engines.hf.folder import read_model_config
+    from trtpipe.engines.quantization import parse_float
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.store.folders import new_folder
+
+    wanted = None if dtype == "auto" else parse_float(dtype)
+    release = config.find_toolchain(toolchain).name
+    mapping = Mapping(tp_size=tp, pp_size=pp)
+    embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
+    with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
+        write_checkpoint(
+            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
+        )
+    for notice in notices(read_model_config(hf_dir)):
+        console.note(f"note: {notice}")
+    console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
+
+
+def quantize(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the result goes; must not exist, or be empty.")],
+    quant: Annotated[str, typer.Option(help="A recipe of `trtpipe recipes`, such as fp8, int8-sq or int4-awq.")],
+    kv_cache: KvCache = None,
+    calib: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "cnn_dailymail",
+    samples: Annotated[int, typer.Option(help="Rows of calibration text.")] = 512,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
+    seed: Annotated[int, typer.Option(help="Order of the texts.")] = 0,
+    form: Annotated[str, typer.Option("--format", help="trtllm for engines, hf for the LLM API and vLLM.")] = "trtllm",
+    dtype: Annotated[str, typer.Option(help="Of what is not quantized: auto, bfloat16 or float16.")] = "auto",
+    group_size: Annotated[int | None, typer.Option(help="Input features that share a scale (AWQ).")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens in one forward pass; fewer take less memory.")
+    ] = None,
+    scales: Annotated[Path | None, typer.Option(help="Use these scales and calibrate nothing.")] = None,
+    save_scales: Annotated[Path | None, typer.Option(help="Keep the scales, for another format or mapping.")] = None,
+    toolchain: Annotated[
+        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
+    ] = None,
+) -> None:
+    """Quantize a plain folder with ModelOpt into another, outside the store."""
+    from trtpipe.configs import facts as config
+    from trtpipe.engines.base import CalibrationConfig, Mapping
+    from trtpipe.engines.errors import StageFailed
+    from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
+    from trtpipe.engines.quantize import job
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.sources import calibration
+    from trtpipe.pipeline.store.folders import new_folder
+
+    recipe = with_kv_cache(find_recipe(quant, config.load_quant_recipes()), kv_cache)
+    recipe = with_group_size(recipe, group_size)
+    wanted = None if dtype == "auto" else parse_float(dtype)
+    release = config.find_toolchain(toolchain).name
+    layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
+    chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
+    job.check(hf_dir, recipe, layout)
+    rows = None
+    if recipe.quantization.calibrated and scales is None:
+        rows = calibration.samples(hf_dir, chosen)
+    with new_folder(out_dir) as out, console.BuildReporter().stage("quantize", str(hf_dir)) as progress:
+        log = out.with_name(f"{out.name}.log")
+        try:
+            job.quantize(
+                hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
+                device=device, batch_tokens=batch_tokens, log=log, progress=progress,
+            )  # fmt: skip
+        except StageFailed:
+            raise  # its message names the log
+        except BaseException:
+            log.unlink(missing_ok=True)
+            raise
+        log.unlink(missing_ok=True)
+    console.result(f"{out_dir}: {recipe.name}, {form}")
+
+
+def verify(
+    original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
+    quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint, or ModelOpt's Hugging Face folder.")],
+    text: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "heldout",
+    rows: Annotated[int, typer.Option(help="Rows of text.")] = 16,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 256,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    report_dir: Annotated[
+        Path | None, typer.Option("--report", help="Folder for accuracy.json and accuracy.html.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
+    import tempfile
+
+    from trtpipe.configs import facts as config
+    from trtpipe.engines.base import CalibrationConfig
+    from trtpipe.pipeline.accuracy import gate as accuracy
+    from trtpipe.pipeline.accuracy import page as accuracy_page
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.sources import calibration
+
+    chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
+    ids = calibration.samples(original, chosen)
+    with tempfile.TemporaryDirectory() as scratch, console.BuildReporter().stage("verify", str(quantized)) as progress:
+        measured = accuracy.measure(
+            original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress
+        )
+    recipe = accuracy.matching_recipe(measured, config.load_quant_recipes())
+    report = accuracy.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    if report_dir is not None:
+        accuracy_page.write(report, report_dir)
+    if as_json:
+        console.result_json(report.to_dict())
+    else:
+        console.accuracy(report)
+    if report.failures:
+        raise report.refusal(report_dir)
+
+
+def recipes(as_json: Json = False) -> None:
+    """List the quantization recipes, and the SMs that run them."""
+    import dataclasses
+
+    from trtpipe.configs import facts as config
+    from trtpipe.pipeline.cli import console
+
+    known = config.load_quant_recipes().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(recipe) for recipe in known])
+        return
+    rows = [
+        (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
+         " ".join(map(str, r.sms)), r.description)
+        for r in known
+    ]  # fmt: skip
+    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face or TensorRT-LLM checkpoint folder.")],
+    verify_against: Annotated[
+        Path | None, typer.Option(help="Prove that the TensorRT-LLM checkpoint equals this Hugging Face folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what a checkpoint holds and what is wrong with it; fails when something is."""
+    from trtpipe.engines.checkpoint.restore import differences
+    from trtpipe.engines.hf.inspection import inspect as look
+    from trtpipe.pipeline.cli import console
+
+    found = look(folder)
+    problems = list(found.problems)
+    if verify_against is not None and not problems:
+        problems = differences(folder, verify_against)
+    console.inspection(found, problems, as_json=as_json)
+    if problems:
+        from trtpipe.engines.errors import InputDataError
+
+        raise InputDataError(f"{folder} has {len(problems)} problem(s)", why=problems[0])
+    if verify_against is not None:
+        console.note(f"{folder} equals {verify_against}: every tensor, bit for bit")
+
+
+def restore(
+    checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
+    out_dir: Annotated[Path, typer.Argument(help="Where the folder goes; must not exist, or be empty.")],
+) -> None:
+    """Rebuild the Hugging Face folder (config and weights) that a TensorRT-LLM checkpoint was made from."""
+    from trtpipe.engines.checkpoint.restore import restore as rebuild
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.store.folders import new_folder
+
+    with new_folder(out_dir) as out:
+        rebuild(checkpoint_dir, out)
+    console.result(f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it")

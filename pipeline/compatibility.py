@@ -1,0 +1,85 @@
+"""Checks before an engine is served or measured: can this machine run it, and does somebody vouch for its code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
+from trtpipe.engines.passport import NAME, Passport, objections, read_passport, remarks
+from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.runner import RUNS
+from trtpipe.pipeline.store.manifest import read_manifest
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.check.code import foreign_code
+from trtpipe.triton_repo.render import ENGINE_FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether this machine can run an engine: why not, one phrase each, and what else there is to know."""
+
+    passport: Passport
+    objections: list[str]
+    remarks: list[str]
+
+    def require(self, folder: Path) -> None:
+        """Raises ArtefactRefused when there is an objection, with the command that builds for this machine."""
+        if self.objections:
+            raise ArtefactRefused(
+                f"the engine in {folder} does not run on this machine",
+                why="; ".join(self.objections),
+                remedy=f"serve it on {self.passport.target()}, or build for the GPU here with `trtpipe build --gpu`",
+            )
+
+
+def find_passport(folder: Path) -> Passport:
+    """The passport of an engine folder, a model repository or a target. Raises UsageError or ArtefactRefused."""
+    for place in (folder, folder / ENGINE_FOLDER, RUNS / folder / "engine", folder / "engine"):
+        if (place / NAME).is_file():
+            return read_passport(place)
+    if not folder.exists():
+        raise UsageError(f"there is no folder or target '{folder}'", remedy="see `ls runs`")
+    return read_passport(folder)
+
+
+def examine(passport: Passport) -> Verdict:
+    """Compare a passport with this machine."""
+    gpus = host.visible_gpus()
+    floor = ""
+    against: list[str] = []
+    if passport.toolchain is not None:
+        known = config.load_toolchains().get(passport.toolchain)
+        if known is None:
+            against.append(f"it was built by TensorRT-LLM {passport.toolchain}, which is no toolchain of this release")
+        else:
+            floor = known.driver
+    against += objections(passport, gpus, floor=floor)
+    return Verdict(passport=passport, objections=against, remarks=remarks(passport, gpus))
+
+
+def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bool) -> None:
+    """Refuse a repository whose code nobody here vouches for: one that is neither whole in this store nor made of known
+    templates.
+
+    allow_code  the user has said that its code may run
+
+    Raises ArtefactRefused naming the first file, InputDataError for one of this store that has changed.
+    """
+    folder = repository.resolve().parent
+    manifest = read_manifest(folder / "manifest.json")
+    if manifest is not None and store.folder(manifest.record).resolve() == folder:
+        fault = store.fault(manifest.record)
+        store.digests.save()
+        if fault is not None:
+            raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy="run `trtpipe build` again")
+        return
+    found = [] if allow_code else foreign_code(repository)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise ArtefactRefused(
+            f"{name} holds code that is of no known template",
+            why=f"{found[0].path} {found[0].what}{more}",
+            remedy=f"read it (`trtpipe check {name}` lists all), then serve with --allow-model-code",
+        )

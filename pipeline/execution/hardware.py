@@ -1,0 +1,105 @@
+"""Whether this machine can finish a target: its GPUs, its driver, and where a toolchain's programs would run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.errors import HostError
+from trtpipe.engines.executor import Executor
+from trtpipe.engines.nvidia import Gpu, NoDriver, read_gpus
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.trtllm_build import PROGRAM
+from trtpipe.pipeline.execution.executors import DockerExecutor, LocalExecutor, find_program
+from trtpipe.pipeline.spec import Plan
+
+
+class GpuAbsent(HostError):
+    """This machine has no GPU of the target's kind; all that needs none can still be done here."""
+
+
+def check(plan: Plan) -> None:
+    """Find out, before anything is downloaded, what would stop the build at its end. Raises HostError."""
+    if load_backend(plan.runtime).COMPILED:
+        matching_gpus(plan.engine_target)
+        choose_executor(plan.executor, plan.toolchain)
+
+
+def matching_gpus(target: Target) -> list[Gpu]:
+    """This machine's GPUs of the target's compute capability. Raises GpuAbsent, or HostError for an old driver."""
+    wanted = target.gpu.describe()
+    try:
+        gpus = read_gpus()
+    except NoDriver as error:
+        raise GpuAbsent(f"an engine for {wanted} is built on that GPU", why=error.what) from None
+    same = [gpu for gpu in gpus if gpu.sm == target.gpu.sm]
+    if not same:
+        here = ", ".join(sorted({gpu.describe() for gpu in gpus})) or "no GPU that is visible"
+        raise GpuAbsent(f"an engine for {wanted} is built on that GPU", why=f"this machine has {here}")
+    toolchain = target.toolchain
+    if not toolchain.supports_driver(same[0].driver):
+        raise HostError(
+            f"TensorRT-LLM {toolchain.name} needs driver {toolchain.driver}, and this machine has {same[0].driver}",
+            remedy="choose with --toolchain one that `trtpipe toolchains` calls able to run, or update the driver",
+        )
+    return same
+
+
+def require_gpu(target: Target, rank_bytes: int) -> Gpu:
+    """A GPU to build on, with room for a rank's weights. Raises HostError for one too small, or in use."""
+    gpus = matching_gpus(target)
+    need = rank_bytes / 2**20
+    best = max(gpus, key=lambda gpu: gpu.total_mib - gpu.used_mib)
+    if best.total_mib < need:
+        raise HostError(
+            f"the weights of a rank take {need / 1024:.1f} GiB, and {best.describe()} has {best.total_mib / 1024:.1f}",
+            remedy="spread them with --tp or --pp, or take a smaller --dtype",
+        )
+    if best.total_mib - best.used_mib < need:
+        raise HostError(
+            f"GPU {best.index} has {(best.total_mib - best.used_mib) / 1024:.1f} GiB free, "
+            f"and the weights of a rank take {need / 1024:.1f}",
+            why=f"other programs use {best.used_mib / 1024:.1f} GiB of it",
+            remedy="end them (`nvidia-smi` lists them)",
+        )
+    return best
+
+
+def choose_executor(name: str, toolchain: Toolchain) -> Executor:
+    """The executor of that name, able to start; auto takes this environment if it has the program. Raises HostError."""
+    if name == "local" or (name == "auto" and find_program(PROGRAM)):
+        return LocalExecutor()
+    executor = DockerExecutor(toolchain.image)
+    try:
+        executor.require()
+    except HostError as error:
+        if name == "docker":
+            raise
+        raise HostError(
+            f"this machine has neither {PROGRAM} nor Docker",
+            why=error.what,
+            remedy=f"install Docker with NVIDIA's Container Toolkit, or tensorrt-llm=={toolchain.name} here",
+        ) from None
+    return executor
+
+
+def facts(gpu: Gpu) -> dict[str, str]:
+    """What a passport says of the GPU an engine was built on."""
+    return {"gpu": gpu.name, "driver": gpu.driver}
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine; none where there is no driver that answers."""
+    try:
+        return read_gpus()
+    except HostError:
+        return ()
+
+
+def able(toolchain: Toolchain, gpus: Sequence[Gpu]) -> str:
+    """Whether this machine's driver can run a toolchain, in words for a table."""
+    if not gpus:
+        return "no NVIDIA GPU here"
+    driver = gpus[0].driver
+    return "yes" if toolchain.supports_driver(driver) else f"no: driver {driver} is older"

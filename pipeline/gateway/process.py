@@ -1,0 +1,92 @@
+"""The gateway beside a server: a process of its own, started, found again and ended by number.
+
+`python -m trtpipe.pipeline.gateway.process OPTIONS` is that process; a line of its log says where it listens, or why
+not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trtpipe.engines.errors import StageFailed, TrtpipeError
+from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.process import error_from_json, error_to_json, python_command, tail
+from trtpipe.pipeline.gateway.options import GatewayOptions
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 15.0
+LISTENS = re.compile(r"^gateway at (\S+)$", re.MULTILINE)
+FAILED = re.compile(r"^gateway failed: (\{.*\})$", re.MULTILINE)
+
+
+def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
+    """Start it and wait until it listens; its number and address. Raises its own error, or StageFailed."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*python_command("trtpipe.pipeline.gateway.process"), options.to_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        found = LISTENS.search(log.read_text(encoding="utf-8", errors="replace"))
+        if found:
+            return process.pid, found[1]
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    end(process.pid)
+    told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
+    if told:
+        raise error_from_json(parse_json(told[1]))
+    raise StageFailed("the gateway does not start", why=tail(log), remedy=f"its log is {log}")
+
+
+def end(pid: int) -> None:
+    """End it and its workers: asked first, killed after STOP_SECONDS."""
+    if not alive(pid):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if alive(pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # its workers follow it
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a gateway, and not another program that got its number."""
+    with contextlib.suppress(ChildProcessError):  # another process started it
+        os.waitpid(pid, os.WNOHANG)
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"trtpipe.pipeline.gateway.process" in command.split(b"\0")
+
+
+def main() -> None:
+    from trtpipe.pipeline.gateway.supervisor import serve
+
+    try:
+        options = GatewayOptions.from_json(sys.argv[1])
+        serve(options, ready=lambda gateway: print(f"gateway at {gateway.url}", flush=True))
+    except TrtpipeError as error:
+        print(f"gateway failed: {json.dumps(error_to_json(error))}", flush=True)
+        raise SystemExit(error.exit_code) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Network clients and formats that several rooms share."""

@@ -1,0 +1,1 @@
+"""HTML pages that need neither network nor script."""

@@ -1,0 +1,315 @@
+"""Plots as SVG text: nothing but the drawing, coloured by the classes s0, s1, ... of the page that holds it.
+
+Drawn for the width of a phone; on wide screens they are scaled up a little and set side by side. Every mark has the
+class `mark`, and a title that shows when the pointer rests on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from markupsafe import Markup, escape
+
+from trtpipe.pipeline.pages.axes import Axis, fitting, tick
+
+WIDTH = 340
+LEFT, RIGHT, TOP, BOTTOM = 46, 18, 10, 36
+# Left of distributions is room for their names.
+NAMES = 126
+HEIGHT = 150
+# One row of distributions, one panel of a timeline, one bar.
+ROW, PANEL, BAR = 26, 54, 22
+PANEL_GAP = 26
+# Columns in which a long series keeps its smallest and largest value, and bins of a distribution.
+COLUMNS = 120
+BINS = 100
+_LETTER = 5.6  # the mean width of a letter of the labels
+_DOT = 3.5
+_MARKERS = (
+    "M{x} {y}m-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0 -7 0z",
+    "M{x} {y}m-3.2 -3.2h6.4v6.4h-6.4z",
+    "M{x} {y}m0 -4.4l4 7h-8z",
+    "M{x} {y}m0 -4.4l4.4 4.4l-4.4 4.4l-4.4 -4.4z",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing under a title; `legend` are names and the classes that they are drawn in."""
+
+    title: str
+    drawing: Markup
+    legend: Sequence[tuple[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """`hollow` where what it shows is to be taken with care."""
+
+    x: float
+    y: float
+    label: str
+    title: str
+    hollow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    name: str
+    style: int
+    points: Sequence[Point]
+    dashed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A distribution; `marks` are (name, value) of some of its percentiles."""
+
+    label: str
+    title: str
+    style: int
+    edges: Sequence[float]
+    counts: Sequence[float]
+    marks: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A series; None leaves a gap."""
+
+    name: str
+    style: int
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    label: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    label: str
+    title: str
+    value: float
+    style: int = 0
+
+
+@dataclass
+class _Drawing:
+    """The parts of one plot. Numbers are pixels; `left` is where its axes cross."""
+
+    left: float = LEFT
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def inner(self) -> float:
+        return WIDTH - self.left - RIGHT
+
+    def across(self, axis: Axis, value: float) -> float:
+        return self.left + axis.share(value) * self.inner
+
+    def text(self, x: float, y: float, words: str, *, anchor: str = "start", kind: str = "") -> None:
+        kind = f' class="{kind}"' if kind else ""
+        self.parts.append(f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}"{kind}>{escape(words)}</text>')
+
+    def grid(self, path: str) -> None:
+        self.parts.append(f'<path class="grid" d="{path}"/>')
+
+    def mark(self, kind: str, path: str, title: str) -> None:
+        self.parts.append(f'<path class="mark {kind}" d="{path}"><title>{escape(title)}</title></path>')
+
+    def x_axis(self, axis: Axis, base: float, top: float) -> None:
+        places = [(self.across(axis, value), value) for value in axis.ticks]
+        self.grid("".join(f"M{_n(x)} {_n(top)}V{_n(base)}" for x, _ in places))
+        for x, value in places:
+            self.text(x, base + 14, tick(value), anchor="middle")
+        self.text(self.left + self.inner / 2, base + 29, axis.label, anchor="middle", kind="label")
+
+    def y_axis(self, axis: Axis, base: float, height: float) -> None:
+        places = [(base - axis.share(value) * height, value) for value in axis.ticks]
+        self.grid("".join(f"M{_n(self.left)} {_n(y)}h{_n(self.inner)}" for y, _ in places))
+        for y, value in places:
+            self.text(self.left - 5, y + 4, tick(value), anchor="end")
+
+    def done(self, height: float, described: str) -> Markup:
+        opened = f'<svg viewBox="0 0 {WIDTH} {_n(height)}" role="img" aria-label="{escape(described)}">'
+        # Every text of the parts was escaped as it was written.
+        return Markup(f"{opened}{''.join(self.parts)}</svg>")
+
+
+def _n(number: float) -> str:
+    """A coordinate, to a tenth of a pixel."""
+    return f"{number:.1f}".removesuffix(".0")
+
+
+def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequence[Point] = ()) -> Markup:
+    """Points joined by lines in the order given, each labelled where there is room; `band` lies behind some of them."""
+    points = [point for curve in found for point in curve.points]
+    across, up = fitting(x, (point.x for point in points)), fitting(y, (point.y for point in points))
+    drawing, base = _Drawing(), TOP + 14 + HEIGHT
+    drawing.text(4, TOP + 2, y, kind="label")
+    drawing.x_axis(across, base, base - HEIGHT)
+    drawing.y_axis(up, base, HEIGHT)
+    drawn = [
+        (curve, [(drawing.across(across, p.x), base - up.share(p.y) * HEIGHT, p) for p in curve.points])
+        for curve in found
+    ]
+    if len(band) > 1:
+        line = [f"{_n(drawing.across(across, p.x))} {_n(base - up.share(p.y) * HEIGHT)}" for p in band]
+        drawing.parts.append(f'<path class="band" d="M{"L".join(line)}"/>')
+    # No label hides a point.
+    taken = [(a - _DOT, 2 * _DOT, b + _DOT) for _, places in drawn for a, b, _ in places]
+    for curve, places in drawn:
+        if len(places) > 1:
+            kind = f"line s{curve.style}" + (" dashed" if curve.dashed else "")
+            drawing.mark(kind, "M" + "L".join(f"{_n(a)} {_n(b)}" for a, b, _ in places), curve.name)
+        for a, b, point in places:
+            shape = _MARKERS[curve.style % len(_MARKERS)].format(x=_n(a), y=_n(b))
+            drawing.mark(f"dot s{curve.style}" + (" hollow" if point.hollow else ""), shape, point.title)
+    for _, places in drawn:
+        for a, b, point in places:
+            _label(drawing, taken, a, b, point.label)
+    return drawing.done(base + BOTTOM, described)
+
+
+def _label(drawing: _Drawing, taken: list[tuple[float, float, float]], x: float, y: float, words: str) -> None:
+    """Write beside a point, on the first side that is free; nowhere if none is."""
+    width = _LETTER * len(words)
+    for left, base in ((x + 6, y - 4), (x - 6 - width, y - 4), (x + 6, y + 11), (x - 6 - width, y + 11)):
+        fits = left >= LEFT and left + width <= WIDTH and base - 9 >= TOP
+        if fits and all(
+            left + width < other or other + size < left or abs(base - at) > 10 for other, size, at in taken
+        ):
+            taken.append((left, width, base))
+            drawing.text(left, base, words, kind="point")
+            return
+
+
+def spreads(rows: Sequence[Spread], *, x: str, described: str) -> Markup:
+    """Distributions one below the other on one axis. Areas are shares; the highest of each row fills it."""
+    rows = [row for row in rows if sum(row.counts)]
+    values = [edge for row in rows for edge in (*_ends(row), *(value for _, value in row.marks))]
+    axis = fitting(x, values, from_zero=False)
+    drawing, base = _Drawing(left=NAMES), TOP + ROW * len(rows)
+    drawing.x_axis(axis, base, TOP)
+    for number, row in enumerate(rows):
+        bottom = TOP + ROW * (number + 1) - 3
+        drawing.mark(f"area s{row.style}", _steps(drawing, row, axis, bottom), row.title)
+        places = (drawing.across(axis, value) for _, value in row.marks)
+        lines = "".join(f"M{_n(x)} {_n(bottom - ROW + 8)}V{_n(bottom)}" for x in places)
+        drawing.parts.append(f'<path class="percentiles" d="{lines}"/>')
+        drawing.text(4, bottom - 3, _shortened(row.label, NAMES - 8), kind="point")
+    return drawing.done(base + BOTTOM, described)
+
+
+def _shortened(words: str, width: float) -> str:
+    most = int(width / _LETTER)
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def _ends(row: Spread) -> tuple[float, float]:
+    """Where a distribution begins and ends, without its empty bins."""
+    filled = [number for number, count in enumerate(row.counts) if count]
+    return row.edges[filled[0]], row.edges[filled[-1] + 1]
+
+
+def _steps(drawing: _Drawing, row: Spread, axis: Axis, base: float) -> str:
+    """The outline of a histogram: heights are counts over the width that a bin has on the axis."""
+    edges, counts = _merged(row.edges, row.counts)
+    places = [drawing.across(axis, edge) for edge in edges]
+    # What the axis cannot spread out is drawn a pixel wide.
+    widths = [max(1.0, right - left) for left, right in pairwise(places)]
+    heights = [count / width for count, width in zip(counts, widths, strict=True)]
+    scale = (ROW - 8) / max(heights)
+    path = [f"M{_n(places[0])} {_n(base)}"]
+    for left, width, height in zip(places, widths, heights, strict=False):
+        path.append(f"H{_n(left)}V{_n(base - height * scale)}H{_n(left + width)}")
+    return "".join(path) + f"V{_n(base)}z"
+
+
+def _merged(edges: Sequence[float], counts: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Neighbouring bins put together until there are at most BINS."""
+    every = math.ceil(len(counts) / BINS)
+    if every == 1:
+        return edges, counts
+    return [*edges[:-1:every], edges[-1]], [sum(counts[at : at + every]) for at in range(0, len(counts), every)]
+
+
+def timeline(seconds: Sequence[float], panels: Sequence[Panel], *, described: str) -> Markup:
+    """Panels one below the other over the same time."""
+    across = fitting("seconds", [0.0, *seconds])
+    drawing, top = _Drawing(), float(TOP)
+    for panel in panels:
+        known = [value for line in panel.lines for value in line.values if value is not None]
+        axis = fitting(panel.label, known, ticks=2)
+        base = top + 16 + PANEL
+        _panel_title(drawing, panel, top + 8)
+        drawing.y_axis(axis, base, PANEL)
+        for line in panel.lines:
+            pairs = _thinned(seconds, line.values)
+            path = _gapped(
+                (drawing.across(across, at), None if value is None else base - axis.share(value) * PANEL)
+                for at, value in pairs
+            )
+            if path:
+                most = max(value for value in line.values if value is not None)
+                drawing.mark(f"line s{line.style}", path, f"{line.name}: at most {most:,.4g}")
+        top = base + PANEL_GAP - 16
+    drawing.x_axis(across, base, base - 3)
+    return drawing.done(base + BOTTOM, described)
+
+
+def _panel_title(drawing: _Drawing, panel: Panel, y: float) -> None:
+    names = [(line.name, line.style) for line in panel.lines] if len(panel.lines) > 1 else []
+    told = "".join(f'<tspan dx="8" class="name s{style}">{escape(name)}</tspan>' for name, style in names)
+    drawing.parts.append(f'<text x="4" y="{_n(y)}" class="label">{escape(panel.label)}{told}</text>')
+
+
+def _thinned(seconds: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float | None]]:
+    """The series itself; of one too long to draw, the smallest and the largest of each column in their order."""
+    pairs = list(zip(seconds, values, strict=True))
+    every = math.ceil(len(pairs) / COLUMNS)
+    if every <= 2:
+        return pairs
+    out: list[tuple[float, float | None]] = []
+    for at in range(0, len(pairs), every):
+        column = [(second, value) for second, value in pairs[at : at + every] if value is not None]
+        if not column:
+            out.append((seconds[at], None))
+            continue
+        ends = min(column, key=lambda pair: pair[1]), max(column, key=lambda pair: pair[1])
+        out += sorted(set(ends))
+    return out
+
+
+def _gapped(places: Iterable[tuple[float, float | None]]) -> str:
+    """A path through the points, begun anew after each gap. A point alone becomes a dot."""
+    path: list[str] = []
+    run = 0
+    for x, y in places:
+        if y is None:
+            path += ["h0"] if run == 1 else []
+            run = 0
+            continue
+        path.append(f"{'L' if run else 'M'}{_n(x)} {_n(y)}")
+        run += 1
+    return "".join(path) + ("h0" if run == 1 else "")
+
+
+def bars(rows: Sequence[Bar], *, x: str, described: str) -> Markup:
+    """Bars one below the other, each under its label."""
+    axis = fitting(x, [0.0, *(row.value for row in rows)])
+    drawing, pitch = _Drawing(), BAR + 12
+    base = TOP + pitch * len(rows)
+    drawing.x_axis(axis, base, TOP)
+    for number, row in enumerate(rows):
+        top = TOP + pitch * number
+        drawing.text(LEFT + 2, top + 10, row.label, kind="point")
+        width = max(1.0, axis.share(row.value) * drawing.inner)
+        drawing.mark(f"bar s{row.style}", f"M{LEFT} {_n(top + 14)}h{_n(width)}v{BAR - 10}h-{_n(width)}z", row.title)
+    return drawing.done(base + BOTTOM, described)

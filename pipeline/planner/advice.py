@@ -1,0 +1,366 @@
+"""Which GPUs, how many, in which precision: each option at the highest rate within the objectives, and its cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.quantization import Precision, resolve_precision
+from trtpipe.pipeline.bench.results.slo import Objective
+from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
+from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.predict import Option, Prediction
+
+TPS = (1, 2, 4, 8)
+# The CPU's runtime executes every recipe.
+ANYTHING = GpuSpec(name="anything", sm=None)
+# A rate is found this exactly.
+PRECISION = 0.02
+# One option's share of time below which it is not worth a sentence.
+RULES = 0.35
+BOUND = {
+    "compute": "compute-bound",
+    "weights": "bandwidth-bound: the weights are read for few tokens",
+    "kv": "bandwidth-bound: the KV cache is read",
+    "elementwise": "bandwidth-bound: activations are written and read between products",
+    "all-reduce": "bound by the all-reduces between GPUs",
+    "overhead": "bound by launches and the host",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the plan is for. Raises UsageError.
+
+    gpus        in the order of the question
+    dtypes      `--dtype` words, each tried on each GPU
+    tps         GPUs of one engine; empty: every power of two up to 8
+    rate        clients a second that the deployment must bear; None where only cost is compared
+    objectives  empty: throughput without limit
+    prices      of one GPU an hour by name, before those of the GPU's file
+    """
+
+    model: str
+    shape: ModelConfig
+    gpus: tuple[GpuSpec, ...]
+    demand: Demand
+    dtypes: tuple[str, ...] = ("auto",)
+    kv_cache: str | None = None
+    tps: tuple[int, ...] = ()
+    runtime: str = "tensorrt_llm"
+    objectives: tuple[Objective, ...] = ()
+    rate: float | None = None
+    prices: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise UsageError(f"rate is {self.rate:g}", remedy="give a positive number of requests a second")
+        for name in ("gpus", "dtypes"):
+            if not getattr(self, name):
+                raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
+        for dtype in self.dtypes:
+            # A word that means nothing is refused; what one GPU does not run is said of that GPU.
+            resolve_precision(dtype, ANYTHING, config.load_quant_recipes(), self.kv_cache)
+        for tp in self.tps:
+            if tp < 1:
+                raise UsageError(f"tp is {tp}", remedy="give 1 or more")
+
+    def price(self, gpu: GpuSpec) -> float | None:
+        return (self.prices or {}).get(gpu.name, gpu.price_per_hour)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One row of the advice. Without `best` it cannot serve this, and `reason` says why.
+
+    rate              most clients a second within the objectives, one engine
+    best              what it does then
+    single            what one client alone gets
+    cost              of a million output tokens at `best`, where the price is known
+    single_cost       likewise for one client alone
+    replicas          engines that the asked rate takes
+    """
+
+    gpu: GpuSpec
+    dtype: str
+    tp: int
+    reason: str
+    option: Option | None = None
+    rate: float | None = None
+    best: Prediction | None = None
+    single: Prediction | None = None
+    price: float | None = None
+    replicas: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.tp} x {self.gpu.name} {self.dtype}"
+
+    @property
+    def cost(self) -> float | None:
+        return self._cost(self.best)
+
+    @property
+    def single_cost(self) -> float | None:
+        return self._cost(self.single)
+
+    @property
+    def hourly(self) -> float | None:
+        """Of one engine."""
+        return None if self.price is None else self.price * self.tp
+
+    @property
+    def per_gpu(self) -> float:
+        """Output tokens a second of one GPU, within the objectives."""
+        return 0.0 if self.best is None else self.best.tokens_per_s / self.tp
+
+    @property
+    def gpus(self) -> int | None:
+        """For the rate that is asked for."""
+        return None if self.replicas is None else self.replicas * self.tp
+
+    def _cost(self, at: Prediction | None) -> float | None:
+        if self.hourly is None or at is None or not at.tokens_per_s:
+            return None
+        return self.hourly / (at.tokens_per_s * 3600) * 1e6
+
+    def to_json(self) -> dict[str, Any]:
+        option = self.option
+        return {
+            "gpu": self.gpu.name,
+            "dtype": self.dtype,
+            "tp": self.tp,
+            "reason": self.reason,
+            "max_batch_size": option and option.limits.max_batch_size,
+            "max_num_tokens": option and option.limits.max_num_tokens,
+            "memory": option and memory_json(option),
+            "max_rate": self.rate,
+            "at_max_rate": self.best and self.best.to_json(),
+            "one_client": self.single and self.single.to_json(),
+            "price_per_hour": self.price,
+            "cost_per_million_output_tokens": self.cost,
+            "cost_per_million_output_tokens_one_client": self.single_cost,
+            "engines": self.replicas,
+            "gpus": self.gpus,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Candidates, the best first: by cost where every price is known, else by tokens a second of a GPU."""
+
+    question: Question
+    lengths: Lengths
+    candidates: tuple[Candidate, ...]
+    priced: bool
+    remarks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.question.model,
+            "runtime": self.question.runtime,
+            "objectives": [vars(one) for one in self.question.objectives],
+            "rate": self.question.rate,
+            "lengths": vars(self.lengths),
+            "ranked_by": "cost" if self.priced else "tokens/s of a GPU",
+            "candidates": [one.to_json() for one in self.candidates],
+            "remarks": list(self.remarks),
+        }
+
+
+def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
+    """Raises UsageError for objectives that are not predicted, and where nothing could be served at all."""
+    how = (efficiency or load_efficiency()).of(question.runtime)
+    lengths = question.demand.lengths()
+    rows = [
+        candidate
+        for gpu in question.gpus
+        for dtype in question.dtypes
+        for candidate in _of_gpu(question, gpu, dtype, lengths, how)
+    ]
+    priced = all(question.price(gpu) is not None for gpu in question.gpus if not gpu.refused)
+
+    def order(one: Candidate) -> tuple[bool, float]:
+        return one.best is None, (one.cost or math.inf) if priced else -one.per_gpu
+
+    ranked = tuple(sorted(rows, key=order))
+    return Advice(
+        question=question,
+        lengths=lengths,
+        candidates=ranked,
+        priced=priced,
+        remarks=tuple(_remarks(ranked, question, priced)),
+    )
+
+
+def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how: Efficiency) -> list[Candidate]:
+    if gpu.refused or gpu.is_cpu:
+        reason = gpu.refused or "no engine runs on a CPU, and the reference runtime's speed is not predicted"
+        return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
+    try:
+        precision = resolve_precision(dtype, gpu, config.load_quant_recipes(), question.kv_cache)
+    except UsageError as error:
+        return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
+    made: list[Candidate] = []
+    for tp in question.tps or TPS:
+        one = _candidate(question, gpu, precision, tp, lengths, how)
+        # What did not fit one GPU and fits two is said once, by the largest that does not.
+        if made and made[-1].option is None:
+            made.pop()
+        made.append(one)
+    return made
+
+
+def _candidate(
+    question: Question, gpu: GpuSpec, precision: Precision, tp: int, lengths: Lengths, how: Efficiency
+) -> Candidate:
+    def without(reason: str) -> Candidate:
+        return Candidate(gpu=gpu, dtype=precision.name, tp=tp, reason=reason)
+
+    if lengths.longest > question.shape.max_position_embeddings:
+        raise UsageError(
+            f"the load asks for sequences of {lengths.longest} tokens, "
+            f"{question.model} takes {question.shape.max_position_embeddings}",
+            remedy="set max_total_tokens in its work",
+        )
+    try:
+        option = Option.make(question.shape, gpu, precision, tp, lengths, how)
+        option.require_fit(lengths.longest)
+    except UsageError as error:
+        return without(str(error))
+    single = option.together(question.demand, 1)
+    if not single.meets(question.objectives):
+        return Candidate(
+            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
+            reason=_too_slow(single, question.objectives),
+        )  # fmt: skip
+    found = highest_rate(option, question.demand, question.objectives)
+    if found is None:
+        return Candidate(
+            gpu=gpu, dtype=precision.name, tp=tp, option=option, single=single, price=question.price(gpu),
+            reason="too slow as soon as two requests meet",
+        )  # fmt: skip
+    rate, best = found
+    return Candidate(
+        gpu=gpu, dtype=precision.name, tp=tp, option=option, rate=rate, best=best, single=single,
+        price=question.price(gpu), replicas=None if question.rate is None else math.ceil(question.rate / rate),
+        reason=_reason(option, best, precision),
+    )  # fmt: skip
+
+
+def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]) -> tuple[float, Prediction] | None:
+    """The most clients a second within the objectives, by bisection, and what is served then; None where it is not a
+    hundredth of what the engine could do without them.
+    """
+    full = option.full(demand)
+    if not objectives:
+        return full.requests_per_s / demand.turns, full
+    low, high = 0.0, full.requests_per_s / demand.turns
+    least = high / 100
+    while high - low > max(PRECISION * high, least):
+        rate = (low + high) / 2
+        if option.at(demand, rate, shares=False).meets(objectives):
+            low = rate
+        else:
+            high = rate
+    return (low, option.at(demand, low)) if low else None
+
+
+def _too_slow(single: Prediction, objectives: Sequence[Objective]) -> str:
+    for one in objectives:
+        value = single.value(one)
+        if value is not None and value >= one.limit_ms:
+            metric = one.metric.removesuffix("_from_due")
+            return f"too slow for one client alone: {metric} {one.statistic} {value:.0f} ms of {one.limit_ms:g}"
+    raise AssertionError("one of them is missed")
+
+
+def _reason(option: Option, best: Prediction, precision: Precision) -> str:
+    name, share = max(best.shares.items(), key=lambda item: item[1])
+    said = (
+        f"{BOUND[name]} ({share:.0%} of the time)" if share >= RULES else f"balanced; most of it {name} ({share:.0%})"
+    )
+    if best.in_flight >= option.limits.max_batch_size:
+        said += f"; the KV cache holds {option.limits.max_batch_size} at once"
+    if option.gpu.sm is not None and option.gpu.sm < 89 and "fp8" not in precision.name:
+        said += "; FP8 unavailable"
+    return said
+
+
+def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> list[str]:
+    said: list[str] = []
+    able = [one for one in ranked if one.best is not None]
+    if not able:
+        return []
+    if not priced:
+        missing = sorted({one.gpu.name for one in ranked if not one.gpu.refused and one.price is None})
+        said.append(
+            f"no price is known for {', '.join(missing)}: ranked by tokens/s of a GPU; "
+            "give --price NAME=PRICE_PER_HOUR, or price_per_hour in gpus/NAME.yaml of TRTPIPE_HOME"
+        )
+        return said
+    best = able[0]
+    cheap = min(able, key=lambda one: (one.hourly or math.inf, -(one.rate or 0)))
+    if cheap is not best:
+        said.append(
+            f"up to {cheap.rate:.3g} clients/s {cheap.name} does it for {cheap.hourly:.2f} an hour; "
+            f"{best.name} at {best.hourly:.2f} is cheaper only above"
+        )
+    alone = min(able, key=lambda one: one.single_cost or math.inf)
+    if alone is not best:
+        said.append(
+            f"for one client at a time {alone.name} costs least: {alone.single_cost:.2f} a million tokens, "
+            f"{best.name} {best.single_cost:.2f}"
+        )
+    if cheap is not best and best.cost and cheap.cost:
+        # The dearer one must be kept busy: its price an hour buys nothing while it idles.
+        duty = best.cost / cheap.cost
+        said.append(
+            f"{best.name} must be busy {duty:.0%} of the time that it is paid for to match {cheap.name} kept full; "
+            f"a job of less than {best.best.tokens_per_s * 3600 * duty / 1e6:.1f} million tokens "  # type: ignore[union-attr]
+            "in a paid hour is cheaper on the latter"
+        )
+    if question.rate is not None:
+        fewest = min(able, key=lambda one: ((one.hourly or 0) * (one.replicas or 1), one.gpus or 0))
+        said.append(
+            f"{question.rate:g} clients/s take {fewest.replicas} engine{'s' if fewest.replicas != 1 else ''} of "
+            f"{fewest.name}, {fewest.gpus} GPUs, {(fewest.hourly or 0) * (fewest.replicas or 1):.2f} an hour: "
+            "the least there is"
+        )
+    return said
+
+
+def every_head(option: Option) -> int:
+    """Bytes of KV cache of a token, if every attention head had keys and values of its own: often quoted, and many
+    times what grouped-query attention takes.
+    """
+    model = option.model
+    return (
+        option.memory.kv_token
+        // max(1, model.num_key_value_heads // option.tp)
+        * (model.num_attention_heads // option.tp)
+    )
+
+
+def memory_json(option: Option) -> dict[str, Any]:
+    memory = option.memory
+    return {
+        "total_bytes": memory.total,
+        "runtime_bytes": memory.runtime,
+        "weight_bytes": memory.weights,
+        "activation_bytes": memory.activations,
+        "buffer_bytes": memory.buffers,
+        "kv_pool_bytes": memory.kv_pool,
+        "kv_bytes_per_token": memory.kv_token,
+        "kv_bytes_per_token_if_every_head_had_its_own": every_head(option),
+        "kv_blocks": memory.kv_blocks,
+        "kv_tokens": memory.kv_tokens,
+        "longest_context_at_max_batch_size": memory.context(option.limits.max_batch_size),
+    }

@@ -1,0 +1,191 @@
+"""How long a step of the engine takes: a roofline with measured efficiencies.
+
+A step computes `context` tokens of prompts and one token of each of `decoding` sequences. On each GPU of tp:
+
+    products    every layer's four, over T = context + decoding tokens: 2 x T x parameters operations against the
+                weights' bytes, joined by a p-norm since neither hides the other whole
+    attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half);
+                of decoding: the bytes of the KV cache that are read
+    elementwise norms, activations, quantization: passes over T x (hidden + intermediate / tp) values of 16 bits
+    head        the vocabulary's product, of the sequences that get a token
+    all-reduce  two a layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency
+    overhead    a step, a layer, a sequence
+
+Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
+(arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.quantization import QuantAlgo, Quantization
+from trtpipe.pipeline.planner.efficiency import Efficiency
+
+# Operands of the products: what is absent computes in 16 bits.
+PRODUCTS: dict[QuantAlgo | None, str] = {
+    QuantAlgo.W8A8_SQ_PER_CHANNEL: "int8",
+    QuantAlgo.FP8: "fp8",
+    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: "fp8",
+    QuantAlgo.W4A8_AWQ: "fp8",
+}
+KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
+
+
+class Step(NamedTuple):
+    """What one step computes. A tuple, since a simulation makes thousands.
+
+    context   tokens of prompts
+    decoding  sequences that get one more token
+    cached    tokens of KV cache that those read, all together
+    work      of the prompts' attention: sum over chunks of tokens x (tokens before + tokens / 2)
+    logits    sequences that get a token: those that decode, and prompts that end
+    """
+
+    context: Any
+    decoding: Any
+    cached: Any
+    work: Any
+    logits: Any
+
+
+class Parts(NamedTuple):
+    """Seconds of a step by what they go to."""
+
+    products: Any
+    attention: Any
+    cache: Any
+    elementwise: Any
+    head: Any
+    allreduce: Any
+    overhead: Any
+
+    @property
+    def total(self) -> Any:
+        return sum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Made by `of`; one engine on one kind of GPU. All counts are of one GPU; works on numbers and on numpy arrays."""
+
+    layers: int
+    parameters: int
+    weight_bytes: int
+    head_parameters: int
+    head_bytes: int
+    token_bytes: int
+    attention_width: int
+    hidden: int
+    wide: int
+    tp: int
+    flops: float
+    flops16: float
+    bandwidth: float
+    link: float
+    latency: float
+    share: float
+    share16: float
+    efficiency: Efficiency
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        dtype: DataType,
+        mapping: Mapping,
+        quantization: Quantization,
+        gpu: GpuSpec,
+        efficiency: Efficiency,
+    ) -> StepCost:
+        """Raises UsageError for a GPU without a figure that this needs."""
+        tp, layers = mapping.tp_size, model.num_hidden_layers
+        heads = (model.num_attention_heads + 2 * max(model.num_key_value_heads, tp)) * model.head_size
+        attention = heads + model.num_attention_heads * model.head_size
+        parameters = layers * model.hidden_size * (attention + 3 * model.intermediate_size) // tp
+        head = model.vocab_size * model.hidden_size // tp
+        wide = 4 if dtype is DataType.FLOAT32 else 2
+        # The embedding is looked up, not read; a tied one is read as the head.
+        table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
+        weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide
+        kind = PRODUCTS.get(quantization.quant_algo, KIND[dtype])
+        assert gpu.sm is not None
+        return cls(
+            layers=layers,
+            parameters=parameters,
+            weight_bytes=max(weights, 1),
+            head_parameters=head,
+            head_bytes=head * wide,
+            token_bytes=kv_token_bytes(model, dtype, mapping, quantization),
+            attention_width=layers * model.num_attention_heads * model.head_size // tp,
+            hidden=model.hidden_size,
+            wide=model.intermediate_size // tp,
+            tp=tp,
+            flops=efficiency.flops(gpu, kind),
+            flops16=efficiency.flops(gpu, KIND[dtype]),
+            bandwidth=efficiency.bandwidth(gpu),
+            link=link_bandwidth(gpu, tp, efficiency),
+            latency=efficiency.allreduce_s,
+            share=efficiency.product(gpu.sm, kind),
+            share16=efficiency.product(gpu.sm, "fp16"),
+            efficiency=efficiency,
+        )
+
+    def parts(self, step: Step) -> Parts:
+        how, tokens = self.efficiency, step.context + step.decoding
+        allreduce = 0.0
+        if self.tp > 1:
+            sent = 2 * (self.tp - 1) / self.tp * tokens * self.hidden * 2
+            allreduce = 2 * self.layers * (self.latency + sent / self.link)
+        return Parts(
+            products=self._roof(
+                2 * tokens * self.parameters / (self.flops * self.share), self.weight_bytes / self._reading
+            ),
+            attention=4 * self.attention_width * step.work / (self.flops16 * how.attention),
+            cache=step.cached * self.token_bytes / (self.bandwidth * how.kv),
+            elementwise=self.layers * tokens * (self.hidden + self.wide) * 2 * how.elementwise / self.bandwidth,
+            head=self._roof(
+                2 * step.logits * self.head_parameters / (self.flops16 * self.share16), self.head_bytes / self._reading
+            ),
+            allreduce=allreduce,
+            overhead=how.step_s + how.layer_s * self.layers + how.request_s * step.logits,
+        )
+
+    def seconds(self, step: Step) -> Any:
+        return self.parts(step).total
+
+    def with_kv_share(self, share: float) -> StepCost:
+        """With a cache that is read at `share` of the speed."""
+        return replace(self, efficiency=replace(self.efficiency, kv=self.efficiency.kv * share))
+
+    @property
+    def _reading(self) -> float:
+        return self.bandwidth * self.efficiency.weights
+
+    def _roof(self, compute: Any, memory: Any) -> Any:
+        power = self.efficiency.sharpness
+        return (compute**power + memory**power) ** (1 / power)
+
+
+def tp_bound(hidden: int, link_bytes: float, flops: float) -> float:
+    """The rule of thumb for tensor parallelism: products outweigh the all-reduces up to this many GPUs.
+
+    3 x hidden x link bandwidth / operations a second. A layer of 12 x hidden^2 parameters computes 24 x hidden^2
+    operations for a token and sends 8 x hidden bytes of it; the link's bytes a second are those of both directions.
+    """
+    return 3 * hidden * link_bytes / flops
+
+
+def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
+    """Bytes a second of an all-reduce over tp GPUs, in one direction."""
+    if tp == 1:
+        return 1.0
+    joined = gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or tp <= gpu.nvlink_gpus)
+    if joined:
+        return efficiency.nvlink_bandwidth(gpu) * efficiency.nvlink
+    return gpu.require("pcie_gbs") * efficiency.pcie * 1e9

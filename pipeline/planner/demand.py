@@ -1,0 +1,104 @@
+"""A load as the planner simulates it: the lengths and times of the load tester's own load files, without texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.load.arrivals import due_times
+from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.load.seeds import generator
+from trtpipe.pipeline.bench.load.trace import read_trace
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.scheduler import Asked
+
+# Requests of one simulation: a p99 rests on eight of them.
+REQUESTS = 800
+# From which those are drawn.
+POOL = 4000
+SEED = 0
+
+Follow = Callable[[int, float], "Asked | None"]
+
+
+class Demand:
+    """What clients ask for, by a seed. A conversation's turns are requests among others, each with its history: so a
+    simulation is in its steady state from the start, whatever people think between turns.
+
+    reuse   whether prompts that begin alike find their beginning in the KV cache
+    turns   requests of a client, on average
+    """
+
+    def __init__(self, work: Work, *, reuse: bool = False) -> None:
+        if work.prompts is not None or work.sharegpt is not None:
+            raise UsageError(
+                "the lengths of a prompt file are not known before it is tokenised",
+                remedy="give input_tokens and output_tokens, empirical:FILE for instance",
+            )
+        self.work = work
+        self.reuse = reuse
+        clients = list(self._clients(generator((SEED, 1))))
+        self.turns = sum(map(len, clients)) / len(clients)
+        self._pool = [request for client in clients for request in client]
+
+    def requests(self, rate: float, count: int = REQUESTS) -> list[Asked]:
+        """`count` requests of clients that begin at `rate` a second."""
+        load = Open(rate=rate * self.turns, requests=count)
+        due = due_times(load, (SEED, 0), count=count) / 1e9
+        return [replace(one, arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
+
+    def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
+        """`count` requests of so many clients, each of which asks again as soon as it is answered."""
+        asked = self._drawn(count)
+        rest = iter(asked[concurrency:])
+
+        def follow(index: int, now: float) -> Asked | None:
+            more = next(rest, None)
+            return None if more is None else replace(more, arrival=now)
+
+        return asked[:concurrency], follow
+
+    def _drawn(self, count: int) -> list[Asked]:
+        return [self._pool[index] for index in generator((SEED, 2)).choice(len(self._pool), count)]
+
+    def lengths(self) -> Lengths:
+        inputs = np.array([one.input for one in self._pool])
+        outputs = np.array([one.output for one in self._pool])
+        return Lengths(
+            mean_input=float(inputs.mean()), mean_output=float(outputs.mean()), longest_input=int(inputs.max()),
+            longest=int((inputs + outputs).max()),
+        )  # fmt: skip
+
+    def _clients(self, rng: np.random.Generator) -> Any:
+        """Each one's requests in turn."""
+        work = self.work
+        if work.trace is not None:
+            for row in read_trace(work.folder / work.trace, work.max_total_tokens):
+                yield [Asked(0.0, row.input_tokens, row.output_tokens)]
+            return
+        most = work.max_total_tokens
+        inputs, outputs = work.lengths()
+        turns = work.turns()
+        prefix = work.shared_prefix if self.reuse else None
+        drawn = zip(inputs.tokens(rng, POOL).tolist(), outputs.tokens(rng, POOL).tolist(), strict=True)
+        kept = [one for one in drawn if most is None or sum(one) <= most]
+        if not kept:
+            raise UsageError(f"no request is within max_total_tokens {most}", remedy="raise it")
+        shared = rng.random(len(kept)) < (0.0 if prefix is None else prefix.share)
+        for (prompt, answer), hit in zip(kept, shared.tolist(), strict=True):
+            found = min(prefix.tokens, prompt - 1) if hit and prefix is not None else 0
+            client = [Asked(0.0, prompt, answer, found)]
+            if turns is not None:
+                number, _, user = turns
+                for _ in range(int(number.tokens(rng, 1)[0]) - 1):
+                    history = client[-1].input + client[-1].output
+                    new, answer = int((user or inputs).tokens(rng, 1)[0]), int(outputs.tokens(rng, 1)[0])
+                    if most is not None and history + new + answer > most:
+                        break
+                    client.append(Asked(0.0, history + new, answer, history if self.reuse else 0))
+            yield client

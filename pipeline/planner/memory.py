@@ -1,0 +1,128 @@
+"""What of a GPU's memory an engine takes, and how many tokens of KV cache the rest holds.
+
+Weights and KV cache are exact, from shapes. Activations, buffers and the runtime are estimates: their coefficients are
+in configs/efficiency.yaml, fitted with the speeds, since what they leave bounds the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import check_mapping
+from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.quantization import Quantization
+from trtpipe.pipeline.planner.efficiency import Efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes an engine is built for and served with, under trtllm-build's and Triton's names."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    tokens_per_block: int = 32
+    kv_cache_free_gpu_mem_fraction: float = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on each GPU.
+
+    total        as the driver reports it
+    runtime      CUDA context, NCCL, cuBLAS and TensorRT's own
+    weights      of the largest rank
+    activations  of one step of max_num_tokens
+    buffers      logits and decoder state of max_batch_size requests
+    kv_pool      the part of what is left that the KV cache takes, in whole blocks
+    kv_token     of one token
+    """
+
+    total: int
+    runtime: int
+    weights: int
+    activations: int
+    buffers: int
+    kv_pool: int
+    kv_token: int
+    tokens_per_block: int
+
+    @property
+    def free(self) -> int:
+        """Left for the KV cache before its fraction is taken; below zero nothing fits."""
+        return self.total - self.runtime - self.weights - self.activations - self.buffers
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_pool // self.kv_token
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.kv_tokens // self.tokens_per_block
+
+    def batch(self, context: int) -> int:
+        """Requests of `context` tokens, prompt and answer, that the pool holds at once."""
+        return self.kv_blocks // -(-context // self.tokens_per_block)
+
+    def context(self, batch: int) -> int:
+        """The longest sequence of which the pool holds `batch` at once."""
+        return self.kv_blocks // batch * self.tokens_per_block
+
+
+def memory(
+    model: ModelConfig,
+    dtype: DataType,
+    mapping: Mapping,
+    quantization: Quantization,
+    gpu: GpuSpec,
+    limits: Limits,
+    efficiency: Efficiency,
+) -> Memory:
+    """Raises UsageError for a mapping that cannot be, and for a GPU of unknown memory."""
+    check_mapping(model, mapping, quantization=quantization)
+    total = gpu.memory_bytes
+    if total is None:
+        raise UsageError(f"the memory of {gpu.name} is not known", remedy="name a GPU, as `trtpipe gpus` lists them")
+    tp = mapping.tp_size
+    # What the largest layer holds at once: both halves of the MLP, the attention's inputs, and the residual stream.
+    widest = (
+        2 * model.intermediate_size // tp
+        + (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size // tp
+        + 2 * model.hidden_size
+    )
+    weights = rank_bytes(model, dtype, mapping, quantization)
+    activations = round(efficiency.activations * limits.max_num_tokens * widest * 2)
+    # Logits are kept in float32.
+    buffers = limits.max_batch_size * model.vocab_size * 4
+    runtime = round(efficiency.runtime_gib * 2**30)
+    token = kv_token_bytes(model, dtype, mapping, quantization)
+    free = total - runtime - weights - activations - buffers
+    block = token * limits.tokens_per_block
+    pool = max(0, int(limits.kv_cache_free_gpu_mem_fraction * free)) // block * block
+    return Memory(
+        total=total, runtime=runtime, weights=weights, activations=activations, buffers=buffers, kv_pool=pool,
+        kv_token=token, tokens_per_block=limits.tokens_per_block,
+    )  # fmt: skip
+
+
+def smallest_tp(
+    model: ModelConfig,
+    dtype: DataType,
+    quantization: Quantization,
+    gpu: GpuSpec,
+    limits: Limits,
+    efficiency: Efficiency,
+    context: int,
+) -> int | None:
+    """The fewest GPUs on which one request of `context` tokens fits; None if no number up to 16 will do."""
+    for tp in (1, 2, 4, 8, 16):
+        try:
+            found = memory(model, dtype, Mapping(tp_size=tp), quantization, gpu, limits, efficiency)
+        except UsageError:
+            continue
+        if found.free > 0 and found.batch(context):
+            return tp
+    return None

@@ -1,0 +1,269 @@
+"""One way to serve a model, and what it does at a rate: a simulation, read as the load tester reads a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization
+from trtpipe.pipeline.bench.results.slo import Objective
+from trtpipe.pipeline.planner.cost import Parts, Step, StepCost
+from trtpipe.pipeline.planner.demand import REQUESTS, Demand, Follow
+from trtpipe.pipeline.planner.efficiency import Efficiency
+from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.memory import Limits, Memory, memory
+from trtpipe.pipeline.planner.scheduler import Asked, Places, Timeline, simulate
+from trtpipe.pipeline.planner.sizes import sizes
+
+# Of a run's time: before that the batch fills.
+FILLING = 0.5
+# Of the answers of clients who ask again: the first and the last are left out.
+EDGE = 0.1
+# How many times as long as a request a run is, and the most requests that this may take.
+LATENCIES, MOST_REQUESTS = 8, 10_000
+# Of what is offered; chance alone takes a few per cent of a run.
+KEEPS_UP = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to serve: `tp` GPUs of one kind in one precision, with the sizes its engine is built for."""
+
+    model: ModelConfig
+    gpu: GpuSpec
+    precision: Precision
+    tp: int
+    limits: Limits
+    memory: Memory
+    cost: StepCost
+    chunked: bool = True
+    window: int | None = None
+
+    @classmethod
+    def make(
+        cls,
+        model: ModelConfig,
+        gpu: GpuSpec,
+        precision: Precision,
+        tp: int,
+        lengths: Lengths,
+        efficiency: Efficiency,
+        limits: Limits | None = None,
+        *,
+        chunked: bool = True,
+    ) -> Option:
+        """With `limits`, or the sizes that suit these lengths. Raises UsageError for what cannot be."""
+        made = quantization(precision)
+        mapping = Mapping(tp_size=tp)
+        chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths.mean, efficiency)
+        found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
+        return cls(
+            model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
+            cost=StepCost.of(model, precision.dtype, mapping, made, gpu, efficiency), chunked=chunked,
+        )  # fmt: skip
+
+    @property
+    def places(self) -> Places:
+        return Places(
+            batch=self.limits.max_batch_size, tokens=self.limits.max_num_tokens, kv_blocks=self.memory.kv_blocks,
+            tokens_per_block=self.limits.tokens_per_block, chunked=self.chunked, window=self.window,
+        )  # fmt: skip
+
+    def seconds(self, step: Step) -> float:
+        if self.window is not None:
+            step = step._replace(cached=min(step.cached, self.window * step.decoding))
+        return float(self.cost.seconds(step))
+
+    def require_fit(self, longest: int) -> None:
+        """Raises UsageError when no request of `longest` tokens fits."""
+        need, have = self.memory.weights, self.memory.total - self.memory.runtime
+        if need >= have:
+            raise UsageError(
+                f"does not fit: the weights take {need / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {self.tp}"
+            )
+        if self.memory.free <= 0 or not self.memory.batch(longest):
+            raise UsageError(
+                f"does not fit: {max(0, self.memory.free) / 2**30:.1f} GiB are left for the KV cache, "
+                f"and a sequence of {longest} tokens takes {longest * self.memory.kv_token / 2**30:.1f}"
+            )
+
+    def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
+        """`rate` is of clients that begin, a second. Without `shares` it is half the work."""
+        offered, count = rate * demand.turns, REQUESTS
+        while True:
+            found = self._predict(demand.requests(rate, count), None, offered, shares)
+            # A run has to be several times as long as a request, or it ends before the batch has filled.
+            needed = min(MOST_REQUESTS, round(LATENCIES * offered * float(found.latency.mean()) / 1e3))
+            if needed <= 1.2 * count:
+                return found
+            count = needed
+
+    def together(self, demand: Demand, concurrency: int) -> Prediction:
+        """So many clients, each of which asks again as soon as it is answered."""
+        asked, follow = demand.together(concurrency, max(40, 4 * concurrency))
+        return self._predict(asked, follow, None, True)
+
+    def full(self, demand: Demand) -> Prediction:
+        """As many clients as the batch has places."""
+        return self.together(demand, self.limits.max_batch_size)
+
+    def _predict(
+        self, asked: list[Asked], follow: Follow | None, offered: float | None, with_shares: bool
+    ) -> Prediction:
+        shares: dict[str, float] = {}
+
+        def watch(repeat: int, step: Step) -> None:
+            for name, seconds in bounds(self.cost, step).items():
+                shares[name] = shares.get(name, 0.0) + repeat * seconds
+
+        timeline = simulate(asked, self.places, self.seconds, follow=follow, watch=watch if with_shares else None)
+        total = sum(shares.values())
+        return Prediction.of(timeline, offered, self.cost.efficiency.front_s, {k: v / total for k, v in shares.items()})
+
+
+def bounds(cost: StepCost, step: Step) -> dict[str, float]:
+    """Seconds of a step by what bounds them: compute, weights, kv, all-reduce, overhead."""
+    parts: Parts = cost.parts(step)
+    tokens = step.context + step.decoding
+    compute = 2 * tokens * cost.parameters / (cost.flops * cost.share)
+    reading = cost.weight_bytes / (cost.bandwidth * cost.efficiency.weights)
+    products = parts.products + parts.head
+    return {
+        "compute": products * compute / (compute + reading) + parts.attention,
+        "weights": products * reading / (compute + reading),
+        "kv": parts.cache,
+        "elementwise": parts.elementwise,
+        "all-reduce": parts.allreduce,
+        "overhead": parts.overhead,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is served. Times in ms as the load tester names them; of the measured middle of the run.
+
+    offered        requests a second; None where each client asks again when it is answered
+    ttft, tpot     of each request
+    itl            (ms, tokens) of every step
+    latency        of each request
+    output         tokens of each request
+    tokens_per_s   output tokens over the measured time
+    requests_per_s likewise
+    in_flight      most sequences at once
+    busy           share of the time in which a step ran
+    shares         of busy time, by what bounds it
+    """
+
+    offered: float | None
+    ttft: Any
+    tpot: Any
+    itl: Any
+    latency: Any
+    output: Any
+    tokens_per_s: float
+    requests_per_s: float
+    in_flight: int
+    busy: float
+    shares: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline, offered: float | None, front_s: float, shares: dict[str, float]) -> Prediction:
+        served = [
+            (one.arrival, one.output, first, end)
+            for one, first, end in zip(timeline.asked, timeline.first, timeline.end, strict=True)
+            if first is not None and end is not None
+        ]
+        if not served:
+            raise UsageError("no request fits")
+        arrival, output, first, end = (np.array(column, dtype=float) for column in zip(*served, strict=True))
+        if offered is None:
+            order = np.sort(end)
+            start, stop = order[int(EDGE * len(order))], order[int((1 - EDGE) * (len(order) - 1))]
+        else:
+            start, stop = arrival.min() + FILLING * (arrival.max() - arrival.min()), arrival.max()
+        measured = (arrival >= start) & (arrival <= stop) if offered is not None else arrival >= arrival.min()
+        inside = (end > start) & (end <= stop)
+        seconds = max(stop - start, 1e-9)
+        several = measured & (output > 1)
+        return cls(
+            offered=offered,
+            ttft=(first - arrival + front_s)[measured] * 1e3,
+            tpot=((end - first)[several] / (output[several] - 1)) * 1e3,
+            itl=np.array(timeline.gaps, dtype=float).reshape(-1, 2) * (1e3, 1),
+            latency=(end - arrival + front_s)[measured] * 1e3,
+            output=output[measured],
+            tokens_per_s=float(output[inside].sum() / seconds),
+            requests_per_s=float(inside.sum() / seconds),
+            in_flight=timeline.most,
+            busy=float(timeline.busy / max(end.max() - arrival.min(), 1e-9)),
+            shares=shares,
+        )
+
+    def value(self, objective: Objective) -> float | None:
+        """The objective's statistic, in ms; None where no request has a value."""
+        if objective.metric in ("inter_token_latency", "inter_chunk_latency"):
+            return _weighted(self.itl, objective)
+        values = {
+            "time_to_first_token": self.ttft,
+            "time_per_output_token": self.tpot,
+            "request_latency": self.latency,
+        }.get(objective.metric.removesuffix("_from_due"))  # its clients never wait for a place
+        if values is None:
+            raise UsageError(
+                f"the planner does not predict {objective.metric}", remedy="use ttft, tpot, itl or latency"
+            )
+        if not len(values):
+            return None
+        if objective.percent is not None:
+            return float(np.percentile(values, objective.percent))
+        return float(values.mean() if objective.statistic == "mean" else values.max())
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether as much is answered as is asked: what queues up for ever still starts in time at first."""
+        return self.offered is None or self.requests_per_s > KEEPS_UP * self.offered
+
+    def meets(self, objectives: Sequence[Objective]) -> bool:
+        if not self.keeps_up:
+            return False
+        values = [(self.value(one), one.limit_ms) for one in objectives]
+        return all(value is None or value < limit for value, limit in values)
+
+    def to_json(self) -> dict[str, Any]:
+        def quantiles(values: Any) -> dict[str, float] | None:
+            if not len(values):
+                return None
+            return {"mean": float(values.mean())} | {f"p{p}": float(np.percentile(values, p)) for p in (50, 99)}
+
+        return {
+            "offered_requests_per_s": self.offered,
+            "time_to_first_token_ms": quantiles(self.ttft),
+            "time_per_output_token_ms": quantiles(self.tpot),
+            "request_latency_ms": quantiles(self.latency),
+            "output_tokens_per_s": self.tokens_per_s,
+            "requests_per_s": self.requests_per_s,
+            "in_flight": self.in_flight,
+            "busy": self.busy,
+            "time_by_bound": self.shares,
+        }
+
+
+def quantization(precision: Precision) -> Quantization:
+    return precision.recipe.quantization if precision.recipe else UNQUANTIZED
+
+
+def _weighted(gaps: Any, objective: Objective) -> float | None:
+    if not len(gaps):
+        return None
+    order = np.argsort(gaps[:, 0])
+    times, weights = gaps[order, 0], gaps[order, 1]
+    if objective.percent is not None:
+        return float(times[np.searchsorted(weights.cumsum(), objective.percent / 100 * weights.sum())])
+    return float(np.average(times, weights=weights) if objective.statistic == "mean" else times[-1])

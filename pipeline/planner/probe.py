@@ -1,0 +1,96 @@
+"""`trtpipe probe`: measures this machine's GPUs in a process of its own, and writes what `trtpipe plan` prefers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.gpu import GpuSpec, Measured
+from trtpipe.engines.nvidia import Gpu, read_gpus
+from trtpipe.engines.process import python_command
+from trtpipe.pipeline.store.store import default_home
+
+SECONDS = 600
+HEADER = "# Written by `trtpipe probe` on this card; goes before the data sheet's figures.\n"
+
+
+def probe(out: Path | None = None) -> tuple[GpuSpec, Path]:
+    """Measure, write gpus/NAME.yaml of TRTPIPE_HOME (or `out`), and return the GPU with it.
+
+    What the file says already of the card, its price for instance, stays. Raises HostError without a GPU or without
+    torch, StageFailed when the measuring fails.
+    """
+    gpus = read_gpus()
+    if not gpus:
+        raise HostError("no GPU is visible", remedy="see CUDA_VISIBLE_DEVICES")
+    found = _measure()
+    gpu = gpus[0]
+    name, facts = _facts(gpu)
+    measured = Measured(
+        date=datetime.now(timezone.utc).date().isoformat(), host=f"{found['count']} x {gpu.name}, {_cpu()}",
+        driver=gpu.driver, **{key: found[key] for key in FIGURES if key in found},
+    )  # fmt: skip
+    path = out or default_home() / "gpus" / f"{name}.yaml"
+    old = config.read_yaml(path) if path.is_file() else {}
+    plain = {key: value for key, value in dataclasses.asdict(measured).items() if value is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(HEADER + yaml.safe_dump({**facts, **old, "measured": plain}, sort_keys=False), encoding="utf-8")
+    known = config.load_gpus().get(name)
+    spec = known or config.build(GpuSpec, facts, path.name)
+    return dataclasses.replace(spec, measured=measured), path
+
+
+FIGURES = (
+    "bandwidth_gbs", "tflops", "host_gbs", "nvlink_gbs", "allreduce_us", "ranks", "launch_us", "cpu_score",
+)  # fmt: skip
+
+
+def _measure() -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            python_command("trtpipe.engines.probe_worker"), capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise StageFailed(
+            f"measuring has not ended after {SECONDS} s", remedy="see nvidia-smi for who else works"
+        ) from None
+    if "No module named 'torch'" in done.stderr:
+        raise HostError("measuring needs torch", remedy="pip install torch, or run in an image that has it")
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise StageFailed("measuring failed", why=last) from None
+    if "absent" in found:
+        raise HostError(found["absent"], remedy="install a torch that is built for this machine's driver")
+    return found
+
+
+def _facts(gpu: Gpu) -> tuple[str, dict[str, Any]]:
+    """The card's name among those known, or one of its own with what the driver tells."""
+    product = gpu.name.replace(" ", "-")
+    for spec in config.load_gpus().values():
+        if spec.product == product:
+            return spec.name, {"name": spec.name}
+    name = product.lower()
+    return name, {
+        "name": name, "sm": gpu.sm, "memory_gib": round(gpu.total_mib / 1024), "memory_mib": gpu.total_mib,
+        "product": product,
+    }  # fmt: skip
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,225 @@
+"""In-flight batching, step by step: which requests the scheduler takes into a step, and when each gets its tokens.
+
+A discrete-event simulation of TensorRT-LLM's guaranteed_no_evict policy: a request is taken when a place in the batch
+is free and the KV cache holds all the tokens it may ever have; every sequence that decodes gets a token in each step,
+and prompts fill the rest of max_num_tokens, in chunks where context chunking is on. Steps in which nothing begins or
+ends are taken together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import ceil
+
+from trtpipe.pipeline.planner.cost import Step
+
+Seconds = Callable[[Step], float]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: when it arrives in seconds, its tokens, and how many of its prompt a reused cache already holds."""
+
+    arrival: float
+    input: int
+    output: int
+    reused: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """What the scheduler may fill.
+
+    batch      sequences in flight
+    tokens     of a step
+    kv_blocks  of tokens_per_block tokens
+    chunked    whether a prompt may be spread over steps
+    window     tokens of a sequence that the cache keeps; None: all
+    """
+
+    batch: int
+    tokens: int
+    kv_blocks: int
+    tokens_per_block: int = 32
+    chunked: bool = True
+    window: int | None = None
+
+    def blocks(self, asked: Asked) -> int:
+        tokens = asked.input + asked.output
+        return -(-(tokens if self.window is None else min(tokens, self.window)) // self.tokens_per_block)
+
+
+@dataclass
+class Timeline:
+    """Seconds, a request at an index; None in `first` of one that never fits.
+
+    gaps   (seconds, how many tokens came after that time) of every step with sequences that decode
+    busy   seconds in steps
+    steps  how many
+    most   sequences in flight at once
+    """
+
+    asked: list[Asked] = field(default_factory=list)
+    first: list[float | None] = field(default_factory=list)
+    end: list[float | None] = field(default_factory=list)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    busy: float = 0.0
+    steps: int = 0
+    most: int = 0
+
+
+Follow = Callable[[int, float], "Asked | None"]
+
+
+def simulate(
+    requests: Iterable[Asked],
+    places: Places,
+    seconds: Seconds,
+    *,
+    follow: Follow | None = None,
+    watch: Callable[[int, Step], None] | None = None,
+) -> Timeline:
+    """Serve `requests`; `follow` gives the next request of a client whose request (index) has ended.
+
+    `watch` is told of each run of equal steps: how many, and the one in their middle.
+    """
+    return _Simulation(requests, places, seconds, follow, watch).run()
+
+
+class _Simulation:
+    def __init__(
+        self, requests: Iterable[Asked], places: Places, seconds: Seconds, follow: Follow | None,
+        watch: Callable[[int, Step], None] | None,
+    ) -> None:  # fmt: skip
+        self._places = places
+        self._seconds = seconds
+        self._follow = follow
+        self._watch = watch
+        self._out = Timeline()
+        self._coming: list[tuple[float, int]] = []
+        self._waiting: deque[int] = deque()
+        self._prompts: deque[int] = deque()  # taken, and not yet read whole
+        self._read = 0  # of the first of them
+        self._ending: list[tuple[int, int]] = []  # step before which it has ended, index
+        self._active = self._decoding = self._blocks = 0
+        self._cached = 0  # tokens in the cache of all that decode
+        self._step = 0
+        self._now = 0.0
+        for asked in requests:
+            self._add(asked)
+
+    def run(self) -> Timeline:
+        while True:
+            self._finish()
+            while self._coming and self._coming[0][0] <= self._now:
+                self._waiting.append(heapq.heappop(self._coming)[1])
+            self._take()
+            if not self._active:
+                if not self._coming:
+                    return self._out
+                self._now = self._coming[0][0]
+                continue
+            self._advance()
+
+    def _add(self, asked: Asked) -> None:
+        out = self._out
+        out.asked.append(asked)
+        out.first.append(None)
+        out.end.append(None)
+        if self._places.blocks(asked) <= self._places.kv_blocks and (
+            self._places.chunked or asked.input - asked.reused <= self._places.tokens
+        ):
+            heapq.heappush(self._coming, (asked.arrival, len(out.asked) - 1))
+
+    def _take(self) -> None:
+        while self._waiting and self._active < self._places.batch:
+            need = self._places.blocks(self._out.asked[self._waiting[0]])
+            if self._blocks + need > self._places.kv_blocks:
+                return
+            self._blocks += need
+            self._active += 1
+            self._prompts.append(self._waiting.popleft())
+        self._out.most = max(self._out.most, self._active)
+
+    def _finish(self) -> None:
+        asked = self._out.asked
+        while self._ending and self._ending[0][0] == self._step:
+            _, index = heapq.heappop(self._ending)
+            self._decoding -= 1
+            self._cached -= asked[index].input + asked[index].output
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        self._active -= 1
+        self._blocks -= self._places.blocks(self._out.asked[index])
+        self._out.end[index] = self._now
+        if self._follow is not None:
+            more = self._follow(index, self._now)
+            if more is not None:
+                self._add(more)
+
+    def _advance(self) -> None:
+        context, work, begun = self._chunks()
+        repeat = 1
+        step = Step(
+            context=context, decoding=self._decoding, cached=self._cached, work=work,
+            logits=self._decoding + len(begun),
+        )  # fmt: skip
+        took = self._seconds(step)
+        if not context:
+            repeat = self._ending[0][0] - self._step
+            if self._coming and not self._waiting:
+                left = self._coming[0][0] - self._now
+                repeat = max(1, min(repeat, ceil(left / took))) if took > 0 else repeat
+            if repeat > 1:
+                step = Step(
+                    context=0, decoding=self._decoding, cached=self._cached + self._decoding * (repeat - 1) / 2,
+                    work=0.0, logits=self._decoding,
+                )  # fmt: skip
+                took = self._seconds(step)
+        if self._watch is not None:
+            self._watch(repeat, step)
+        if self._decoding:
+            self._out.gaps.append((took, repeat * self._decoding))
+        self._now += repeat * took
+        self._out.busy += repeat * took
+        self._out.steps += repeat
+        self._step += repeat
+        self._cached += repeat * self._decoding
+        for index in begun:
+            self._begin(index)
+
+    def _chunks(self) -> tuple[int, float, list[int]]:
+        """Tokens of prompts that this step reads, their attention's work, and whose prompt ends with it."""
+        places, room = self._places, self._places.tokens - self._decoding
+        context, work, begun = 0, 0.0, []
+        while self._prompts and room > 0:
+            index = self._prompts[0]
+            asked = self._out.asked[index]
+            done = asked.reused + self._read
+            left = max(1, asked.input - done)
+            if left > room and not places.chunked:
+                # Alone it fits; what decodes goes on meanwhile.
+                break
+            take = min(left, room)
+            work += take * (done + take / 2)
+            context, room = context + take, room - take
+            if take < left:
+                self._read += take
+                break
+            self._read = 0
+            begun.append(self._prompts.popleft())
+        return context, work, begun
+
+    def _begin(self, index: int) -> None:
+        asked = self._out.asked[index]
+        self._out.first[index] = self._now
+        if asked.output <= 1:
+            self._leave(index)
+            return
+        self._decoding += 1
+        self._cached += asked.input + 1
+        heapq.heappush(self._ending, (self._step + asked.output - 1, index))

@@ -1,0 +1,162 @@
+"""Single changes to an option, each with what it does to memory, latency and throughput under the same load.
+
+KV cache off      every step computes all earlier tokens again: what a byte of cache saves
+KV heads          every attention head with keys and values of its own (no grouped-query attention)
+weights, cache    other recipes that the GPU runs
+chunked context   a prompt in one piece: those that decode wait for it
+KV reuse          half of the requests find half of their prompt in the cache
+streaming window  attention over the last 1024 tokens and the first few
+multi-block       without it a sequence's cache is read by few multiprocessors, which tells at small batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import Quantization, resolve_precision
+from trtpipe.pipeline.bench.load.work import SharedPrefix
+from trtpipe.pipeline.planner.cost import Step
+from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.planner.lengths import Lengths
+from trtpipe.pipeline.planner.predict import Option, quantization
+
+WINDOW = 1024
+# Thread blocks that keep a GPU's memory busy: about one a multiprocessor, of which data-centre cards have a hundred.
+BLOCKS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A change. `said` explains a figure that the others do not show, or why there is none.
+
+    kv_tokens  tokens of KV cache, of the option and with the change
+    ttft, tpot  p50 in ms for one client alone, likewise
+    tokens_per_s  output tokens a second when as many ask as can be served, likewise
+    """
+
+    name: str
+    said: str = ""
+    kv_tokens: tuple[int, int] | None = None
+    ttft: tuple[float, float] | None = None
+    tpot: tuple[float, float] | None = None
+    tokens_per_s: tuple[float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
+    """Of every change, in the order above."""
+    lengths = demand.lengths()
+    now = _figures(option, demand)
+
+    def against(name: str, other: Callable[[], tuple[Option, Demand]], said: str = "") -> WhatIf:
+        try:
+            changed, asked = other()
+            changed.require_fit(lengths.longest)
+        except UsageError as error:
+            return WhatIf(name=name, said=str(error))
+        then = _figures(changed, asked)
+        pairs = dict(zip(("ttft", "tpot", "tokens_per_s"), zip(now, then, strict=True), strict=True))
+        return WhatIf(name=name, said=said, kv_tokens=(option.memory.kv_tokens, changed.memory.kv_tokens), **pairs)
+
+    return [
+        without_cache(option, lengths, now),
+        against(
+            "every head with its own keys and values", lambda: (_ungrouped(option, lengths), demand),
+            f"{option.model.num_attention_heads // option.model.num_key_value_heads} times the cache",
+        ),
+        *(
+            against(_named(name, cache), partial(_requantized, option, demand, name, cache))
+            for name, cache in _recipes(option)
+        ),
+        against("prompts in one piece (no chunked context)", lambda: (replace(option, chunked=False), demand)),
+        against(
+            "KV-cache reuse: half of the requests share half of their prompt",
+            lambda: (option, _sharing(demand, lengths)),
+        ),
+        against(
+            f"streaming window of {WINDOW} tokens", lambda: (replace(option, window=WINDOW), demand),
+            f"a sequence holds {min(WINDOW, lengths.mean)} tokens instead of {lengths.mean}; what the model forgets is "
+            "not in these figures",
+        ),
+        unsplit(option, demand, now[1]),
+    ]  # fmt: skip
+
+
+def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
+    """Each step computes all tokens of a sequence again; as many sequences together as gain anything: none, since one
+    alone is compute-bound. A byte of cache saves 2 x parameters operations for each token, over the token's bytes.
+    """
+    tokens = lengths.mean_input + lengths.mean_output / 2
+    cost = option.cost
+    operations = 2.0 * cost.parameters * cost.tp
+    again = float(cost.seconds(Step(context=tokens, decoding=0, cached=0, work=tokens**2 / 2, logits=1)))
+    return WhatIf(
+        name="no KV cache", kv_tokens=(option.memory.kv_tokens, 0), ttft=(now[0], now[0]), tpot=(now[1], 1e3 * again),
+        tokens_per_s=(now[2], 1 / again),
+        said=f"each token of an answer computes {tokens:.0f} tokens instead of one: {operations:.3g} operations for "
+        f"each token that is kept, {operations / (cost.token_bytes * cost.tp):.3g} for each byte of cache",
+    )  # fmt: skip
+
+
+def unsplit(option: Option, demand: Demand, tpot: float) -> WhatIf:
+    """Without multi-block decoding one sequence's cache is read by as many thread blocks as it has KV heads on a GPU;
+    a full batch has enough of them.
+    """
+    readers = max(1, option.model.num_key_value_heads // option.tp)
+    slower = replace(option, cost=option.cost.with_kv_share(min(1.0, readers / BLOCKS)))
+    return WhatIf(
+        name="no multi-block decoding", tpot=(tpot, float(np.median(slower.together(demand, 1).tpot))),
+        said=f"one client's cache is read by {readers} thread blocks a layer; a full batch is as fast as before",
+    )  # fmt: skip
+
+
+def _figures(option: Option, demand: Demand) -> tuple[float, float, float]:
+    single = option.together(demand, 1)
+    full = option.full(demand)
+    return float(np.median(single.ttft)), float(np.median(single.tpot)), full.tokens_per_s
+
+
+def _ungrouped(option: Option, lengths: Lengths) -> Option:
+    model = replace(option.model, num_key_value_heads=option.model.num_attention_heads)
+    return Option.make(
+        model, option.gpu, option.precision, option.tp, lengths, option.cost.efficiency, chunked=option.chunked
+    )
+
+
+def _recipes(option: Option) -> list[tuple[str, str | None]]:
+    """Others that are worth a line: unquantized, FP8 with and without its cache, INT8."""
+    every: list[tuple[str, str | None]] = [("bf16", None), ("fp8", "none"), ("fp8", "fp8"), ("int8", None)]
+    return [one for one in every if _quantization(option, *one) != quantization(option.precision)]
+
+
+def _quantization(option: Option, name: str, cache: str | None) -> Quantization | None:
+    try:
+        return quantization(resolve_precision(name, option.gpu, config.load_quant_recipes(), cache))
+    except UsageError:
+        return None
+
+
+def _named(name: str, cache: str | None) -> str:
+    return f"--dtype {name}" + (f" --kv-cache {cache}" if cache else "")
+
+
+def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
+    precision = resolve_precision(name, option.gpu, config.load_quant_recipes(), cache)
+    made = Option.make(option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency)
+    return made, demand
+
+
+def _sharing(demand: Demand, lengths: Lengths) -> Demand:
+    work = replace(
+        demand.work, shared_prefix=SharedPrefix(share=0.5, tokens=max(1, round(lengths.mean_input / 2))), sessions=None
+    )
+    return Demand(work, reuse=True)

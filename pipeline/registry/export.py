@@ -1,0 +1,202 @@
+"""A target's checkpoint in one file: made on a machine without the GPU, finished on one that has it.
+
+A tar whose first member, trtpipe.json, says what is in it: the settings of the build, the passport the engine will
+have, and for each artefact its record and the digest of every file. What arrives damaged is refused, file by file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import lzma
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.json_input import parse_json, read_json
+from trtpipe.pipeline.registry.package import (
+    check_index,
+    check_provenance,
+    describe,
+    files_of,
+    link,
+    plan_of,
+    planned,
+    receive,
+)
+from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.store.folders import sync
+from trtpipe.pipeline.store.manifest import Origin
+from trtpipe.pipeline.store.store import Artefact, Store
+
+INDEX = "trtpipe.json"
+# What finishing a target needs; the last is there for quantized ones alone.
+CARRIED = ("checkpoint", "tokenizer", "accuracy")
+# The index of a target with 100,000 files has some 20 MB.
+MAX_INDEX_BYTES = 32 << 20
+_CHUNK = 8 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What has arrived: the plan to go on with, and the artefacts under the names of what their stages make."""
+
+    plan: Plan
+    artefacts: dict[str, Artefact]
+
+
+def pack(
+    target: str, store: Store, out: Path, progress: Progress = lambda done, total: None, *, sign_key: Path | None = None
+) -> Path:
+    """Write `out` from the run folder of `target`. Raises UsageError, or InputDataError when something is not made."""
+    index, made = describe(target, store, CARRIED, sign_key=sign_key)
+    partial = out.with_name(f".{out.name}.{os.getpid()}")
+    total, done = sum(artefact.manifest.size for artefact in made.values()), 0
+    try:
+        with tarfile.open(partial, "w") as tar:
+            text = (json.dumps(index, indent=2) + "\n").encode()
+            tar.addfile(_member(INDEX, len(text)), io.BytesIO(text))
+            for name, artefact in made.items():
+                for file in artefact.manifest.files:
+                    with (artefact.path / file.path).open("rb") as stream:
+                        tar.addfile(_member(f"{name}/{file.path}", file.size), stream)
+                    done += file.size
+                    progress(done, total)
+        sync(partial)
+        partial.replace(out)
+        sync(out.absolute().parent)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out
+
+
+def unpack(
+    path: Path, store: Store, progress: Progress = lambda done, total: None, *, trust_keys: Sequence[Path] = ()
+) -> Bundle:
+    """Verify the file `path`, put what it holds into the store, apart from what is made here, and link it from a run
+    folder.
+
+    trust_keys  public keys (PEM), one of which must have signed the provenance in the file
+
+    Raises InputDataError for a file that is damaged or no export, ArtefactRefused for one of another version, without
+    the signature, or with anything but data in it.
+    """
+    try:
+        with tarfile.open(path) as tar:
+            index = _read_index(tar, path)
+            plan = planned(index, f"{path}: {INDEX}")
+            check_provenance(index, str(path), trust_keys)
+            absent = {"checkpoint", "tokenizer"} - index["artefacts"].keys()
+            if absent:
+                raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
+            counter = _Counter(sum(file["size"] for file in files_of(index)), progress)
+            artefacts = {
+                name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
+            }
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise InputDataError(f"{path} is no whole export", why=str(error), remedy="copy it again") from None
+    except OSError as error:
+        raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    link(plan, artefacts, store, index["provenance"])
+    return Bundle(plan=plan, artefacts=artefacts)
+
+
+def imported(target: str, store: Store) -> Bundle:
+    """What `unpack` has put into the store for a target before. Raises UsageError, or InputDataError if it is gone."""
+    run = RunFolder.of(target)
+    path = run.path / "plan.json"
+    plan = plan_of(read_json(path, "plan")) if path.is_file() else None
+    if plan is None or not run.origins():
+        raise UsageError(
+            f"'{target}' is neither an export nor an imported target", remedy="name a .tar of `trtpipe export`"
+        )
+    found: dict[str, Artefact] = {}
+    for stage in stages_of(plan):
+        if run.origin(stage.name) is None:
+            continue
+        artefact = run.find(stage.name, store)
+        if artefact is None:
+            why = run.fault(stage.name, store) or "it is no longer in the store"
+            raise InputDataError(f"the {stage.makes} of {target} cannot be used", why=why, remedy="import it again")
+        found[stage.makes] = artefact
+    return Bundle(plan=plan, artefacts=found)
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    """A member without a date or an owner: the same target packs to the same bytes."""
+    member = tarfile.TarInfo(name)
+    member.size = size
+    member.mode = 0o644
+    return member
+
+
+def _read_index(tar: tarfile.TarFile, path: Path) -> dict[str, Any]:
+    first = tar.next()
+    stream = tar.extractfile(first) if first is not None and first.name == INDEX else None
+    if stream is None:
+        raise InputDataError(f"{path} is no export of trtpipe", why=f"it does not begin with {INDEX}")
+    try:
+        index = parse_json(stream.read(MAX_INDEX_BYTES + 1), max_bytes=MAX_INDEX_BYTES)
+    except ValueError as error:
+        raise InputDataError(f"{path}: {INDEX} is damaged", why=str(error), remedy="copy it again") from None
+    return check_index(index, f"{path}: {INDEX}")
+
+
+class _Counter:
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress(self._done, self._total)
+
+
+def _take(
+    tar: tarfile.TarFile, path: Path, name: str, entry: dict[str, Any], store: Store, counter: _Counter
+) -> Artefact:
+    """One artefact into the store, unless it is there. Raises InputDataError for a file that is not what it was."""
+
+    def take(file: dict[str, Any], place: Path | None) -> None:
+        _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
+
+    origin = Origin(source=str(path.resolve()), content=entry["content"])
+    # Of one that is there nothing is taken, and the file's word is to be good all the same.
+    return receive(entry, store.of(origin), take, lambda file: take(file, None))
+
+
+def _extract(
+    tar: tarfile.TarFile, path: Path, member: str, out: Path | None, file: dict[str, Any], counter: _Counter
+) -> None:
+    """Write a member to `out`, or nowhere. Raises InputDataError unless it is what its digest says."""
+    try:
+        told = tar.getmember(member)
+    except KeyError:
+        told = None
+    stream = tar.extractfile(told) if told is not None and told.isreg() else None
+    if told is None or stream is None:
+        raise InputDataError(f"{path} lacks {member}", why="it is cut short, or another export", remedy="copy it again")
+    if told.size != file["size"]:
+        raise InputDataError(
+            f"{path}: {member} has {told.size} bytes", why=f"the index says {file['size']}", remedy="copy it again"
+        )
+    digest, size = hashlib.sha256(), 0
+    with out.open("wb") if out else contextlib.nullcontext() as target:
+        while chunk := stream.read(min(_CHUNK, file["size"] - size)):
+            digest.update(chunk)
+            size += len(chunk)
+            if target is not None:
+                target.write(chunk)
+            counter.add(len(chunk))
+    if size != file["size"] or digest.hexdigest() != file["sha256"]:
+        raise InputDataError(f"{path}: {member} is damaged", why="its digest is another", remedy="copy it again")

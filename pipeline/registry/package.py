@@ -1,0 +1,259 @@
+"""A target on its way to another machine: what it is made of, file by file, and how it comes into a store again.
+
+An index says all of it in plain JSON: the settings of the build, the engine's passport, and for each artefact its
+record and the digest of every file. A tar (`export`) and a registry (`transfer`) both carry one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trtpipe import __version__
+from trtpipe.engines import load_backend
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
+from trtpipe.engines.json_input import read_json
+from trtpipe.engines.model_source import ModelRef
+from trtpipe.engines.passport import Passport, passport_from, read_passport
+from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
+from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
+from trtpipe.pipeline.registry.trust import ENVELOPE
+from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.spec import Plan, resolve
+from trtpipe.pipeline.stages import Stage, stages_of
+from trtpipe.pipeline.stages.build import BUILD, draft_passport
+from trtpipe.pipeline.store.digests import combined
+from trtpipe.pipeline.store.folders import write_whole
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Artefact, Store
+
+FORMAT = 1
+# The artefacts of a target that travel. The repository is made again where it is served.
+CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine")
+# What an artefact may hold: data that is parsed. No code, whatever it is called.
+DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".safetensors", ".yaml")
+
+Index = dict[str, Any]
+
+
+def describe(
+    target: str, store: Store, wanted: Collection[str], *, verify: bool = False, sign_key: Path | None = None
+) -> tuple[Index, dict[str, Artefact]]:
+    """The index of a target in ./runs, and its artefacts among `wanted`, by what their stages make.
+
+    verify    hash every file again
+    sign_key  private key (PEM) that signs the index's provenance
+
+    Raises UsageError for no such target, InputDataError for what is not made.
+    """
+    run = RunFolder.of(target)
+    if not run.path.is_dir():
+        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
+    raw = read_json(run.path / "plan.json", "plan")
+    plan = plan_of(raw)
+    made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(plan) if stage.makes in wanted}
+    checkpoint = made.get("checkpoint") or _made(
+        next(stage for stage in stages_of(plan) if stage.makes == "checkpoint"), run, store, False
+    )
+    passport = read_passport(made["engine"].path) if "engine" in made else draft_passport(plan, checkpoint)
+    index = {
+        "format": FORMAT,
+        "trtpipe": __version__,
+        "target": target,
+        "model": raw["model"],
+        "settings": raw["settings"],
+        "passport": dataclasses.asdict(passport),
+        "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
+        "provenance": signed(statement(run, store), sign_key),
+    }
+    store.digests.save()
+    return index, made
+
+
+def check_index(index: Any, where: str, again: str = "export") -> Index:
+    """The index; `again` is how another is made.
+
+    Raises InputDataError for what is no index, ArtefactRefused for one of another version.
+    """
+    from trtpipe.pipeline.registry.index_schema import index_fault
+
+    if isinstance(index, dict) and index.get("format", FORMAT) != FORMAT:
+        raise ArtefactRefused(
+            f"{where} is of format {index['format']}, this trtpipe reads {FORMAT}", remedy=f"{again} it again"
+        )
+    fault = index_fault(index)
+    if fault is not None:
+        raise InputDataError(f"{where} is damaged", why=fault, remedy=f"copy it again, or {again} it again")
+    return dict(index)
+
+
+def planned(index: Index, where: str) -> Plan:
+    """The plan of a checked index, which is of the target that it names, and whose artefacts are that plan's.
+
+    Raises InputDataError where it is not so: from their names paths are made.
+    """
+    try:
+        plan = plan_of(index)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputDataError(f"{where} is damaged", why=f"{type(error).__name__}: {error}") from None
+    if plan.target != index["target"]:
+        raise InputDataError(f"{where} is damaged", why=f"it is of {plan.target}, and says {index['target']}")
+    makers = {stage.makes: stage.name for stage in stages_of(plan)}
+    for name, entry in index["artefacts"].items():
+        refuse_code(name, entry, where)
+        check_files(name, entry, where)
+        if entry["record"]["stage"] != makers.get(name):
+            raise InputDataError(
+                f"{where} is damaged", why=f"the {name} of {plan.target} does not come from {entry['record']['stage']}"
+            )
+    passport, settings = passport_of(index), BUILD.settings(plan)
+    for name, said, asked in (
+        ("runtime", passport.runtime, settings.runtime),
+        ("gpu", passport.gpu, settings.target.gpu.name),
+        ("sms", passport.sms, settings.sms),
+        ("tp_size", passport.tp_size, settings.target.mapping.tp_size),
+        ("pp_size", passport.pp_size, settings.target.mapping.pp_size),
+    ):
+        if said != asked:
+            raise InputDataError(f"{where} is damaged", why=f"{name}: its passport says {said}, its settings {asked}")
+    return plan
+
+
+def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> None:
+    """Whether the index's provenance holds together and is that of its artefacts, and signed by one of `keys`, if any.
+
+    Raises as `provenance.verified` and `provenance.check_chain` do.
+    """
+    if "provenance" not in index:
+        raise InputDataError(
+            f"{where} is not complete",
+            why="it holds no provenance",
+            remedy="make it again with this version of trtpipe",
+        )
+    check_chain(verified(index["provenance"], keys), index["artefacts"])
+
+
+def passport_of(index: Index) -> Passport:
+    """The passport in a checked index."""
+    return passport_from(index["passport"])
+
+
+def plan_of(index: Mapping[str, Any]) -> Plan:
+    return resolve([("export", index["settings"])], model=ModelRef.from_json(index["model"]))
+
+
+def files_of(index: Index) -> list[dict[str, Any]]:
+    """Every file of every artefact: path, size, sha256."""
+    return [file for entry in index["artefacts"].values() for file in entry["files"]]
+
+
+def receive(
+    entry: dict[str, Any], store: Store, take: Callable[[dict[str, Any], Path], None],
+    again: Callable[[dict[str, Any]], None] = lambda file: None, inspect: Callable[[Path], None] = lambda out: None,
+) -> Artefact:  # fmt: skip
+    """The artefact of a checked entry into that part of a store that is for its origin, or the one that is there.
+
+    take     writes a file of the entry to a path, or raises where it is not what its digest says
+    again    called with each file of an artefact that is there
+    inspect  called with the folder of an artefact that has arrived, before it is one of the store's; may refuse it
+    """
+    record = Record(**entry["record"])
+
+    def work(out: Path) -> dict[str, Any]:
+        for file in entry["files"]:
+            (out / file["path"]).parent.mkdir(parents=True, exist_ok=True)
+            take(file, out / file["path"])
+        inspect(out)
+        return {}
+
+    with store.locked(record):
+        found = store.find(record)
+        if found is None:
+            store.set_aside(record)
+            return store.make(record, work)
+        for file in entry["files"]:
+            again(file)
+        return found
+
+
+def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
+    """The run folder of the plan's target, with links to these artefacts and what is told of their provenance."""
+    run = RunFolder.of(plan.target)
+    run.start(plan, store)
+    write_whole(run.path / PROVENANCE, json.dumps(told, indent=1) + "\n")
+    if is_envelope(told):
+        for artefact in artefacts.values():
+            write_whole(artefact.path.parent / ENVELOPE, json.dumps(told) + "\n")
+    for source in {artefact.origin.source for artefact in artefacts.values() if artefact.origin is not None}:
+        run.drop_imports(keep=source)
+    for stage in stages_of(plan):
+        if stage.makes in artefacts:
+            run.update(stage, artefacts[stage.makes])
+    return run
+
+
+def refuse_code(name: str, entry: dict[str, Any], where: str) -> None:
+    """Raises ArtefactRefused for an artefact that does not travel, or that holds anything but data."""
+    if name not in CARRIED:
+        raise ArtefactRefused(
+            f"{where} holds a {name}", why="what a server runs is made here, from an engine and a tokenizer",
+            remedy=f"of a target these travel: {', '.join(CARRIED)}",
+        )  # fmt: skip
+    for file in entry["files"]:
+        if PurePosixPath(file["path"]).suffix not in DATA_SUFFIXES:
+            raise ArtefactRefused(
+                f"{where}: the {name} holds {file['path']}", why=f"only data is taken: {', '.join(DATA_SUFFIXES)}",
+                remedy="build the target here from its model",
+            )  # fmt: skip
+
+
+def check_files(name: str, entry: dict[str, Any], where: str) -> None:
+    """Raises InputDataError for a file name that leads out of its folder or stands twice, and where the digest of the
+    whole is not that of its files."""
+    for file in entry["files"]:
+        path = PurePosixPath(file["path"])
+        if path.is_absolute() or ".." in path.parts or "\0" in file["path"]:
+            raise InputDataError(f"{where} holds the file name {path}", why="it leads out of its folder")
+    if len({PurePosixPath(file["path"]) for file in entry["files"]}) < len(entry["files"]):
+        raise InputDataError(f"{where} is damaged", why=f"it names a file of the {name} twice")
+    if combined((file["path"], file["sha256"]) for file in entry["files"]) != entry["content"]:
+        raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
+
+
+def refuse_settings(plan: Plan, where: str) -> Callable[[Path], None]:
+    """An inspection of an engine: its settings file must be the one that is written here for that plan."""
+
+    def inspect(engine: Path) -> None:
+        for name, text in load_backend(plan.runtime).rendered(plan.build, plan.engine_target).items():
+            path = engine / name
+            if not path.is_file() or path.stat().st_size > len(text.encode()) or path.read_text("utf-8") != text:
+                raise ArtefactRefused(
+                    f"{where}: the engine's {name} is not what trtpipe {__version__} writes for its settings",
+                    why="it says what a runtime loads and runs",
+                    remedy="take its checkpoint (--only checkpoint,tokenizer,accuracy) and build the engine here",
+                )
+
+    return inspect
+
+
+def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
+    if run.last(stage.name) is None:
+        raise InputDataError(
+            f"{run.path} has no {stage.makes}",
+            why=f"its {stage.name} stage has not run to its end",
+            remedy="run `trtpipe build` again",
+        )
+    artefact = run.find(stage.name, store, verify=verify)
+    if artefact is None:
+        why = run.fault(stage.name, store, verify=verify) or f"{store.home} has it no longer"
+        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy="run `trtpipe build` again")
+    return artefact
+
+
+def _entry(artefact: Artefact) -> dict[str, Any]:
+    manifest = artefact.manifest
+    files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in manifest.files]
+    return {"record": dataclasses.asdict(manifest.record), "content": manifest.content, "files": files}

@@ -1,0 +1,250 @@
+"""Push a target to a registry, pull one from it, and look for one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError, suggestion
+from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.passport import NAME as PASSPORT
+from trtpipe.engines.passport import Passport
+from trtpipe.engines.quantization import FLOAT_NAMES
+from trtpipe.pipeline import compatibility as guard
+from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.registry.export import Bundle
+from trtpipe.pipeline.registry.fetch import Counter, Fetch, damaged
+from trtpipe.pipeline.registry.index_schema import NAME
+from trtpipe.pipeline.registry.package import (
+    CARRIED,
+    Index,
+    check_index,
+    check_provenance,
+    describe,
+    files_of,
+    link,
+    passport_of,
+    planned,
+    receive,
+    refuse_settings,
+)
+from trtpipe.pipeline.registry.provenance import unwrapped
+from trtpipe.pipeline.store.manifest import Origin, Record
+from trtpipe.pipeline.store.store import Store
+
+# What travels unless somebody says otherwise: what it takes to serve.
+USUAL = ("tokenizer", "accuracy", "engine")
+# More than any passport has.
+PASSPORT_BYTES = 1 << 20
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """What a push or a pull has moved, and what was there before, in bytes; of a pull also what has arrived."""
+
+    target: str
+    artefacts: tuple[str, ...]
+    moved: int
+    there: int
+    arrived: Bundle | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A target in a registry, as `search` tells it."""
+
+    target: str
+    model: str
+    passport: Passport
+    artefacts: tuple[str, ...]
+    size: int
+
+
+def choose(only: str | None) -> tuple[str, ...] | None:
+    """The artefacts of a list such as "engine,tokenizer". Raises UsageError for one that is not known."""
+    if only is None:
+        return None
+    words = tuple(word.strip() for word in only.split(","))
+    for word in words:
+        if word not in CARRIED:
+            raise UsageError(f"nothing of a target is called '{word}'", remedy=suggestion(word, CARRIED))
+    return words
+
+
+def push(
+    target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None,
+    progress: Progress = lambda done, total: None, *, sign_key: Path | None = None,
+) -> Shipped:  # fmt: skip
+    """Bring a target there, file by file, its index last; what is there is not sent again, and stays where it is of
+    this build. USUAL of it, or the artefacts `wanted`.
+
+    Every file is hashed first. Raises as `describe` and the registry do, and UsageError for what the target lacks.
+    """
+    if not re.fullmatch(NAME, target):
+        raise UsageError(f"'{target}' cannot be a name in a registry", remedy="use letters, digits, '.', '_' and '-'")
+    index, made = describe(target, store, USUAL if wanted is None else wanted, verify=True, sign_key=sign_key)
+    absent = [name for name in wanted or () if name not in made]
+    if absent:
+        raise UsageError(f"{target} has no {' and no '.join(absent)}", remedy=f"it has: {', '.join(made)}")
+    blobs: dict[Blob, Path] = {}
+    for name, entry in index["artefacts"].items():
+        for file in entry["files"]:
+            blobs.setdefault(Blob(file["sha256"], file["size"]), made[name].path / file["path"])
+    counter = Counter(sum(blob.size for blob in blobs), progress)
+    there = 0
+    for blob, path in blobs.items():
+        if registry.has(blob):
+            there += blob.size
+            counter.add(blob.size)
+        else:
+            registry.put(blob, path, counter.add)
+    _keep_others(index, registry)
+    registry.publish(target, index, list({Blob(file["sha256"], file["size"]): None for file in files_of(index)}))
+    return Shipped(target=target, artefacts=tuple(made), moved=counter.total - there, there=there)
+
+
+def pull(
+    target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None, *, any_machine: bool = False,
+    trust_keys: Sequence[Path] = (), progress: Progress = lambda done, total: None,
+) -> Shipped:  # fmt: skip
+    """Bring a target here: into the store, apart from what is made here, with a run folder. Everything of it, or the
+    artefacts `wanted`.
+
+    An engine that this machine cannot run is refused before its files are asked for, unless `any_machine`. Every file
+    is verified; what has arrived of one that breaks off is kept, and continued the next time.
+
+    trust_keys  public keys (PEM), one of which must have signed the target's provenance
+
+    Raises UsageError, ArtefactRefused, InputDataError for what is not what it should be, HostError.
+    """
+    index = read_index(target, registry, trust_keys)
+    where = f"{target} at {registry.url}"
+    plan = planned(index, where)
+    missing = [name for name in wanted or () if name not in index["artefacts"]]
+    if missing:
+        raise UsageError(
+            f"{registry.url} has no {' and no '.join(missing)} of {target}",
+            remedy=f"there are: {', '.join(index['artefacts'])}",
+        )
+    if wanted is not None:
+        index = {**index, "artefacts": {name: index["artefacts"][name] for name in wanted}}
+    if "engine" in index["artefacts"]:
+        _require_own_passport(index, registry, where)
+        if not any_machine:
+            _require_fit(index)
+    fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
+    artefacts = {}
+    inspections = {"engine": refuse_settings(plan, where)}
+    for name, entry in index["artefacts"].items():
+        folder = store.incoming(Record(**entry["record"]))
+        part = store.of(Origin(source=registry.url, content=entry["content"]))
+        inspect = inspections.get(name, lambda out: None)
+        artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
+        shutil.rmtree(folder, ignore_errors=True)
+        fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
+    link(plan, artefacts, store, index["provenance"])
+    return Shipped(
+        target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there,
+        arrived=Bundle(plan=plan, artefacts=artefacts),
+    )  # fmt: skip
+
+
+def search(
+    registry: Registry, *, model: str | None = None, gpu: str | None = None, dtype: str | None = None,
+    toolchain: str | None = None,
+) -> list[Found]:  # fmt: skip
+    """The targets there whose model, GPU, precision and toolchain contain these words, in the order of their names."""
+    out = []
+    for name in registry.targets():
+        try:
+            index = read_index(name, registry)
+        except (InputDataError, ArtefactRefused):
+            continue  # somebody else's, or another version's
+        passport = passport_of(index)
+        asked = (
+            (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
+            (toolchain, passport.toolchain or ""),
+        )  # fmt: skip
+        if all(word is None or word.lower() in value.lower() for word, value in asked):
+            size = sum({file["sha256"]: file["size"] for file in files_of(index)}.values())
+            out.append(
+                Found(
+                    target=name, model=_model(index), passport=passport, artefacts=tuple(index["artefacts"]), size=size
+                )
+            )
+    return out
+
+
+def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ()) -> Index:
+    """The index of a target there, and its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
+    where = f"{target} at {registry.url}"
+    index = check_index(registry.index(target), where, "push")
+    if index["target"] != target:
+        raise InputDataError(f"{where} is damaged", why=f"it is of {index['target']}")
+    # Version 0.1 also carried repositories.
+    index["artefacts"] = {name: entry for name, entry in index["artefacts"].items() if name != "repository"}
+    check_provenance(index, where, trust_keys)
+    return index
+
+
+def _keep_others(index: Index, registry: Registry) -> None:
+    """What is there of this very build, and is not pushed now, stays a part of the target."""
+    if index["target"] not in registry.targets():
+        return
+    try:
+        before = read_index(index["target"], registry)
+    except (InputDataError, ArtefactRefused):
+        return  # it is replaced
+    ours = {one["name"]: one["digest"]["sha256"] for one in unwrapped(index["provenance"])["subject"]}
+    others = {
+        name: entry for name, entry in before["artefacts"].items()
+        if name not in index["artefacts"] and entry["content"] == ours.get(name)
+    }  # fmt: skip
+    index["artefacts"] |= others
+    if "engine" in others:
+        index["passport"] = before["passport"]
+
+
+def precision(passport: Passport) -> str:
+    cache = f" + {passport.kv_cache_quant_algo} KV cache" if passport.kv_cache_quant_algo else ""
+    return f"{passport.quant_algo or passport.dtype}{cache}"
+
+
+def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
+    """The index's passport is the engine's own, which is read first, and alone: so no other engine is taken for it."""
+    found = [file for file in index["artefacts"]["engine"]["files"] if file["path"] == PASSPORT]
+    if len(found) != 1 or found[0]["size"] > PASSPORT_BYTES:
+        raise InputDataError(f"{where} is damaged", why=f"its engine has no {PASSPORT}")
+    blob = Blob(found[0]["sha256"], found[0]["size"])
+    data = b"".join(registry.read(blob))
+    if hashlib.sha256(data).hexdigest() != blob.sha256:
+        raise damaged(PASSPORT, registry)
+    if parse_json(data) != index["passport"]:
+        raise InputDataError(f"{where} is damaged", why=f"its passport is not the engine's {PASSPORT}")
+
+
+def _require_fit(index: Index) -> None:
+    verdict = guard.examine(passport_of(index))
+    if verdict.objections:
+        size = sum(file["size"] for file in index["artefacts"]["engine"]["files"])
+        raise ArtefactRefused(
+            f"the engine of {index['target']} does not run on this machine",
+            why=f"{'; '.join(verdict.objections)}; nothing of its {size / 1e9:.1f} GB was fetched",
+            remedy="pull it where it runs, or with --any-machine",
+        )
+
+
+def _short(passport: Passport) -> str:
+    """The names that `build` takes for the type of unquantized weights."""
+    return "" if passport.quant_algo else " ".join(name for name, kind in FLOAT_NAMES.items() if kind == passport.dtype)
+
+
+def _model(index: Index) -> str:
+    return str(index["model"].get("name", ""))

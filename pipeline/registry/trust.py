@@ -1,0 +1,61 @@
+"""Which artefacts from elsewhere a build may take for its own: those whose origin the user names, or whose provenance
+is signed by a key of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtpipe.engines.errors import ArtefactRefused
+from trtpipe.engines.json_input import read_bounded
+from trtpipe.pipeline.store.manifest import Record
+from trtpipe.pipeline.store.store import Artefact, Store
+
+# Beside the manifest of an imported artefact: the signed provenance that it arrived with.
+ENVELOPE = "provenance.dsse.json"
+# A statement names every file of a target: some 200 bytes each.
+MAX_ENVELOPE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Origins and public keys (PEM files) whose artefacts may be reused."""
+
+    origins: tuple[str, ...] = ()
+    keys: tuple[Path, ...] = ()
+
+    def find(self, record: Record, makes: str, store: Store) -> tuple[Artefact, str] | None:
+        """An imported artefact of `record` that may be reused, and what the trust in it rests on."""
+        if not self.origins and not self.keys:
+            return None
+        for artefact in store.imported(record):
+            assert artefact.origin is not None
+            if artefact.origin.source in self.origins:
+                return artefact, "its origin is trusted by name"
+            if self.keys and signed(artefact, makes, self.keys):
+                return artefact, "its provenance is signed by a trusted key"
+        return None
+
+
+NOBODY = Trust()
+
+
+def signed(artefact: Artefact, makes: str, keys: Sequence[Path]) -> bool:
+    """Whether one of `keys` has signed a provenance in which `makes` is this very artefact.
+
+    Raises InputDataError for a key that cannot be read.
+    """
+    from trtpipe.pipeline.registry.provenance import stages
+    from trtpipe.pipeline.registry.signatures import verify_envelope
+
+    try:
+        statement = verify_envelope(read_bounded(artefact.path.parent / ENVELOPE, MAX_ENVELOPE_BYTES), keys)
+        told = stages(statement)[makes]
+        # The key too: of another model's build the same bytes would be the wrong ones.
+        return (told["digest"]["sha256"], told["annotations"]["key"]) == (
+            artefact.manifest.content, artefact.manifest.record.key,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, ArtefactRefused):
+        return False

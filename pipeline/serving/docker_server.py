@@ -1,0 +1,50 @@
+"""Stand-in on this machine for a tritonserver that runs in the toolchain's container.
+
+A process of this machine that lives as long as the container does: its signals end the server, its status is the
+server's, and the container's output is its own, so that whoever started it sees no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.executor import Task
+from trtpipe.pipeline.execution.executors import DockerExecutor
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    task = Task(
+        command=tuple(spec["command"]),
+        reads=tuple(Path(folder) for folder in spec["reads"]),
+        out=Path(spec["out"]),
+        what="tritonserver",
+        gpus=None if spec["gpus"] is None else tuple(spec["gpus"]),
+        # Ours already goes where the server's log is.
+        log=Path(os.devnull),
+        network=True,
+        grace=spec["grace"],
+    )
+    try:
+        DockerExecutor(spec["image"], shm_size=spec["shm_size"]).run(task, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        sys.exit(0)
+    except TrtpipeError as error:
+        print(f"error: {error}", flush=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

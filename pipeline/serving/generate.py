@@ -1,0 +1,157 @@
+"""One streamed generation from a running server, over gRPC."""
+
+from __future__ import annotations
+
+import queue
+import struct
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trtpipe.engines.errors import HostError, StageFailed, UsageError
+
+# How long a server may be silent between two pieces of text.
+SILENCE_SECONDS = 120.0
+# How long it may take to end a stream whose last response has come.
+LEAVE_SECONDS = 10.0
+# Responses that wait to be shown; the server waits while there are more.
+WAITING = 64
+# What a response counts for beside its text: a server could send empty ones without end.
+RESPONSE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling options under the names of the ensemble's inputs; None leaves one to the server.
+
+    Raises UsageError for what the gateway would refuse as well.
+    """
+
+    max_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        from pydantic import ValidationError
+
+        from trtpipe.pipeline.gateway.requests import Common
+
+        try:
+            Common(model="", **{name: getattr(self, name) for name in TYPES})
+        except ValidationError as error:
+            first = error.errors()[0]
+            flag = f"--{str(first['loc'][0]).replace('_', '-')}"
+            told = first["msg"].removeprefix("Input should be ")
+            raise UsageError(f"{flag} is {first['input']}", remedy=f"it has to be {told}") from None
+
+
+TYPES = {
+    "max_tokens": "INT32",
+    "temperature": "FP32",
+    "top_k": "INT32",
+    "top_p": "FP32",
+    "repetition_penalty": "FP32",
+    "seed": "UINT64",
+}
+
+
+def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Iterator[str]:
+    """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
+
+    Raises HostError when the server cannot be reached or goes away, StageFailed with its words when it refuses.
+    """
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    from trtpipe.pipeline.bench.loop.in_flight import answer_limit
+
+    room = limit = answer_limit(len(prompt.encode("utf-8", "replace")), sampling.max_tokens)
+    arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue(WAITING)
+    left = threading.Event()
+
+    def arrive(result: Any, error: InferenceServerException | None) -> None:
+        while not left.is_set():
+            try:
+                arrived.put((result, error), timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    client = InferenceServerClient(grpc_url, channel_args=[("grpc.max_receive_message_length", min(limit, 2**31 - 1))])
+    whole = False
+    try:
+        client.start_stream(callback=arrive)
+        # The id lets the ensemble's postprocessing continue the text of this very stream.
+        client.async_stream_infer(
+            model, _inputs(prompt, sampling), request_id=uuid.uuid4().hex, enable_empty_final_response=True
+        )
+        while True:
+            try:
+                result, error = arrived.get(timeout=SILENCE_SECONDS)
+            except queue.Empty:
+                raise StageFailed(f"the server at {grpc_url} has been silent for {SILENCE_SECONDS:.0f} s") from None
+            if error is not None:
+                raise _explain(grpc_url, error)
+            text = _text(grpc_url, result)
+            room -= RESPONSE_BYTES + len(text)
+            if room < 0:
+                asked = f"{sampling.max_tokens:,} tokens were asked for"
+                raise StageFailed(f"the server at {grpc_url} sent more than {limit:,} bytes", why=asked)
+            if text:
+                yield text
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                whole = True
+                return
+    finally:
+        left.set()
+        # A call that is cancelled as it ends can stay in Triton 2.51 for ever, and its model with it: the server then
+        # takes all its exit timeout to stop. One that does not end by itself is cancelled all the same.
+        late = threading.Timer(LEAVE_SECONDS, client.stop_stream, kwargs={"cancel_requests": True})
+        late.daemon = True
+        late.start()
+        client.stop_stream(cancel_requests=not whole)
+        late.cancel()
+        client.close()
+
+
+def _text(grpc_url: str, result: Any) -> str:
+    """The text in a response. Raises StageFailed for one that cannot be read."""
+    try:
+        pieces = result.as_numpy("text_output")
+        return "" if pieces is None else b"".join(pieces.reshape(-1)).decode("utf-8", "replace")
+    except (ValueError, TypeError, struct.error) as error:
+        raise StageFailed(f"an answer of the server at {grpc_url} cannot be read", why=str(error)) from None
+
+
+def _inputs(prompt: str, sampling: Sampling) -> list[Any]:
+    import numpy as np
+    from tritonclient.grpc import InferInput
+    from tritonclient.utils import triton_to_np_dtype
+
+    def tensor(name: str, kind: str, values: list[Any]) -> Any:
+        item = InferInput(name, [1, len(values)], kind)
+        dtype = np.object_ if kind == "BYTES" else triton_to_np_dtype(kind)
+        item.set_data_from_numpy(np.array([values], dtype=dtype))
+        return item
+
+    inputs = [tensor("text_input", "BYTES", [prompt.encode("utf-8")]), tensor("stream", "BOOL", [True])]
+    for name, kind in TYPES.items():
+        value = getattr(sampling, name)
+        if value is not None:
+            inputs.append(tensor(name, kind, [value]))
+    if sampling.stop_words:
+        inputs.append(tensor("stop_words", "BYTES", [word.encode("utf-8") for word in sampling.stop_words]))
+    return inputs
+
+
+def _explain(grpc_url: str, error: Any) -> HostError | StageFailed:
+    status, message = str(error.status() or ""), str(error.message())
+    if "UNAVAILABLE" in status:
+        return HostError(f"the server at {grpc_url} cannot be reached", why=message, remedy="run `trtpipe serve`")
+    return StageFailed("the server refused the request", why=message)

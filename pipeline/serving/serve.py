@@ -1,0 +1,451 @@
+"""Serving model repositories with a real tritonserver: start, prove it with one request, remember it, end it."""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
+from trtpipe.engines.passport import Passport, read_passport
+from trtpipe.pipeline import compatibility as guard
+from trtpipe.pipeline.execution.diagnosis import explain
+from trtpipe.pipeline.execution.executors import DockerExecutor
+from trtpipe.pipeline.gateway import access
+from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.runner import RUNS, RunFolder
+from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving.servers import Served, Server, end_watcher, find_running, forget, remember, running
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.check import check_repository, require_sound
+from trtpipe.triton_repo.combine import model_names, rename_models
+from trtpipe.triton_repo.launch import ENGINE_MODEL
+from trtpipe.triton_repo.render import ENGINE_FOLDER
+
+SERVERS = ("auto", "local", "docker")
+# What Triton 2.51 throws now and then when many Python models start on a busy machine; the next start does not.
+START_CRASH = "boost::interprocess::lock_exception"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How a server is started.
+
+    server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
+    host                 address to listen on
+    http, grpc, metrics  ports; 0 takes a free one
+    openai               port of the OpenAI-compatible gateway; None starts none
+    gateway_workers      its processes
+    api_keys_file        its keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
+    tls_cert, tls_key    its certificate and key, PEM files
+    gpus                 indices of the GPUs a container gets; None for all
+    shm_size             shared memory of a container; each Python model and rank takes some
+    engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    allow_model_code     whether code of no known template may run
+    """
+
+    server: str = "auto"
+    host: str = "127.0.0.1"
+    http: int = 8000
+    grpc: int = 8001
+    metrics: int = 8002
+    openai: int | None = None
+    gateway_workers: int = 1
+    api_keys_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    gpus: tuple[int, ...] | None = None
+    shm_size: str = "2g"
+    engine_python: str = sys.executable
+    allow_model_code: bool = False
+
+
+def find_repository(target: str | None) -> tuple[str, Path]:
+    """(name, folder) of what is to be served: a target of ./runs, a folder, or the newest run. Raises UsageError."""
+    if target is None:
+        runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
+        if not runs:
+            raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
+        target = runs[-1].parent.name
+    # By name only: the server's own folder and log are named after it, so a path must not pass as one.
+    if target in {run.name for run in RUNS.glob("*")}:
+        return target, RunFolder.of(target).linked("repository")
+    folder = Path(target)
+    if (folder / "repository").is_dir():
+        return folder.resolve().name, (folder / "repository").resolve()
+    if (folder / "tensorrt_llm" / "config.pbtxt").is_file():
+        return folder.resolve().name, folder.resolve()
+    raise UsageError(
+        f"'{target}' is neither a target in ./runs nor a model repository",
+        remedy="run `trtpipe build`, or see `ls runs`",
+    )
+
+
+def imports(target: str, repository: Path) -> tuple[str, ...]:
+    """A phrase for each artefact of a target in ./runs that was made elsewhere; none for a folder."""
+    run = RunFolder.of(target)
+    own = (run.path / "repository").is_dir() and run.linked("repository") == repository.resolve()
+    return tuple(run.imports()) if own else ()
+
+
+def check_passport(repository: Path) -> Passport:
+    """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
+    passport = read_passport(repository / ENGINE_FOLDER)
+    guard.examine(passport).require(repository / ENGINE_FOLDER)
+    return passport
+
+
+def choose_server(asked: str, passport: Passport) -> str:
+    """local or docker: which server runs the engine. Raises UsageError for an unknown one, ArtefactRefused for one
+    that cannot."""
+    usual = "local" if passport.runtime in tritonserver.RUNTIMES else "docker"
+    if asked not in SERVERS:
+        raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
+    if asked == "docker" and usual == "local":
+        raise ArtefactRefused(
+            f"this engine is for the {passport.runtime} runtime",
+            why="NVIDIA's image does not hold it",
+            remedy="serve it with --server local",
+        )
+    if asked == "local" and usual == "docker":
+        raise ArtefactRefused(
+            f"this engine is for the {passport.runtime} runtime on {passport.target()}",
+            why="the tritonserver of this environment runs reference and vllm engines",
+            remedy=f"serve it with --server docker, from {passport.image}",
+        )
+    return usual
+
+
+def launch(
+    targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None]
+) -> tuple[Server, subprocess.Popen[bytes]]:
+    """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
+
+    Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
+    repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
+    """
+    passports = [check_passport(repository) for _, repository in targets]
+    require_alike([target for target, _ in targets], passports)
+    for name, repository in targets:
+        called = name if (RUNS / name / "repository").is_dir() else str(repository)
+        guard.require_trusted(called, repository, store, allow_code=options.allow_model_code)
+        require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
+    passport = passports[0]
+    kind = choose_server(options.server, passport)
+    name = "+".join(target for target, _ in targets)
+    for server in running(store):
+        if server.name == name and server.watcher != os.getpid():
+            raise HostError(
+                f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
+            )
+    # The LLM API's models take text: the gateway does not speak to them.
+    openai = None if passport.runtime == "trtllm_pytorch" else options.openai
+    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
+    folder = store.home / "servers" / name
+    alone = len(targets) == 1
+    served = tuple(
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+        )
+        for target, repository in targets
+    )
+    gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
+    models = link_models(served, folder)
+    if not alone:
+        _check_together(models, passport, note)
+    warning = http_streams.warning(passports, http_streams.capacity())
+    if warning is not None:
+        note(warning)
+    names = sorted(path.name for path in models.iterdir())
+    log = _log(store, name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "local":
+        installation = tritonserver.find_installation()
+        backends = folder / "backends"
+        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
+        start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
+    else:
+        assert passport.image is not None
+        DockerExecutor(passport.image).require()
+        start = partial(
+            tritonserver.start_docker,
+            passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
+            # The LLM API starts its own ranks.
+            world_size=passport.world_size if passport.runtime == "tensorrt_llm" else 1,
+            gpus=options.gpus, shm_size=options.shm_size,
+        )  # fmt: skip
+    process = start_until_ready(start, endpoints, log, note)
+    server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints)
+    try:
+        for one in served:
+            smoke(server, one)
+        if gateway is not None:
+            pid, url = gateway_process.start(gateway, log.with_suffix(".gateway.log"))
+            server = replace(server, gateway_pid=pid, gateway_url=url)
+        remember(store, server)
+    except BaseException as error:
+        tritonserver.end(process.pid)
+        tritonserver.remove_shared_memory(endpoints)
+        if isinstance(error, StageFailed):
+            raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+        raise
+    return server, process
+
+
+def start_until_ready(
+    start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None]
+) -> subprocess.Popen[bytes]:
+    """A server that is ready, started once more where it broke down in START_CRASH. Raises StageFailed."""
+    for attempt in (1, 2):
+        process = start()
+        try:
+            tritonserver.wait_ready(process, endpoints, log)
+        except BaseException as error:
+            tritonserver.end(process.pid)
+            tritonserver.remove_shared_memory(endpoints)
+            if not isinstance(error, StageFailed):
+                raise
+            if attempt == 2 or START_CRASH not in error.why:
+                raise explain(error, log, "serve", tritonserver.last_start(log)) from None
+            note(f"{error}; starting it again")
+        else:
+            break
+    return process
+
+
+def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
+    """Refuse what one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
+    if len(set(names)) < len(names):
+        raise UsageError("a target is named twice", remedy="name each once")
+    first = passports[0]
+    for name, passport in zip(names, passports, strict=True):
+        if (passport.runtime, passport.image) != (first.runtime, first.image):
+            raise ArtefactRefused(
+                f"{name} is for {passport.runtime} {passport.image or ''}".rstrip(),
+                why=f"{names[0]} is for {first.runtime} {first.image or ''}".rstrip() + ", and a server is of one kind",
+                remedy="serve them by two commands, on ports of their own",
+            )
+        if len(names) > 1 and passport.runtime == "tensorrt_llm" and passport.world_size > 1:
+            raise ArtefactRefused(
+                f"{name} is an engine of {passport.world_size} ranks",
+                why="its ranks are servers of their own, which would load the other models as well",
+                remedy="serve it alone",
+            )
+
+
+def _check_together(models: Path, passport: Passport, note: Callable[[str], None]) -> None:
+    """Each repository was checked when it was made; what they do to each other is seen only now."""
+    for fault in check_repository(models):
+        if fault.rule == "shared-gpu" and passport.gpu == "cpu":
+            continue
+        note(f"{fault.path}, {fault.where}: {fault.what}; {fault.remedy}")
+
+
+def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> list[Path]:
+    """The folders that links in the models lead to."""
+    # That of all repositories, where one is in it: what is loaded later must be seen as well.
+    packages = (store.home / "artefacts" / "package").resolve()
+    reads = {packages if packages in one.repository.resolve().parents else one.repository for one in served}
+    return sorted(reads | ({folder / "renamed"} if any(one.prefix for one in served) else set()))
+
+
+def _gateway_options(
+    served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
+) -> GatewayOptions:
+    """How the gateway is started, looked at before anything is. Raises UsageError, InputDataError for its files."""
+    chosen = GatewayOptions(
+        models=tuple(
+            ServedModel(
+                name=one.name,
+                tokenizer=one.tokenizer,
+                triton_model=one.model(ENGINE_MODEL),
+                max_input_len=passport.build_config["max_input_len"],
+                max_seq_len=passport.build_config["max_seq_len"],
+            )
+            for one, passport in zip(served, passports, strict=True)
+        ),
+        # What listens everywhere is reached here.
+        grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
+        host=options.host,
+        port=port,
+        workers=options.gateway_workers,
+        api_keys_file=options.api_keys_file,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+    )
+    access.check(chosen)
+    return chosen
+
+
+def end(server: Server) -> None:
+    """End a server and its gateway. Requests in flight have some seconds to end."""
+    if server.gateway_pid is not None:
+        gateway_process.end(server.gateway_pid)
+    tritonserver.end(server.pid)
+
+
+def link_models(served: Sequence[Served], folder: Path) -> Path:
+    """`folder`/models, links to every model: what is served stays at one place when its content changes."""
+    models, renamed = folder / "models", folder / "renamed"
+    models.mkdir(parents=True, exist_ok=True)
+    renamed.mkdir(exist_ok=True)
+    stale = list(renamed.iterdir())
+    wanted: dict[str, Path] = {}
+    for one in served:
+        if one.prefix:
+            wanted |= rename_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=renamed)))
+        else:
+            wanted |= {name: one.repository / name for name in model_names(one.repository)}
+    for link in models.iterdir():
+        if link.name not in wanted:
+            link.unlink()
+    for name, path in wanted.items():
+        partial = folder / f".{name}.{os.getpid()}"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(path)
+        partial.replace(models / name)
+    for left in stale:
+        shutil.rmtree(left)
+    return models
+
+
+def reload(
+    store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
+) -> tuple[Server, list[Served]]:
+    """Give a running server the repositories its targets have now, model by model, without ending it; with `target`
+    that one alone. Returns the server and what was loaded.
+
+    Raises ArtefactRefused for an engine of another kind, StageFailed with the server's words when a model does not
+    load: the server then goes on with what it has.
+    """
+    server = find_running(store, name)
+    if target is None:
+        fresh = {one.name: find_repository(one.name)[1] for one in server.served}
+    else:
+        found, repository = find_repository(target)
+        # One that is alone may be replaced by a target of another name.
+        fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
+    for one in server.served:
+        if one.name in fresh:
+            guard.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
+            _require_same_kind(one, fresh[one.name])
+    served = tuple(
+        replace(one, repository=fresh[one.name], imported=imports(target or one.name, fresh[one.name]))
+        if one.name in fresh else one
+        for one in server.served
+    )  # fmt: skip
+    link_models(served, store.home / "servers" / server.name)
+    renewed = replace(server, served=served)
+    loaded = [one for one in served if one.name in fresh]
+    for one in loaded:
+        names = [one.model(model) for model in model_names(one.repository)]
+        tritonserver.load_models(server.endpoints, names, server.log)
+        smoke(renewed, one)
+    remember(store, renewed)
+    return renewed, loaded
+
+
+def _require_same_kind(served: Served, repository: Path) -> None:
+    passport = check_passport(repository)
+    before = read_passport(served.repository / ENGINE_FOLDER)
+    if (passport.runtime, passport.world_size) != (before.runtime, before.world_size):
+        raise ArtefactRefused(
+            f"{served.name} runs {before.runtime} with {before.world_size} rank(s)",
+            why=f"the new engine is for {passport.runtime} with {passport.world_size}",
+            remedy="stop the server and serve the new one",
+        )
+
+
+def smoke(server: Server, served: Served) -> None:
+    """One generation through the whole chain: a ready ensemble can still fail on its first request."""
+    import httpx
+
+    length = "sampling_param_max_tokens" if served.front == served.model(ENGINE_MODEL) else "max_tokens"
+    body = {"text_input": "Hello", length: 1}
+    try:
+        url = f"{server.endpoints.http_url}/v2/models/{served.front}/generate"
+        response = httpx.post(url, json=body, timeout=120)
+        reply = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise StageFailed(
+            "the smoke request failed", why=str(error), remedy=f"the server's log is {server.log}"
+        ) from None
+    if "text_output" not in reply:
+        why = str(reply.get("error", reply))
+        raise StageFailed("the smoke request failed", why=why, remedy=f"the server's log is {server.log}")
+
+
+def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
+    """The last `lines` of a server's log, and with `follow` what comes after them while the server runs.
+
+    A server that has ended has a log too. Raises UsageError for a name without one, and for none where it is not clear.
+    """
+    name = name or _whose_log(store)
+    path = _log(store, name)
+    if not path.is_file():
+        left = _logged(store)
+        remedy = suggestion(name, left) if left else "run `trtpipe serve`"
+        raise UsageError(f"there is no log of a server named '{name}'", remedy=remedy)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield "".join(collections.deque(file, maxlen=lines))
+        while follow:
+            piece = file.read()
+            if piece:
+                yield piece
+            elif not any(server.name == name for server in running(store)):
+                return
+            else:
+                time.sleep(0.2)
+
+
+def _log(store: Store, name: str) -> Path:
+    return store.home / "logs" / f"serve-{name}.log"
+
+
+def _logged(store: Store) -> list[str]:
+    """The servers that have a log, running or not."""
+    logs = sorted((store.home / "logs").glob("serve-*.log"))
+    names = {log.stem.removeprefix("serve-") for log in logs}
+    return sorted(name for name in names if name.removesuffix(".gateway") not in names - {name})
+
+
+def _whose_log(store: Store) -> str:
+    """That of the only server, running or, where none runs, of the only one that has left one. Raises UsageError."""
+    if running(store):
+        return find_running(store, None).name
+    left = _logged(store)
+    if not left:
+        raise UsageError("no server is running, and none has left a log", remedy="run `trtpipe serve`")
+    if len(left) > 1:
+        raise UsageError(
+            "no server is running, and several have left a log", remedy="name one with --server: " + ", ".join(left)
+        )
+    return left[0]
+
+
+def stop(store: Store, name: str | None) -> list[Server]:
+    """End the server of that name, or all. Returns those that were ended. Raises UsageError for an unknown name."""
+    servers = running(store)
+    if name is not None:
+        servers = [server for server in servers if server.name == name]
+        if not servers:
+            raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
+    for server in servers:
+        end_watcher(server)
+        if tritonserver.alive(server.pid):
+            end(server)
+        forget(store, server)
+    return servers

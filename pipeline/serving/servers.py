@@ -1,0 +1,166 @@
+"""The servers that were started from a store: what each serves and where, remembered in files, asked of the system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.errors import InputDataError, UsageError, suggestion
+from trtpipe.engines.json_input import read_json
+from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.folders import write_whole
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.combine import model_names
+from trtpipe.triton_repo.render import TOKENIZER_FOLDER
+
+# Of Linux, where it is configured highest.
+MAX_PID = 1 << 22
+# How long a watchdog may take to end its server and gateway.
+WATCHER_SECONDS = tritonserver.STOP_SECONDS + gateway_process.STOP_SECONDS + 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One repository in a server.
+
+    name    of the target it comes from, and what the gateway calls it
+    prefix  what the names of its models begin with; empty where it is alone
+    imported  a phrase for each artefact behind it that was made elsewhere
+    """
+
+    name: str
+    repository: Path
+    prefix: str = ""
+    imported: tuple[str, ...] = ()
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.repository / TOKENIZER_FOLDER
+
+    @property
+    def front(self) -> str:
+        """The model that takes text."""
+        return self.model("ensemble" if "ensemble" in model_names(self.repository) else "tensorrt_llm")
+
+    def model(self, name: str) -> str:
+        """What a model of the repository is called in the server."""
+        return self.prefix + name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A running server, with the number and address of its gateway and the number of its watchdog, if it has them."""
+
+    name: str
+    pid: int
+    log: Path
+    endpoints: Endpoints
+    served: tuple[Served, ...]
+    gateway_pid: int | None = None
+    gateway_url: str | None = None
+    watcher: int | None = None
+
+    def find(self, name: str | None) -> Served:
+        """What is meant: by name, or the only one. Raises UsageError."""
+        names = [served.name for served in self.served]
+        if name is None:
+            if len(names) > 1:
+                raise UsageError(f"{self.name} serves several models", remedy="name one: " + ", ".join(names))
+            return self.served[0]
+        for served in self.served:
+            if served.name == name:
+                return served
+        raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
+
+
+def running(store: Store) -> list[Server]:
+    """Servers started from this store that run or are being started again; records of others are dropped."""
+    out = []
+    for path in sorted((store.home / "servers").glob("*.json")):
+        try:
+            server = read_server(path)
+        except (OSError, ValueError, InputDataError):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            continue
+        if tritonserver.alive(server.pid) or watched(server):
+            out.append(server)
+        else:
+            if server.gateway_pid is not None:
+                gateway_process.end(server.gateway_pid)
+            forget(store, server)
+    return out
+
+
+def read_server(path: Path) -> Server:
+    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
+    server = config.build(Server, read_json(path, "record"), str(path))
+    # By the number processes are asked for and ended, by the name files are removed.
+    pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
+    if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
+        raise ValueError(f"{path} is of another server")
+    return server
+
+
+def watched(server: Server) -> bool:
+    """Whether the `trtpipe serve` that stays with the server runs, and not another program that got its number."""
+    with contextlib.suppress(OSError):
+        return b"serve" in Path(f"/proc/{server.watcher}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def end_watcher(server: Server) -> None:
+    """Ask the `trtpipe serve` that stays with a server to end it, and wait; kill it when it does not."""
+    if server.watcher is None or not watched(server):
+        return
+    deadline = time.monotonic() + WATCHER_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server.watcher, signal.SIGTERM)
+        while watched(server) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if watched(server):
+            os.kill(server.watcher, signal.SIGKILL)
+
+
+def find_running(store: Store, name: str | None) -> Server:
+    """The server to talk to: by name, or the only one. Raises UsageError."""
+    servers = running(store)
+    if name is not None:
+        servers = [server for server in servers if server.name == name]
+    if not servers:
+        raise UsageError(
+            f"no server named '{name}' is running" if name else "no server is running", remedy="run `trtpipe serve`"
+        )
+    if len(servers) > 1:
+        raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
+    return servers[0]
+
+
+def remember(store: Store, server: Server) -> None:
+    path = store.home / "servers" / f"{server.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n")  # `running` drops what it cannot read
+
+
+def forget(store: Store, server: Server) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        (store.home / "servers" / f"{server.name}.json").unlink()
+    clean_up(store, server)
+
+
+def backends_folder(store: Store, server: Server) -> Path:
+    return store.home / "servers" / server.name / "backends"
+
+
+def clean_up(store: Store, server: Server) -> None:
+    """Remove what a server that has ended may have left: Python processes and shared memory."""
+    tritonserver.end_stubs(backends_folder(store, server))
+    tritonserver.remove_shared_memory(server.endpoints)

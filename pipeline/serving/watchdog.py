@@ -1,0 +1,205 @@
+"""Staying with a server: a Python process of Triton's that dies, and a server that ends by itself, are mended.
+
+Triton 2.51 ends no request that waits in a Python process which has died, and goes on calling itself ready. So the
+model is taken out of service at once and loaded again; where requests wait, the server is killed and started again:
+the end of their connections is the only word they can be given.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from trtpipe.engines.errors import InputDataError, StageFailed
+from trtpipe.pipeline.execution.diagnosis import explain
+from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.net import triton_metrics as metrics
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
+from trtpipe.pipeline.serving.serve import LaunchOptions, end, launch
+from trtpipe.pipeline.serving.servers import Server, backends_folder, clean_up, forget, remember, running
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.launch import ENGINE_MODEL
+
+# Triton collects a dead process when its last request is gone, after a second in which it looks for signs of life.
+RELEASE_SECONDS = 1.6
+ASK_SECONDS = 1.0
+WAITING = "requests wait for it, which Triton would not end"
+PENDING = "nv_inference_pending_request_count"
+# Processes that die this often within this time are broken, not unlucky.
+MAX_DEATHS, DEATHS_SECONDS = 10, 20.0
+
+
+def attend(
+    server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
+    ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Stay with a server until Ctrl-C, a TERM signal or its own end. A server that ends by itself is started again
+    `restarts` times, one whose Python process has died whenever that happens.
+
+    `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
+    Raises StageFailed when the server ends by itself once more, or does not start again.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        server = replace(server, watcher=os.getpid())
+        remember(store, server)
+        stubs = Stubs(server.pid)
+        deaths: list[float] = []
+        ready()
+        while True:
+            stubs.wait()
+            status = process.poll()
+            if status == 0:
+                return
+            if status is None:
+                died = stubs.died()
+                if not died:
+                    continue
+                names = ", ".join(sorted(set(died.values())))
+                note(f"a Python process of {names} has died; loading it again")
+                now = time.monotonic()
+                deaths = [at for at in deaths if now - at < DEATHS_SECONDS] + [now]
+                if len(deaths) > MAX_DEATHS:
+                    raise _died_too_often(names, server)
+                obstacle = _load_again(server, process, died, stubs, backends_folder(store, server))
+                if obstacle is None:
+                    note(f"{names} is loaded again")
+                    continue
+                note(f"{obstacle}; starting tritonserver again")
+                tritonserver.kill(process)
+            else:
+                error = _ended(status, server)
+                if restarts == 0:
+                    raise error
+                restarts -= 1
+                note(f"{error}; starting it again")
+            stubs.close()
+            server, process = _start_again(server, store, options, note)
+            stubs = Stubs(server.pid)
+            note(f"{server.name} serves again")
+    except KeyboardInterrupt:
+        stopping()
+        end(server)
+    except BaseException:
+        if process.poll() is None:
+            tritonserver.kill(process)
+        raise
+    finally:
+        if server.gateway_pid is not None:
+            gateway_process.end(server.gateway_pid)
+        signal.signal(signal.SIGTERM, previous)
+        forget(store, server)
+
+
+def _load_again(
+    server: Server, process: subprocess.Popen[bytes], died: dict[int, str], stubs: Stubs, backends: Path
+) -> str | None:
+    """Load the models of dead processes again. Returns why the server has to be started again instead, or None.
+
+    From the first moment the models count as not ready, and Triton refuses requests for them.
+    """
+    models = sorted(set(died.values()))
+    failures: list[str] = []
+
+    def load(model: str) -> None:
+        try:
+            tritonserver.load_unloaded(server.endpoints, model, server.log)
+        except StageFailed as error:
+            failures.append(str(error))
+
+    def requests_wait() -> bool:
+        return any(_held(backends, pid, model) for pid, model in died.items()) or _queued(server, models)
+
+    try:
+        for model in models:
+            tritonserver.unload_model(server.endpoints, model, server.log)
+    except StageFailed as error:
+        return str(error)
+    if requests_wait():
+        return WAITING
+    loading = [threading.Thread(target=load, args=(model,), daemon=True) for model in models]
+    for thread in loading:
+        thread.start()
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while any(map(is_zombie, died)) and time.monotonic() < deadline:
+        waiting = requests_wait()
+        if not all(map(threading.Thread.is_alive, loading)):
+            break  # a model is there again: what waits may wait for that
+        if waiting:
+            return WAITING
+        time.sleep(0.05)
+    while any(map(threading.Thread.is_alive, loading)):
+        if process.poll() is not None or stubs.died():
+            return "another process of the server has died meanwhile"
+        time.sleep(0.05)
+    return failures[0] if failures else None
+
+
+def _held(backends: Path, pid: int, model: str) -> bool:
+    """Whether requests wait for ever for a process that has died: those it held, where it stood before an engine; and
+    where it was a script, those of an engine that waits for it to take an answer."""
+    base = model.rpartition(".")[2]
+    if base == ENGINE_MODEL:
+        return tritonserver.requests_in_flight(backends, model, pid).all > 0
+    engine = model.removesuffix(base) + ENGINE_MODEL
+    return tritonserver.requests_in_flight(backends, engine).of_scripts > 0
+
+
+def _queued(server: Server, models: Iterable[str]) -> bool:
+    """Whether requests wait in front of dead processes: of those Triton fails one a second."""
+    import httpx
+
+    try:
+        scrape = metrics.parse(httpx.get(server.endpoints.metrics_url, timeout=ASK_SECONDS).text, 0.0)
+    except (httpx.HTTPError, InputDataError):
+        return False
+    return any(scrape.total(PENDING, model=model) for model in models)
+
+
+def _start_again(
+    server: Server, store: Store, options: LaunchOptions, note: Callable[[str], None]
+) -> tuple[Server, subprocess.Popen[bytes]]:
+    """Start a server that has ended at the ports it had; its gateway goes on, unless it has ended as well."""
+    # `reload` may have changed what it serves.
+    server = next((one for one in running(store) if one.name == server.name), server)
+    tritonserver.end(server.pid)
+    clean_up(store, server)
+    kept = server.gateway_pid is not None and gateway_process.alive(server.gateway_pid)
+    openai = None if kept or server.gateway_url is None else int(server.gateway_url.rpartition(":")[2])
+    points = server.endpoints
+    again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
+    started, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
+    if kept:
+        started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url)
+    started = replace(started, watcher=os.getpid())
+    remember(store, started)
+    return started, process
+
+
+def _ended(status: int, server: Server) -> StageFailed:
+    error = StageFailed(
+        f"tritonserver ended by itself (status {status})",
+        why=tritonserver.failure(server.log),
+        remedy=f"its log is {server.log}",
+    )
+    return explain(error, server.log, "serve", tritonserver.last_start(server.log))
+
+
+def _died_too_often(names: str, server: Server) -> StageFailed:
+    return StageFailed(
+        f"Python processes of {names} died {MAX_DEATHS + 1} times within {DEATHS_SECONDS:.0f} s",
+        why="a model that dies as soon as it is loaded is not started again",
+        remedy=f"its log is {server.log}",
+    )

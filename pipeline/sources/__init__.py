@@ -1,0 +1,1 @@
+"""Where inputs come from: Hugging Face repositories and calibration text."""

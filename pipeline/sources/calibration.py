@@ -1,0 +1,125 @@
+"""Where calibration text comes from: a data set of configs/calibration, or a file of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtpipe.configs import facts as config
+from trtpipe.engines.base import CalibrationConfig
+from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.json_input import MAX_BYTES, check_values, read_bounded
+from trtpipe.pipeline.sources import hub
+from trtpipe.pipeline.store.digests import Digests, sha256_file
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from tokenizers import Tokenizer
+
+HELDOUT = "heldout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """A file of configs/calibration.
+
+    kind      `file` (shipped beside it, with its sha256) or `hub` (a pinned data set of the hub)
+    field     column of the hub's parquet files that holds the text
+    """
+
+    name: str
+    kind: str
+    license: str
+    file: str = ""
+    sha256: str = ""
+    repo_id: str = ""
+    revision: str = ""
+    files: tuple[str, ...] = ()
+    field: str = "text"
+
+
+def load_data_sets() -> dict[str, DataSet]:
+    """Every data set of configs/calibration by its name."""
+    folder = config.CONFIGS / "calibration"
+    sets = [config.build(DataSet, config.read_yaml(path), path.name) for path in sorted(folder.glob("*.yaml"))]
+    return {one.name: one for one in sets}
+
+
+def digest(data: str, digests: Digests) -> str:
+    """What identifies the text: a file's content, or the commit and files of a data set. Raises UsageError."""
+    known = _find(data)
+    if isinstance(known, Path):
+        return digests.file(known)
+    return known.sha256 or f"{known.repo_id}@{known.revision}:{','.join(known.files)}:{known.field}"
+
+
+def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32]:
+    """[samples, seq_len] token ids of the data for the model in folder `model`.
+
+    Raises UsageError for unknown data, HostError when the hub does not deliver, InputDataError for unusable text.
+    """
+    from trtpipe.engines.quantize.samples import make_samples
+
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        raise InputDataError(
+            f"{model} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
+        )
+    vocab_size = read_model_config(model).vocab_size
+    return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=vocab_size)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        data = read_bounded(path, MAX_BYTES)
+        check_values(data)  # the library takes 500 bytes for each and more
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises no narrower class
+        raise InputDataError(f"{path} is no tokenizer", why=str(error), remedy="download the model again") from None
+
+
+def texts(data: str) -> Iterator[str]:
+    """The texts of a data set or file."""
+    from trtpipe.engines.quantize.samples import read_texts
+
+    known = _find(data)
+    if isinstance(known, Path):
+        return read_texts(known)
+    if known.kind == "file":
+        path = config.CONFIGS / "calibration" / known.file
+        if sha256_file(path) != known.sha256:
+            raise InputDataError(f"{path} is not the file we ship", remedy="install trtpipe again")
+        return read_texts(path)
+    return _column(known)
+
+
+def _find(data: str) -> DataSet | Path:
+    sets = load_data_sets()
+    if data in sets:
+        return sets[data]
+    path = Path(data)
+    with contextlib.suppress(RuntimeError):  # `~somebody` without a home
+        path = path.expanduser()
+    if path.is_file():
+        return path
+    raise UsageError(
+        f"no calibration data '{data}'", why="it is no file and no data set", remedy=suggestion(data, sets)
+    )
+
+
+def _column(data: DataSet) -> Iterator[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise HostError("pyarrow is not installed", remedy="run `pip install trtpipe[quantize]`") from None
+    for name in data.files:
+        path = hub.download_data(data.repo_id, data.revision, name)
+        for batch in parquet.ParquetFile(path).iter_batches(columns=[data.field]):
+            yield from (text for text in batch.column(0).to_pylist() if text and text.strip())

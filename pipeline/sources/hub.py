@@ -1,0 +1,211 @@
+"""Hugging Face repositories: a moving revision pinned to a commit, and only the files we need downloaded.
+
+`HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` are huggingface_hub's own and work as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import io
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
+
+WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
+WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# What huggingface_hub raises for an answer of another form than it expects.
+MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+@functools.cache
+def resolve_commit(repo_id: str, revision: str) -> str:
+    """The commit a branch or tag names now; the last known one when the hub may not be asked (offline).
+
+    A process asks once: what it downloads is then what it has planned for, even if the branch moves meanwhile.
+    """
+    if COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    from trtpipe.pipeline.net.hub_client import limit_hub
+
+    limit_hub()
+    with _explained(repo_id, revision):
+        if not constants.HF_HUB_OFFLINE:
+            # Alone, snapshot_download takes a hub that cannot be asked for one that has nothing new.
+            HfApi().model_info(repo_id, revision=revision)
+        # Of no file at all: it notes the commit in the cache, where offline runs look for it.
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=[], tqdm_class=_reporter(_ignore, 0))
+    commit = Path(folder).name
+    if not COMMIT.fullmatch(commit):
+        raise HostError(f"the hub names no commit for {repo_id}@{revision}", why=f"it says {commit[:80]!r}")
+    return commit
+
+
+def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) -> Path:
+    """The folder of that commit in the Hugging Face cache, completed if need be.
+
+    A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    from trtpipe.pipeline.net.hub_client import limit_hub
+
+    limit_hub()
+    sizes: dict[str, int] = {}
+    with _explained(repo_id, commit):
+        if not constants.HF_HUB_OFFLINE:
+            files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
+            _require_safetensors(repo_id, [file.rfilename for file in files])
+            sizes = {file.rfilename: file.size for file in files if file.size is not None and _wanted(file.rfilename)}
+        most = sum(sizes.values()) if sizes else None
+        folder = Path(
+            snapshot_download(
+                repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress, most)
+            )
+        )
+    for name, size in sizes.items():
+        _require_size(folder / name, size, repo_id)
+    return folder
+
+
+def download_data(repo_id: str, commit: str, name: str) -> Path:
+    """One file of a data set, in the Hugging Face cache. Raises HostError when the hub does not deliver it."""
+    from huggingface_hub import HfApi, constants, hf_hub_download
+
+    from trtpipe.pipeline.net.hub_client import limit_hub
+
+    limit_hub()
+    size = None
+    try:
+        with _explained(repo_id, commit):
+            if not constants.HF_HUB_OFFLINE:
+                found = HfApi().get_paths_info(repo_id, [name], repo_type="dataset", revision=commit)
+                size = getattr(found[0], "size", None) if found else None
+            path = Path(hf_hub_download(repo_id, name, repo_type="dataset", revision=commit))
+        if size is not None:
+            _require_size(path, size, repo_id)
+        return path
+    except (HostError, UsageError) as error:
+        raise HostError(
+            f"the data set {repo_id} cannot be had",
+            why=error.why or error.what,
+            remedy="name a .txt or .jsonl file, or the shipped text `demo`, as calibration data",
+        ) from None
+
+
+def _wanted(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in WANTED)
+
+
+def _require_size(path: Path, size: int, repo_id: str) -> None:
+    """Of a file that was downloaded now or before: as large as the hub's list says."""
+    there = path.stat().st_size if path.exists() else 0
+    if there != size:
+        raise HostError(
+            f"{path.name} of {repo_id} has another size than the hub says",
+            why=f"{there:,} bytes have come, of {size:,}",
+            remedy=f"remove {path.parent} and try again",
+        )
+
+
+def _require_safetensors(repo_id: str, files: list[str]) -> None:
+    if any(fnmatch.fnmatch(name, pattern) for name in files for pattern in WEIGHTS):
+        return
+    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        raise InputDataError(
+            f"{repo_id} has only pickle weights ({pickles[0]})",
+            why="a pickle can run code when it is loaded",
+            remedy="choose a revision or repository with safetensors",
+        )
+    raise InputDataError(f"{repo_id} has no weights", why=f"no file matches {' or '.join(WEIGHTS)}")
+
+
+@contextlib.contextmanager
+def _explained(repo_id: str, revision: str) -> Iterator[None]:
+    """Turn huggingface_hub's and httpx's exceptions into one line with a remedy."""
+    import httpx
+    from huggingface_hub import constants, errors, get_token
+
+    where = f"{repo_id}@{revision}"
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise HostError(
+            f"{repo_id} is gated",
+            why="its licence must be accepted and a token sent",
+            remedy="accept it on the model's page, then set HF_TOKEN or run `hf auth login`",
+        ) from None
+    except errors.RepositoryNotFoundError:
+        hint = "check the spelling" if get_token() else "check the spelling; if it is private, set HF_TOKEN"
+        raise UsageError(f"the hub has no model repository {repo_id}", remedy=hint) from None
+    except errors.RevisionNotFoundError:
+        raise UsageError(f"{repo_id} has no revision {revision}", remedy="pass a branch, tag or commit") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise HostError(
+            f"{where} is not in the local Hugging Face cache and the hub cannot be asked",
+            why="HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error),
+            remedy="download it while online, or pass a local folder as --model",
+        ) from None
+    except errors.HFValidationError as error:
+        raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
+    except TrtpipeError:
+        raise
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, *MALFORMED) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's, not the hub's
+        status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+        raise HostError(
+            f"the hub did not deliver {where}",
+            why=_first_line(error),
+            remedy="check HF_TOKEN"
+            if status in (401, 403)
+            else "check the connection and HF_ENDPOINT; a second try keeps the files that are whole",
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
+    """A tqdm class that draws nothing, reports the bytes on disk to `progress`, and ends a download of more than `most`
+    bytes with a HostError."""
+    from tqdm import tqdm
+
+    class Reporter(tqdm):  # type: ignore[misc]  # untyped
+        # No thread that watches over what is drawn: started while a bar is collected, the two wait for each other.
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
+            kwargs.update(file=_Nowhere(), disable=False)
+            kwargs.pop("name", None)
+            super().__init__(*args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            changed: bool | None = super().update(n)
+            if self._counts and most is not None and self.n > most:
+                raise HostError("the hub sends more than its list says", why=f"that is {most:,} bytes")
+            if self._counts:
+                progress(int(self.n), int(self.total or 0))
+            return changed
+
+    return Reporter

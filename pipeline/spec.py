@@ -1,0 +1,334 @@
+"""Layers of settings -> one frozen Plan, every value with its source. Pure: touches no disk but YAML, no network.
+
+Weakest first: defaults of the settings types, the recipe, command-line options, `--set`. A later layer replaces
+the whole value. Everything that can be refused without the model's files is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpipe.configs import facts as config
+from trtpipe.engines import BACKENDS, load_backend
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.base import CalibrationConfig, Mapping
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.model_source import ModelRef
+from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.pipeline.planner.defaults import planned_sizes
+from trtpipe.triton_repo.serving import ServingConfig, resolve_serving
+
+# What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
+SCALARS = (
+    "model",
+    "source",
+    "revision",
+    "gpu",
+    "dtype",
+    "kv_cache",
+    "group_size",
+    "runtime",
+    "toolchain",
+    "executor",
+    "tp",
+    "pp",
+    "load",
+    "accept_accuracy",
+)
+EXECUTORS = ("auto", "local", "docker")
+GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
+
+Layer = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One resolved setting: dotted name, value, the layer or the reason it comes from, and what it means."""
+
+    name: str
+    value: Any
+    source: str
+    meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything a run needs to know.
+
+    settings  what resolves to this plan again, on any machine: scalars as they were given, groups as they turned out
+    """
+
+    model: ModelRef
+    gpu: GpuSpec
+    precision: Precision
+    calibration: CalibrationConfig
+    accept_accuracy: bool
+    runtime: str
+    toolchain: Toolchain
+    executor: str
+    mapping: Mapping
+    build: BuildConfig
+    serving: ServingConfig
+    settings: dict[str, Any]
+    values: tuple[Value, ...]
+
+    @property
+    def quantization(self) -> Quantization:
+        return self.precision.recipe.quantization if self.precision.recipe else UNQUANTIZED
+
+    @property
+    def sms(self) -> tuple[int, ...] | None:
+        """The compute capabilities that run the engine; None when any machine does."""
+        backend = load_backend(self.runtime)
+        if backend.ANYWHERE or self.gpu.sm is None:
+            return None
+        return (self.gpu.sm,) if backend.COMPILED else self.precision.sms
+
+    @property
+    def engine_target(self) -> Target:
+        """What the engine is for, in the engine backend's terms."""
+        return Target(gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain)
+
+    @property
+    def target(self) -> str:
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then what is not the usual: tp and pp
+        above 1, another runtime or toolchain."""
+        parts = [self.model.name, self.gpu.name, self.precision.name]
+        parts += [
+            f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
+        ]
+        parts += [self.runtime] if self.runtime != _usual_runtime(self.gpu)[0] else []
+        parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != config.DEFAULT_TOOLCHAIN else []
+        return ".".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "model": self.model.to_json(),
+            "settings": self.settings,
+            "values": [{"name": v.name, "value": v.value, "source": v.source} for v in self.values],
+        }
+
+
+def recipe_layer(path: str) -> Layer:
+    """A recipe file as a layer: a path, or the name of one in configs/recipes. Raises ConfigError, UsageError."""
+    shipped = {file.stem: file for file in (config.CONFIGS / "recipes").glob("*.yaml")}
+    file = shipped.get(path) or Path(path)
+    if not file.is_file():
+        raise UsageError(
+            f"no recipe '{path}'", why="it is no file and no recipe we ship", remedy=suggestion(path, shipped)
+        )
+    return f"recipe {file.name}", config.read_yaml(file)
+
+
+def set_layer(assignments: list[str]) -> Layer:
+    """`--set build.max_batch_size=16` options as a layer. Raises UsageError."""
+    layer: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise UsageError(
+                f"--set {assignment} is not NAME=VALUE", remedy="write for example build.max_batch_size=16"
+            )
+        value = config.parse_yaml_value(text, f"--set {name}")
+        group, dot, key = name.partition(".")
+        if not dot:
+            layer[group] = value
+        elif isinstance(layer.setdefault(group, {}), dict):
+            layer[group][key] = value
+        else:
+            raise UsageError(f"--set {assignment} contradicts --set {group}={layer[group]}")
+    return "--set", layer
+
+
+def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
+    """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError.
+
+    `model` is taken as it is: of an imported target its source need not be on this machine.
+    """
+    chosen = _merge(layers)
+    model_name = _string(chosen, "model", required="--model smollm2-135m")
+    gpu_name = _string(chosen, "gpu", required="--gpu cpu or --gpu h100")
+    assert model_name is not None
+    assert gpu_name is not None
+    source, revision = _string(chosen, "source"), _string(chosen, "revision")
+    model = model or config.find_model(model_name, source=source, revision=revision)
+    gpu = config.find_gpu(gpu_name)
+    requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
+    group_size = _count(chosen, "group_size") if "group_size" in chosen else None
+    precision = resolve_precision(requested, gpu, config.load_quant_recipes(), cache, group_size)
+    calibration_config = _group(chosen, "calibration", CalibrationConfig)
+    accept_accuracy = _flag(chosen, "accept_accuracy")
+    runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
+    toolchain = config.find_toolchain(_release(chosen))
+    executor = _string(chosen, "executor") or "auto"
+    if executor not in EXECUTORS:
+        raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
+    if runtime == "tensorrt_llm":
+        toolchain.require_runtime(runtime)
+    quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
+    if runtime != "reference":
+        # What is given goes before what is planned.
+        chosen = planned_sizes(chosen, model_name, gpu, precision.dtype, quantization) | chosen
+    elif "load" in chosen:
+        raise UsageError("--load plans sizes for a GPU", why="the reference runtime takes them as they are")
+    mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
+    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
+    backend = load_backend(runtime)
+    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
+    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config, runtime)
+    if runtime == "reference" and serving.max_attention_window_size is not None:
+        raise UsageError(
+            "serving.max_attention_window_size is not for the reference runtime", why="its tokens see all before them"
+        )
+
+    def origin(name: str, otherwise: str = "default") -> str:
+        return chosen[name][1] if name in chosen else otherwise
+
+    itself = _source_origin(model_name, model)
+    values = [
+        Value("model", model.name, origin("model")),
+        Value("source", model.source.describe(), origin("source", origin("revision", itself))),
+        Value("gpu", gpu.name, origin("gpu")),
+        Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
+        *_quantization_values(precision, origin, accept_accuracy),
+        Value("runtime", runtime, runtime_reason or origin("runtime")),
+        Value("toolchain", toolchain.name, origin("toolchain")),
+        Value("executor", executor, origin("executor")),
+        *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
+        Value("tp", mapping.tp_size, origin("tp")),
+        Value("pp", mapping.pp_size, origin("pp")),
+    ]
+    groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
+    if precision.recipe is not None and precision.recipe.quantization.calibrated:
+        groups.insert(0, ("calibration", calibration_config))
+    made = {f"build.{name}": reason for name, reason in reasons.items()}
+    made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
+    for group, settings in groups:
+        for field in dataclasses.fields(settings):
+            name = f"{group}.{field.name}"
+            if group != "build" or field.name in backend.SETTINGS:
+                source = origin(name, made.get(name, "default"))
+                meaning = field.metadata.get("meaning", "")
+                values.append(Value(name, getattr(settings, field.name), source, meaning))
+    # Where a program runs is a machine's matter.
+    plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
+    grouped: dict[str, Any] = {}
+    for value in values:
+        group, dot, name = value.name.partition(".")
+        if dot and value.value is not None:
+            grouped.setdefault(group, {})[name] = value.value
+    return Plan(
+        model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
+        runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
+        serving=serving, settings={**plain, **grouped}, values=tuple(values),
+    )  # fmt: skip
+
+
+def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
+    """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
+    out: dict[str, tuple[Any, str]] = {}
+    for label, layer in layers:
+        config.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
+        for key, value in layer.items():
+            if key not in GROUPS:
+                if value is not None:
+                    out[key] = (value, label)
+                continue
+            fields = [field.name for field in dataclasses.fields(GROUPS[key])]
+            if value is None:  # a group whose lines are all commented out
+                continue
+            if not isinstance(value, dict):
+                remedy = f"name a setting, such as {key}.{fields[0]}"
+                raise _error(label)(f"{label}: {key} is no mapping", remedy=remedy)
+            config.check_keys(value, fields, f"{label}: {key}", _error(label))
+            out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
+    return out
+
+
+def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> Any:
+    prefix = group + "."
+    data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
+    labels = list(dict.fromkeys(label for name, (_, label) in chosen.items() if name.startswith(prefix)))
+    return config.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
+
+
+def _error(*labels: str) -> type[TrtpipeError]:
+    """A mistake in a recipe is the file's, one on the command line is the request's."""
+    return config.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
+
+
+def _source_origin(given: str, model: ModelRef) -> str:
+    """Where the source comes from when neither --source nor --revision says it."""
+    itself = model.source.kind in ("folder", "gguf") or getattr(model.source, "repo_id", None) == given
+    return "the model itself" if itself else f"first source of {model.name}"
+
+
+def _string(chosen: dict[str, tuple[Any, str]], name: str, required: str = "") -> str | None:
+    if name not in chosen:
+        if required:
+            raise UsageError(f"no {name} is given", remedy=f"pass for example {required}")
+        return None
+    value, label = chosen[name]
+    if not isinstance(value, str):
+        raise _error(label)(f"{label}: {name} is {value!r}, not a name")
+    if not value:
+        raise _error(label)(f"{label}: {name} is empty")
+    return value
+
+
+def _count(chosen: dict[str, tuple[Any, str]], name: str) -> int:
+    value, label = chosen.get(name, (1, "default"))
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _error(label)(f"{label}: {name} is {value!r}, not a whole number")
+    return value
+
+
+def _flag(chosen: dict[str, tuple[Any, str]], name: str) -> bool:
+    value, label = chosen.get(name, (False, "default"))
+    if not isinstance(value, bool):
+        raise _error(label)(f"{label}: {name} is {value!r}, not true or false")
+    return value
+
+
+def _quantization_values(precision: Precision, origin: Callable[..., str], accept: bool) -> list[Value]:
+    recipe = precision.recipe
+    if recipe is None:
+        return []
+    cache = recipe.kv_cache_quant_algo
+    group = [Value("group_size", recipe.group_size, origin("group_size", "recipe"))]
+    return [
+        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", "recipe")),
+        *(group if recipe.quantization.packed else []),
+        Value("accept_accuracy", accept, origin("accept_accuracy")),
+    ]
+
+
+def _release(chosen: dict[str, tuple[Any, str]]) -> str | None:
+    """The toolchain's name. YAML reads 1.1 as a number."""
+    value, _ = chosen.get("toolchain", (None, ""))
+    if isinstance(value, float):
+        return str(value)
+    return _string(chosen, "toolchain")
+
+
+def _usual_runtime(gpu: GpuSpec) -> tuple[str, str]:
+    return ("reference", "default for the CPU") if gpu.is_cpu else ("tensorrt_llm", "default for NVIDIA GPUs")
+
+
+def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
+    """(runtime, reason or "" when it was requested). Raises UsageError."""
+    if requested is None:
+        return _usual_runtime(gpu)
+    if requested not in BACKENDS:
+        raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
+    if requested != "reference" and gpu.is_cpu:
+        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
+    return requested, ""

@@ -1,0 +1,1 @@
+"""Artefacts, kept under keys of what they were made from."""

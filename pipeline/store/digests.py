@@ -1,0 +1,155 @@
+"""SHA-256 of files, remembered by their stat so that an unchanged file is hashed once.
+
+The memory is a small JSON file: inode and size -> modification time, change time, digest, and when the file was last
+read. The change time (ctime) tells of a write whose modification time was set back, as `rsync --inplace -t` does. Hard
+links share an inode, so placing a file in several artefacts costs one hash; a link that this program makes or removes
+changes the ctime too, and `linked` and `remove_tree` follow that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock
+
+from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.store.folders import write_whole
+
+BLOCK_BYTES = 1 << 20
+# A file changed again within one tick of the clock keeps its stat: one that is younger is not remembered.
+SETTLED_NS = 20_000_000
+# That a file was read once more is written down once a day.
+NOTE_AGAIN_SECONDS = 86400
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a file was when it was last read. `read` is in seconds since 1970."""
+
+    mtime_ns: int
+    ctime_ns: int
+    sha256: str
+    read: float
+
+    def fits(self, stat: os.stat_result) -> bool:
+        return (self.mtime_ns, self.ctime_ns) == (stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+class Digests:
+    """File digests, remembered in the file `memory`; `save` writes what was learnt. Losing it costs time only."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known = _read(memory)
+        self._learnt: dict[str, _Known] = {}
+        # Files whose stat was compared with the memory by this process.
+        self._confirmed: set[str] = set()
+
+    def file(self, path: Path, *, max_age: float | None = None) -> str:
+        """The digest of a file: the remembered one where the file's stat is the same, else by reading the file.
+
+        max_age  in seconds: a file that was last read longer ago is read again
+        """
+        stat = path.stat()
+        known = self._known.get(_key(stat))
+        if known is not None and known.fits(stat) and (max_age is None or time.time() - known.read <= max_age):
+            self._confirmed.add(_key(stat))
+            return known.sha256
+        return self.read(path)
+
+    def read(self, path: Path) -> str:
+        """The digest of a file, by reading it."""
+        stat, now = path.stat(), time.time()
+        digest = sha256_file(path)
+        known = self._known.get(_key(stat))
+        if known is not None and known.fits(stat) and known.sha256 == digest and now - known.read < NOTE_AGAIN_SECONDS:
+            self._confirmed.add(_key(stat))
+        elif time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns) > SETTLED_NS:
+            self._learn(stat, _Known(stat.st_mtime_ns, stat.st_ctime_ns, digest, now))
+        return digest
+
+    def linked(self, path: Path) -> str:
+        """The digest of a file that this process has just written, or has linked to one it had looked at before."""
+        stat = path.stat()
+        known = self._known.get(_key(stat))
+        if known is None or stat.st_nlink < 2 or _key(stat) not in self._confirmed:
+            return self.file(path)
+        if known.mtime_ns != stat.st_mtime_ns:
+            return self.read(path)
+        self._learn(stat, replace(known, ctime_ns=stat.st_ctime_ns))
+        return known.sha256
+
+    def remove_tree(self, folder: Path) -> None:
+        """Remove a folder. Files of it that have hard links elsewhere stay known. Raises OSError."""
+        with ExitStack() as stack:
+            shared = [stack.enter_context(path.open("rb")) for path in folder.rglob("*") if self._is_shared(path)]
+            shutil.rmtree(folder)
+            for file in shared:
+                self._follow(file)
+
+    def save(self) -> None:
+        """Write what was learnt, beside what other processes have written since."""
+        if not self._learnt:
+            return
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._memory.with_suffix(".lock")):
+            self._known = {**_read(self._memory), **self._learnt}
+            rows = {key: (k.sha256, k.mtime_ns, k.ctime_ns, k.read) for key, k in self._known.items()}
+            write_whole(self._memory, json.dumps(rows))
+        self._learnt = {}
+
+    def _learn(self, stat: os.stat_result, known: _Known) -> None:
+        self._known[_key(stat)] = self._learnt[_key(stat)] = known
+        self._confirmed.add(_key(stat))
+
+    def _is_shared(self, path: Path) -> bool:
+        stat = path.lstat()
+        known = self._known.get(_key(stat))
+        return known is not None and known.fits(stat) and stat.st_nlink > 1 and not path.is_symlink()
+
+    def _follow(self, file: BinaryIO) -> None:
+        stat = os.fstat(file.fileno())
+        known = self._known[_key(stat)]
+        if known.mtime_ns == stat.st_mtime_ns:
+            self._learn(stat, replace(known, ctime_ns=stat.st_ctime_ns))
+
+
+def _key(stat: os.stat_result) -> str:
+    # Without the device: machines that share a file system know it under different numbers.
+    return f"{stat.st_ino}:{stat.st_size}"
+
+
+def _read(memory: Path) -> dict[str, _Known]:
+    """The remembered digests; none where the file is absent, damaged or of an earlier version."""
+    try:
+        known = load_json(memory)
+        return {
+            key: _Known(int(mtime), int(ctime), digest, float(read))
+            for key, (digest, mtime, ctime, read) in known.items()
+            if len(digest) == 64
+        }
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
+        return {}
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def combined(entries: Iterable[tuple[str, str]]) -> str:
+    """One digest for a set of (relative name, digest) pairs, independent of their order."""
+    text = "".join(f"{name}\0{digest}\n" for name, digest in sorted(entries))
+    return hashlib.sha256(text.encode()).hexdigest()

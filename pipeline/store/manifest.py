@@ -1,0 +1,140 @@
+"""The record left beside every artefact: what went in, what came out, and how.
+
+`Record` is what the key is made of; comparing a wanted one with the last one says why a stage must run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.json_input import load_json
+
+# Raised when the layout of artefacts or of this record changes: older ones are then misses.
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Everything an artefact's bytes depend on. Paths, times, hosts and log levels are not in it.
+
+    inputs    artefact or source name -> content digest
+    settings  the stage's slice of the plan, as plain JSON values
+    tools     program or library -> version
+    """
+
+    stage: str
+    stage_version: int
+    inputs: dict[str, str]
+    settings: dict[str, Any]
+    tools: dict[str, str]
+
+    @property
+    def key(self) -> str:
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where an artefact that was not made here came from.
+
+    source   URL of the registry, or path of the file
+    content  digest of the artefact's files, as the source stated it and as it arrived
+    """
+
+    source: str
+    content: str
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(f"{self.source}\0{self.content}".encode()).hexdigest()
+
+    def describe(self) -> str:
+        return f"imported from {self.source}, not built here"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of an artefact, by its path relative to the artefact."""
+
+    path: str
+    size: int
+    sha256: str
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """manifest.json.
+
+    content  digest of all files, by which later stages know this artefact
+    origin   None for an artefact that was made here
+    """
+
+    record: Record
+    files: tuple[FileRecord, ...]
+    content: str
+    notes: dict[str, Any]
+    host: dict[str, str]
+    started: str
+    seconds: float
+    origin: Origin | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def write(self, path: Path) -> None:
+        value = {"format": FORMAT, "key": self.record.key, **dataclasses.asdict(self)}
+        if self.origin is None:
+            del value["origin"]  # as earlier versions write it, and read it
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest in `path`; None when it is absent, unreadable or of another format."""
+    try:
+        raw = load_json(path)
+        if raw.pop("format") != FORMAT:
+            return None
+        key = raw.pop("key")
+        raw["record"] = Record(**raw["record"])
+        raw["files"] = tuple(FileRecord(**file) for file in raw["files"])
+        raw["origin"] = Origin(**raw["origin"]) if "origin" in raw else None
+        manifest = Manifest(**raw)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return manifest if manifest.record.key == key else None
+
+
+def differences(last: Record, wanted: Record) -> list[str]:
+    """Why `wanted` is not `last`, in the order input, settings, tools, stage version; one phrase each."""
+    out = [f"input: {name} changed" for name in _changed(last.inputs, wanted.inputs)]
+    before, after = _flat(last.settings), _flat(wanted.settings)
+    out += [f"settings: {name} {before.get(name)} -> {after.get(name)}" for name in _changed(before, after)]
+    out += [
+        f"tools: {name} {last.tools.get(name)} -> {wanted.tools.get(name)}"
+        for name in _changed(last.tools, wanted.tools)
+    ]
+    if last.stage_version != wanted.stage_version:
+        out.append(f"stage version: {last.stage_version} -> {wanted.stage_version}")
+    return out
+
+
+def _changed(last: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    return sorted(name for name in last.keys() | wanted.keys() if last.get(name) != wanted.get(name))
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            out.update(_flat(inner, f"{prefix}{key}."))
+        else:
+            out[prefix + key] = inner
+    return out

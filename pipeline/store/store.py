@@ -1,0 +1,256 @@
+"""Artefacts by content key: work under a temporary name, manifest last, rename. A kill at any moment leaves
+either the whole artefact or nothing that is taken for one.
+
+    $TRTPIPE_HOME/
+      artefacts/<stage>/<key>/manifest.json    key: the first 32 digits of the record's SHA-256
+                             /files/...        what the stage made
+      imported/<stage>/<key>.<origin>/...      the same, made elsewhere; origin: digest of source and content
+      <either>/<stage>/.<name>.<random>        being made, or left by a kill
+      damaged/                                 entries that failed their check, kept for a look
+      incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings
+      uploads/                                 where a registry takes the rest of a file
+      cluster/                                 a file of each build on a cluster, by which its machines see the home
+      locks/ logs/ roots/ digests.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from trtpipe.pipeline.store.digests import Digests, combined
+from trtpipe.pipeline.store.folders import sync
+from trtpipe.pipeline.store.manifest import FileRecord, Manifest, Origin, Record, read_manifest
+
+KEY_DIGITS = 32
+# A file that was read longer ago than this is read again before it is used: disks lose bits in silence.
+READ_AGAIN_SECONDS = 7 * 86400
+# Smaller files are read every time.
+SMALL_BYTES = 1 << 20
+
+
+def default_home() -> Path:
+    """TRTPIPE_HOME, else ~/.cache/trtpipe. Absolute, since run folders link into it."""
+    return Path(os.environ.get("TRTPIPE_HOME") or "~/.cache/trtpipe").expanduser().absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """A finished artefact: `path` holds the stage's files."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def origin(self) -> Origin | None:
+        return self.manifest.origin
+
+
+class Store:
+    """The artefacts under one home folder. Several processes may use it at once.
+
+    origin  None for the artefacts that were made here; else only what came from that origin is found and added
+    """
+
+    def __init__(self, home: Path, origin: Origin | None = None, digests: Digests | None = None) -> None:
+        self.home = home
+        self.origin = origin
+        self.digests = digests or Digests(home / "digests.json")
+
+    def of(self, origin: Origin | None) -> Store:
+        """The part of this store that holds what came from `origin`."""
+        return self if origin == self.origin else Store(self.home, origin, self.digests)
+
+    def imported(self, record: Record) -> list[Artefact]:
+        """The whole artefacts of `record` that were made elsewhere."""
+        folders = sorted((self.home / "imported" / record.stage).glob(f"{record.key[:KEY_DIGITS]}.*"))
+        manifests = [read_manifest(folder / "manifest.json") for folder in folders]
+        origins = [manifest.origin for manifest in manifests if manifest is not None and manifest.origin is not None]
+        found = [self.of(origin).find(record) for origin in origins]
+        return [artefact for artefact in found if artefact is not None]
+
+    def folder(self, record: Record) -> Path:
+        digits = record.key[:KEY_DIGITS]
+        if self.origin is None:
+            return self.home / "artefacts" / record.stage / digits
+        return self.home / "imported" / record.stage / f"{digits}.{self.origin.key[:KEY_DIGITS]}"
+
+    def log_path(self, record: Record) -> Path:
+        return self.home / "logs" / f"{record.stage}-{record.key[:KEY_DIGITS]}.log"
+
+    def incoming(self, record: Record) -> Path:
+        """A folder for what arrives of an artefact's files, kept when it breaks off; to be used under its lock."""
+        return self.home / "incoming" / f"{record.stage}-{record.key[:KEY_DIGITS]}"
+
+    def find(self, record: Record, *, verify: bool = False) -> Artefact | None:
+        """The artefact of `record` if it is whole, else None; `fault` says how far it is looked at."""
+        folder = self.folder(record)
+        manifest = read_manifest(folder / "manifest.json")
+        if manifest is None or self.fault(record, verify=verify) is not None:
+            return None
+        return Artefact(path=folder / "files", manifest=manifest)
+
+    def fault(self, record: Record, *, verify: bool = False) -> str | None:
+        """What is wrong with the artefact of `record`; None when it is whole, or when there is none.
+
+        Small files are read, and larger ones that were touched or not read for READ_AGAIN_SECONDS; `verify` reads all.
+        """
+        folder = self.folder(record)
+        if not folder.exists():
+            return None
+        manifest = read_manifest(folder / "manifest.json")
+        if manifest is None or manifest.record.key != record.key:
+            return "it has no readable manifest"
+        if manifest.origin != self.origin:
+            return "it is from elsewhere than its place says"
+        if self.origin is None and "imported" in manifest.notes:
+            return f"version 0.1 of trtpipe imported it from {manifest.notes['imported']} and kept no note of that"
+        return self._damage(folder / "files", manifest, verify)
+
+    def _damage(self, files: Path, manifest: Manifest, verify: bool) -> str | None:
+        for file in manifest.files:
+            path = files / file.path
+            try:
+                size = path.stat().st_size
+                if size != file.size:
+                    return f"{file.path} has {size} bytes instead of {file.size}"
+                max_age = 0 if verify or size < SMALL_BYTES else READ_AGAIN_SECONDS
+                if self.digests.file(path, max_age=max_age) != file.sha256:
+                    return f"{file.path} has changed"
+            except FileNotFoundError:
+                return f"{file.path} is missing"
+            except OSError as error:
+                return f"{file.path} cannot be read ({error.strerror})"
+        return None
+
+    @contextlib.contextmanager
+    def locked(self, record: Record, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Only one process makes an artefact; the others wait (and are told so once) and then find it."""
+        lock = self._lock(record.stage, record.key[:KEY_DIGITS])
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _lock(self, stage: str, digits: str) -> FileLock:
+        path = self.home / "locks" / f"{stage}-{digits}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(path)
+
+    def set_aside(self, record: Record, *, verify: bool = False) -> str | None:
+        """Move a damaged artefact out of the way; return what was wrong, None when nothing stood there.
+
+        To be called under the record's lock.
+        """
+        fault = self.fault(record, verify=verify)
+        if fault is None:
+            return None
+        folder = self.folder(record)
+        target = self.home / "damaged" / f"{record.stage}-{folder.name}-{time.time_ns()}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(target)
+        sync(folder.parent)
+        return f"{fault}; moved to {target}"
+
+    def make(self, record: Record, work: Callable[[Path], dict[str, Any]], *, keep_failed: bool = False) -> Artefact:
+        """Run `work(out)` in a fresh folder and commit what it made. To be called under the record's lock.
+
+        `work` returns notes for the manifest. If it raises, the partial folder goes, unless `keep_failed`.
+        """
+        folder = self.folder(record)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in self.leftovers(record):
+            self.digests.remove_tree(leftover)  # under the lock nobody works in it
+        started, clock = datetime.now(timezone.utc), time.monotonic()
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            (partial / "files").mkdir()
+            notes = work(partial / "files")
+            files = tuple(self._describe(partial / "files"))
+            manifest = Manifest(
+                record=record,
+                files=files,
+                content=combined((file.path, file.sha256) for file in files),
+                notes=notes,
+                host=host(),
+                started=started.isoformat(timespec="seconds"),
+                seconds=round(time.monotonic() - clock, 3),
+                origin=self.origin,
+            )
+            manifest.write(partial / "manifest.json")
+            # After a power cut a file may have its size and not its bytes: the manifest vouches for both.
+            for file in files:
+                sync(partial / "files" / file.path)
+            sync(partial / "manifest.json")
+            for inner in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
+                sync(inner)
+            partial.chmod(0o755)  # mkdtemp's 0700 would keep a container's user out
+            partial.rename(folder)
+            sync(folder.parent)
+        except BaseException:
+            if not keep_failed:
+                with contextlib.suppress(OSError):
+                    self.digests.remove_tree(partial)
+            raise
+        self.digests.save()
+        return Artefact(path=folder / "files", manifest=manifest)
+
+    def leftovers(self, record: Record) -> list[Path]:
+        """Folders in which the artefact of `record` is being made, or was when a run was killed."""
+        folder = self.folder(record)
+        return sorted(folder.parent.glob(f".{folder.name}.*"))
+
+    def being_made(self, leftover: Path) -> bool:
+        """Whether some process works in that folder now."""
+        return self._busy(leftover.parent.name, leftover.name.split(".")[1])
+
+    def arriving(self, incoming: Path) -> bool:
+        """Whether some process is pulling into that folder of `incoming` now."""
+        stage, _, digits = incoming.name.rpartition("-")
+        return self._busy(stage, digits)
+
+    def _busy(self, stage: str, digits: str) -> bool:
+        lock = self._lock(stage, digits)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        lock.release()
+        return False
+
+    def _describe(self, files: Path) -> Iterator[FileRecord]:
+        for path in sorted(p for p in files.rglob("*") if p.is_file()):
+            stat = path.stat()
+            yield FileRecord(
+                path=path.relative_to(files).as_posix(),
+                size=stat.st_size,
+                sha256=self.digests.linked(path),
+                mtime_ns=stat.st_mtime_ns,
+            )
+
+    def artefacts(self) -> Iterator[Path]:
+        """Every artefact folder, whole or not, made here or elsewhere, and every leftover of a kill."""
+        for part in ("artefacts", "imported"):
+            for stage in sorted((self.home / part).glob("*")):
+                yield from sorted(p for p in stage.iterdir() if p.is_dir())
+
+
+def host() -> dict[str, str]:
+    # Not platform.platform(), which starts a process to ask for the processor.
+    system = f"{platform.system()} {platform.release()}"
+    return {"system": system, "python": platform.python_version(), "machine": platform.machine()}

@@ -1,0 +1,141 @@
+"""Conditions of `compare --fail-if`: how they are read, where they fire, and what cannot be judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.bench_reports import GOOD, LATE, level, lines, report, save, saved
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.compare.comparison import compare
+from trtpipe.pipeline.bench.compare.conditions import ALIASES, Kind, parse
+
+KNOWN = {
+    "time_to_first_token": Kind(unit="ms", is_rate=False),
+    "inter_token_latency": Kind(unit="ms", is_rate=False),
+    "request_latency": Kind(unit="ms", is_rate=False),
+    "output_sequence_length": Kind(unit="tokens", is_rate=False),
+    "output_token_throughput": Kind(unit="tokens/s", is_rate=True),
+    "request_throughput": Kind(unit="requests/s", is_rate=True),
+    "error_rate": Kind(unit="", is_rate=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "statistic", "limit", "relative"),
+    [
+        ("p99_ttft > 1.1x", "time_to_first_token", "p99", 1.1, True),
+        ("throughput<0.95x", "output_token_throughput", "value", 0.95, True),
+        ("  p50_itl   >=  20 ms ", "inter_token_latency", "p50", 20.0, False),
+        ("mean_e2e > 1.5s", "request_latency", "mean", 1500.0, False),
+        ("max_latency > 500us", "request_latency", "max", 0.5, False),
+        ("p99.9_request_latency > 3x", "request_latency", "p99.9", 3.0, True),
+        ("error_rate > 1%", "error_rate", "value", 0.01, False),
+        ("error_rate > 0.01", "error_rate", "value", 0.01, False),
+        ("request_throughput <= 5req/s", "request_throughput", "value", 5.0, False),
+        ("p50_output_sequence_length < 60tokens", "output_sequence_length", "p50", 60.0, False),
+    ],
+)
+def test_conditions(text: str, metric: str, statistic: str, limit: float, relative: bool) -> None:
+    found = parse(text, KNOWN)
+    assert (found.metrics[0], found.statistic, found.relative) == (metric, statistic, relative)
+    assert found.limit == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "'' is no condition; write for example"),
+        ("p99_ttft", "'p99_ttft' is no condition"),
+        ("p99_ttft > fast", "is no condition"),
+        ("p99_ttft > 1.1x and error_rate > 1%", "is no condition"),
+        ("p99_ttft == 3ms", "is no condition"),
+        ("p99_tttf > 1.1x", "is about tttf; did you mean 'ttft'?"),
+        ("throughputs < 0.9x", "is about throughputs; did you mean 'throughput'?"),
+        ("p98_ttft > 1x", "asks for p98: reports do not have it; did you mean"),
+        ("ttft > 1.1x", "does not say which statistic of ttft; write for example p99_ttft"),
+        ("p99_throughput < 0.9x", "asks for the p99 of a rate; write throughput"),
+        ("p50_itl > 20", "has no unit; write 20x or 20ms or 20s or 20us"),
+        ("p50_itl > 20tokens", "has a unit that does not fit: tokens; write 20x or 20ms"),
+        ("error_rate > 5ms", "has a unit that does not fit: ms; write 5x or 5 or 5%"),
+        ("p99_ttft > 0x", "compares a ratio with 0"),
+        ("goodput < 0.9x", "is about goodput: no report has it"),
+        ("p99 > 3ms", "is about nothing"),
+    ],
+)
+def test_what_is_no_condition_gets_its_own_line(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text, KNOWN)
+    assert says in str(caught.value)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=30),
+        st.builds(
+            "{}{}{}{}{}".format,
+            st.sampled_from(["", "p99_", "p50", "mean_", "_", "p9999_"]),
+            st.sampled_from([*ALIASES, *KNOWN, "x", ""]),
+            st.sampled_from([" > ", "<", "<=", "=", ""]),
+            st.sampled_from(["1", "1.5", ".5", "-1", "nan", ""]),
+            st.sampled_from(["", "x", "ms", "%", "tok/s", "parsec"]),
+        ),
+    )
+)
+def test_any_text_is_a_condition_or_refused(text: str) -> None:
+    try:
+        found = parse(text, KNOWN)
+    except UsageError:
+        return
+    assert found.metrics[0] in KNOWN
+    assert found.limit >= 0
+
+
+def test_conditions_fire_level_by_level(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", lines(50, seed=1), lines(50, seed=2))
+    b = saved(tmp_path / "b", lines(50, seed=3), lines(50, seed=4, ttft_ms=100))
+    wanted = ["p50_ttft > 1.5x", "p50_ttft > 70ms", "p95_ttft > 100x", "throughput < 0.1x"]
+    found = compare([a, b], fail_if=wanted)
+    fired = [(one.condition, one.place, one.fired) for one in found.judgements if one.fired]
+    assert fired == [(text, "grpc, 2 in flight", True) for text in wanted[:2]]
+    assert len(found.judgements) == 8
+    told = str(found.refusal())
+    assert told.startswith("the comparison fails: p50_ttft > 1.5x (B at grpc, 2 in flight has ")
+    assert "; p50_ttft > 70ms (B at grpc, 2 in flight has " in told
+    assert "\n" not in told
+    assert "p95_ttft" not in told
+
+
+def test_many_levels_are_named_by_their_number(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / str(ttft), *[lines(10, seed=1, ttft_ms=ttft)] * 5) for ttft in (50, 100))
+    told = str(compare([a, b], fail_if=["p50_ttft > 1.5x"]).refusal())
+    assert told.count("B at grpc") == 3
+    assert told.endswith(", and 2 more)")
+
+
+def test_what_cannot_be_judged_fails(tmp_path: Path) -> None:
+    requests = lines(20, seed=1)
+    silent = level(requests)
+    silent["metrics"]["time_to_first_token"] = dict.fromkeys(silent["metrics"]["time_to_first_token"])
+    a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([silent]))
+    found = compare([a, b], fail_if=["p99_ttft > 2x", "p99_ttft > 1s", "p99_latency > 2x"])
+    assert [one.fired for one in found.judgements] == [None, None, False]
+    assert "cannot be judged: no p99 of time_to_first_token" in str(found.refusal())
+    told = str(compare([a, b], fail_if=["error_rate > 1.5x"]).refusal())
+    assert "cannot be judged: A has 0 error_rate, which nothing is a multiple of" in told
+
+
+@pytest.mark.parametrize("where", ["level", "report"])
+def test_figures_of_an_invalid_run_open_no_gate(tmp_path: Path, where: str) -> None:
+    requests = lines(20, seed=1)
+    bad = report([level(requests, verdict=LATE if where == "level" else GOOD)], verdict=LATE)
+    good = save(tmp_path / "good", report([level(requests)]))
+    invalid = save(tmp_path / "invalid", bad)
+    found = compare([good, invalid], fail_if=["p99_ttft > 2x"])
+    assert "cannot be judged: B is INVALID" in str(found.refusal())
+    # Against an INVALID base there is no ratio, but a limit of its own can be judged.
+    again = compare([invalid, good], fail_if=["p99_ttft > 2x", "p99_ttft > 9s"])
+    assert [one.fired for one in again.judgements] == [None, False]

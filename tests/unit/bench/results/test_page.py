@@ -1,0 +1,524 @@
+"""The page of a report: its plots on paper, what it says, what others may put into it, and as a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.bench_reports import LATE, level, lines, report
+from tests.support.chromium import PROGRAM, Chromium
+from tests.unit.bench.compare.test_importers import ALL
+from trtpipe.pipeline.bench.compare.importers import read_report
+from trtpipe.pipeline.bench.results.page import UNKNOWN, render
+from trtpipe.pipeline.pages import axes, plots
+
+HOSTILE = """</script><img src=x onerror=alert(1)>"'&<b>{{ 7 * 7 }}</title></svg>"""
+
+
+def full(
+    count: int = 4, protocols: Sequence[str] = ("grpc", "openai"), *, steps: int = 60, **changes: Any
+) -> dict[str, Any]:
+    """A report with everything a page can show."""
+    levels = []
+    for protocol in protocols:
+        for number in range(count):
+            concurrency = 1 + 4 * number
+            found = level(lines(20, seed=number, ttft_ms=40 + concurrency), concurrency=concurrency, protocol=protocol)
+            found["metrics"]["output_token_throughput"]["value"] = 4000 * concurrency / (concurrency + 12)
+            rng = np.random.default_rng(number)
+            series = {name: rng.uniform(1, 9, steps).tolist() for name in ("in_flight", "tokens_per_s")}
+            series |= {name: [None, *rng.uniform(1, 9, steps - 1)] for name in ("ttft_p50_ms", "latency_p99_ms")}
+            found["series"] = {"interval_s": 0.5, "t_s": [0.5 * step for step in range(steps)], **series}
+            for name in ("time_to_first_token", "inter_token_latency", "request_latency"):
+                edges = np.geomspace(1, 1000, 61)
+                counts = np.histogram(rng.lognormal(3, 1, 500), edges)[0].tolist()
+                found["histograms"][name] = {"edges": edges.tolist(), "counts": counts}
+            objective = {"metric": "time_to_first_token", "statistic": "p99", "limit": 90.0, "unit": "ms"}
+            value = found["metrics"]["time_to_first_token"]["p99"]
+            found["slo"] = {"objectives": [{**objective, "value": value, "met": value < 90}], "met": value < 90}
+            spread = {"p50": 0.1, "p99": 0.4, "max": 2.0}
+            found["client"] = {
+                "loop_lateness_ms": spread, "dispatch_delay_ms": spread, "cpu_share": 0.31,
+                "in_flight": {"asked": concurrency, "reached": concurrency}, "cpu_s_per_1000_tokens": 0.012,
+            }  # fmt: skip
+            found["server"] = {
+                "engines": [{"name": "e0", "output_tokens": 800}], "models": [],
+                "output_tokens": {"server": 800, "client": None, "agree": True},
+                "series": {"t_s": [0.0, 1.0, 2.0], "power_w": [300.0, None, 320.0], "waiting": [None, None, None]},
+            }  # fmt: skip
+            found["errors"] = [{"kind": "grpc UNAVAILABLE", "count": 3, "messages": ["queue is full"]}]
+            levels.append(found)
+    return report(levels, **changes)
+
+
+class Page(HTMLParser):
+    """texts: (tag, text); attributes: (tag, name, value); tags in their order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.tags: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append((self.tags[-1], data.strip()))
+
+    @property
+    def words(self) -> list[str]:
+        return [text for _, text in self.texts]
+
+
+def figures(page: str) -> Iterator[ElementTree.Element]:
+    for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL):
+        yield ElementTree.fromstring(svg)
+
+
+def marks(figure: ElementTree.Element) -> list[ElementTree.Element]:
+    return [part for part in figure.iter("path") if "mark" in part.get("class", "").split()]
+
+
+# Axes
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high", "ticks", "log"),
+    [
+        ([3, 47], 0, 50, (0, 10, 20, 30, 40, 50), False),
+        ([0.02, 0.11], 0, 0.15, (0, 0.05, 0.1, 0.15), False),
+        ([5, 100], 5, 100, (5, 10, 20, 50, 100), True),
+        ([1, 4000], 1, 5000, (1, 10, 100, 1000), True),
+        ([0, 4000], 0, 4000, (0, 1000, 2000, 3000, 4000), False),
+        ([0], 0, 1, (0, 0.2, 0.4, 0.6, 0.8, 1), False),
+        ([], 0, 1, (0, 0.2, 0.4, 0.6, 0.8, 1), False),
+        ([-3, 3], -4, 4, (-4, -2, 0, 2, 4), False),
+    ],
+)
+def test_axes(values: list[float], low: float, high: float, ticks: tuple[float, ...], log: bool) -> None:
+    found = axes.fitting("ms", values)
+    assert (found.low, found.high, found.log) == (pytest.approx(low), pytest.approx(high), log)
+    assert found.ticks == ticks
+
+
+@given(st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=20), st.booleans())
+def test_an_axis_holds_its_values_between_round_ticks(values: list[float], from_zero: bool) -> None:
+    found = axes.fitting("ms", values, from_zero=from_zero)
+    shares = [found.share(value) for value in sorted(values)]
+    assert all(-1e-9 <= share <= 1 + 1e-9 for share in shares)
+    assert all(after >= before - 1e-12 for before, after in pairwise(shares))
+    assert 1 <= len(found.ticks) <= 12
+    assert all(before < after for before, after in pairwise(found.ticks))
+    assert all(f"{tick:.2e}"[0] in "1234568790" and len(axes.tick(tick)) <= 7 for tick in found.ticks)
+    # Nothing is far from the ends: the plot is used.
+    assert found.log or found.high <= 2.6 * max(values)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.05, "0.05"), (2500, "2500"), (20000, "20k"), (1.5e6, "1.5M"), (3e9, "3G")]
+)
+def test_ticks_are_written_short(value: float, text: str) -> None:
+    assert axes.tick(value) == text
+
+
+# Drawing
+
+
+def test_a_gap_in_a_series_stays_a_gap() -> None:
+    drawn = plots.timeline(
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+        [plots.Panel(label="ms", lines=[plots.Line(name="p50", style=0, values=[1.0, 2.0, None, 2.0, None, 1.0])])],
+        described="x",
+    )
+    (line,) = marks(next(figures(drawn)))
+    path = line.get("d", "")
+    assert path.count("M") == 3
+    assert path.count("L") == 1
+    # The two that stand alone are dots.
+    assert path.count("h0") == 2
+
+
+def test_a_series_of_nothing_draws_nothing() -> None:
+    drawn = plots.timeline(
+        [0.0, 1.0],
+        [plots.Panel(label="ms", lines=[plots.Line(name="p50", style=0, values=[None, None])])],
+        described="x",
+    )
+    assert marks(next(figures(drawn))) == []
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), min_size=1, max_size=3000))
+def test_a_thinned_series_keeps_its_extremes(values: list[float | None]) -> None:
+    seconds = [float(at) for at in range(len(values))]
+    thinned = plots._thinned(seconds, values)
+    assert len(thinned) <= 2 * plots.COLUMNS + 2
+    assert [second for second, _ in thinned] == sorted(second for second, _ in thinned)
+    known = [value for value in values if value is not None]
+    kept = [value for _, value in thinned if value is not None]
+    assert bool(known) == bool(kept)
+    if known:
+        assert (min(kept), max(kept)) == (min(known), max(known))
+    assert set(thinned) <= set(zip(seconds, values, strict=True)) | {(second, None) for second in seconds}
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=500).filter(any))
+def test_merged_bins_hold_the_same_values_between_the_same_ends(counts: list[int]) -> None:
+    edges = [float(at) for at in range(len(counts) + 1)]
+    new_edges, new_counts = plots._merged(edges, counts)
+    assert len(new_edges) == len(new_counts) + 1 <= plots.BINS + 1
+    assert sum(new_counts) == sum(counts)
+    assert (new_edges[0], new_edges[-1]) == (edges[0], edges[-1])
+
+
+def test_no_label_lies_over_another() -> None:
+    points = [plots.Point(x=100 + number / 10, y=50.0, label=str(number), title="") for number in range(30)]
+    drawn = plots.curves([plots.Curve(name="grpc", style=0, points=points)], x="tokens/s", y="ms", described="x")
+    labels = [part for part in next(figures(drawn)).iter("text") if part.get("class") == "point"]
+    boxes = [(float(part.get("x", 0)), float(part.get("y", 0)), 5.6 * len(part.text or "")) for part in labels]
+    assert 1 <= len(boxes) < 30
+    for number, (x, y, _) in enumerate(boxes):
+        for other_x, other_y, width in boxes[:number]:
+            assert abs(y - other_y) > 10 or x > other_x + width or x < other_x - width
+
+
+# What the page says
+
+
+def test_the_page_has_every_part() -> None:
+    page = render(full())
+    found = Page(page)
+    headings = [text for tag, text in found.texts if tag == "h2"]
+    assert headings == [
+        "What was measured", "Levels", "Throughput and latency", "Objectives", "Distributions", "Over time", "Errors",
+        "What the server says", "What the client says of itself", "Definitions",
+    ]  # fmt: skip
+    assert ("h1", "Benchmark of ensemble") in found.texts
+    assert {"trtpipe bench --concurrency 1,4", "H100", "64", "localhost:8001"} <= {
+        word for text in found.words for word in (text, *re.split(r"url |, ", text))
+    }
+    assert "INVALID" not in found.words
+    # 3 of throughput, 1 of goodput, 3 of distributions, 8 over time, 1 of errors, 8 of the server.
+    drawn = list(figures(page))
+    assert len(drawn) == 24
+    for figure in drawn:
+        assert marks(figure), figure.get("aria-label")
+        assert all((mark.find("title") is not None and mark.find("title").text) for mark in marks(figure))  # type: ignore[union-attr]
+        labels = [part.text for part in figure.iter("text") if part.get("class") == "label"]
+        assert labels
+
+
+def test_the_figures_of_the_table() -> None:
+    found = level(lines(20, seed=1))
+    found["metrics"]["time_to_first_token"] |= {"p50": 12.3456, "p90": 1234.5, "p99": 0.5}
+    found["metrics"]["time_to_first_token"]["interval"]["p50"] = [11.5, 13.25]
+    page = Page(render(report([found])))
+    cells = [text for tag, text in page.texts if tag == "td"]
+    assert cells[:4] == ["20", "12.35", "1,234", "0.5"]
+    assert ("td", "title", "95 %: 11.5 to 13.25") in page.attributes
+
+
+def test_the_curve_of_a_protocol_has_a_point_for_each_level() -> None:
+    figure = next(figures(render(full())))
+    assert figure.get("aria-label") == "latency p99 against throughput; the band is the Pareto front"
+    titles = [mark.findtext("title", "") for mark in marks(figure)]
+    assert titles[0] == "grpc, closed loop"
+    assert [title.partition(":")[0] for title in titles[1:5]] == [
+        f"grpc, {concurrency} in flight" for concurrency in (1, 5, 9, 13)
+    ]
+    assert titles[5] == "openai, closed loop"
+    labels = [part.text for part in figure.iter("text") if part.get("class") == "point"]
+    assert set(labels) <= {"1", "5", "9", "13"}
+    assert [part.text for part in figure.iter("text") if part.get("class") == "label"] == [
+        "latency p99, ms", "output tokens/s"
+    ]  # fmt: skip
+
+
+def test_what_is_unknown_is_a_dash_and_never_0() -> None:
+    found = level(lines(20, seed=1))
+    for metric in found["metrics"].values():
+        for key in metric:
+            metric[key] = None
+    found["requests"] = dict.fromkeys(found["requests"])
+    page = render(report([found], seed=None, engine=None, command=None, host=None, tokenizer_sha256=None))
+    cells = [text for tag, text in Page(page).texts if tag == "td"]
+    assert set(cells) == {UNKNOWN}
+    assert list(figures(page)) == []
+    assert ("td", "title", "undefined: no successful request") in Page(page).attributes
+    assert "None" not in Page(page).words
+
+
+def test_an_invalid_run_says_so_first_with_reasons_and_remedies() -> None:
+    value = full(2, verdict={"valid": False, "reasons": [{**LATE["reasons"][0], "what": "grpc, 5 in flight: late"}]})
+    value["levels"][1]["verdict"] = LATE
+    page = Page(render(value))
+    body = page.words[page.words.index("INVALID") :]
+    assert body[1] == "Benchmark of ensemble"
+    assert body.index("grpc, 5 in flight: late: by 31.0 ms at the 99th percentile") < body.index("offer less")
+    assert body.index("offer less") < body.index("What was measured")
+    assert ("tr", "title", "INVALID: the event loop was late: by 31.0 ms at the 99th percentile") in page.attributes
+    hollow = [mark for mark in marks(next(figures(render(value)))) if "hollow" in mark.get("class", "")]
+    assert [mark.findtext("title", "").endswith(", INVALID") for mark in hollow] == [True]
+
+
+def test_a_partial_run_says_where_it_ended() -> None:
+    value = full(2, ("grpc",), partial=True)
+    value["levels"][1] |= {"stopped": "too many failures"}
+    words = Page(render(value)).words
+    assert "Partial: the run did not come to its end." in words
+    assert "grpc, 5 in flight: too many failures" in words
+    assert "Partial: the run did not come to its end." not in Page(render(full(2))).words
+
+
+def test_objectives_and_the_highest_load_that_meets_them() -> None:
+    value = full(4, ("grpc",))
+    for number, found in enumerate(value["levels"]):
+        found["slo"]["met"] = found["slo"]["objectives"][0]["met"] = number < 2
+    page = render(value)
+    words = Page(page).words
+    assert "grpc, closed loop: all objectives are met up to 5 in flight." in words
+    assert [text for text in words if text in ("met", "missed")] == ["met", "met", "missed", "missed"]
+    (goodput,) = [figure for figure in figures(page) if (figure.get("aria-label") or "").startswith("Goodput")]
+    assert ["hollow" in mark.get("class", "") for mark in marks(goodput)[1:]] == [False, False, True, True]
+    value["levels"][1]["verdict"] = LATE
+    assert "grpc, closed loop: all objectives are met up to 1 in flight." in Page(render(value)).words
+    for found in value["levels"]:
+        found["slo"]["met"] = False
+    assert "grpc, closed loop: all objectives are met at no load." in Page(render(value)).words
+
+
+def test_the_pareto_front_leaves_out_what_another_level_beats() -> None:
+    # Throughput and latency p99: the second level is beaten by the third, the last one is not valid.
+    told = [(100, 20.0, True), (200, 50.0, True), (300, 40.0, True), (400, 90.0, True), (500, 10.0, False)]
+    levels = []
+    for number, (throughput, latency, valid) in enumerate(told):
+        found = level(lines(20, seed=number), concurrency=number + 1)
+        found["metrics"]["output_token_throughput"]["value"] = throughput
+        found["metrics"]["request_latency"]["p99"] = latency
+        found["verdict"] = {"valid": valid, "reasons": []}
+        levels.append(found)
+    figure = next(figures(render(report(levels))))
+    (band,) = [part.get("d", "") for part in figure.iter("path") if part.get("class") == "band"]
+    dots = [mark.get("d", "") for mark in marks(figure) if "dot" in mark.get("class", "")]
+    starts = [tuple(map(float, place.split())) for place in band.removeprefix("M").split("L")]
+    assert len(dots) == 5
+    across, down = zip(*starts, strict=True)
+    assert len(starts) == 3  # of 400, 300 and 100 tokens/s
+    assert list(across) == sorted(across, reverse=True)
+    assert list(down) == sorted(down)
+    # One level beats none.
+    assert "band" not in {part.get("class") for part in next(figures(render(report(levels[:1])))).iter("path")}
+
+
+def test_open_and_closed_loops_are_curves_of_their_own() -> None:
+    requests = lines(20, seed=1)
+    value = report([level(requests, concurrency=4), level(requests, rate=10.0), level(requests, rate=20.0)])
+    figure = next(figures(render(value)))
+    lines_drawn = [mark.findtext("title") for mark in marks(figure) if "line" in mark.get("class", "")]
+    assert lines_drawn == ["grpc, poisson arrivals"]
+    assert {part.text for part in figure.iter("text") if part.get("class") == "point"} <= {"4", "10/s", "20/s"}
+
+
+def test_the_server_s_own_figures_and_their_course() -> None:
+    page = render(full(1, ("grpc",)))
+    found = Page(page)
+    for column in ("engines.e0.output_tokens", "output_tokens.server", "output_tokens.agree"):
+        assert ("th", column) in found.texts
+    cells = [text for tag, text in found.texts if tag == "td"]
+    assert cells[cells.index("e0") :][:6] == ["e0", "800", "none", "800", UNKNOWN, "yes"]
+    (figure,) = [one for one in figures(page) if one.get("aria-label") == "the server over time, grpc, 1 in flight"]
+    # What was never known has no panel, and a moment that was not leaves a gap.
+    assert [part.text for part in figure.iter("text") if part.get("class") == "label"] == ["power_w", "seconds"]
+    assert marks(figure)[0].get("d", "").count("M") == 2
+
+
+def test_errors_by_class() -> None:
+    value = full(2, ("grpc",))
+    value["levels"][0]["errors"].append({"kind": "Timeout", "count": 1, "messages": ["no answer in 120 s"]})
+    page = render(value)
+    (figure,) = [figure for figure in figures(page) if figure.get("aria-label") == "Failed requests by class"]
+    assert [part.text for part in figure.iter("text") if part.get("class") == "point"] == [
+        "grpc UNAVAILABLE: 6", "Timeout: 1"
+    ]  # fmt: skip
+    assert {"queue is full", "no answer in 120 s"} <= set(Page(page).words)
+    for found in value["levels"]:
+        found["errors"] = []
+    assert "No request failed." in Page(render(value)).words
+
+
+def test_every_metric_is_defined_at_the_end() -> None:
+    value = full(1, ("grpc",))
+    found = Page(render(value))
+    terms = [text for tag, text in found.texts if tag == "dt"]
+    for name, metric in value["metrics"].items():
+        assert (f"{name}, {metric['unit']}" if metric["unit"] else name) in terms
+        assert f"formula of {name}. Undefined: no successful request." in found.words
+
+
+def test_a_run_without_levels_has_a_page() -> None:
+    assert "None was measured." in Page(render(report([], partial=True))).words
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_results_of_other_tools_have_a_page(path: Path) -> None:
+    page = Page(render(read_report(path)))
+    assert "Levels" in page.words
+    assert "0.0" not in page.words
+
+
+def test_twenty_levels_of_two_protocols_fit_in_a_megabyte() -> None:
+    assert len(render(full(20, steps=2000)).encode()) < 1_000_000
+
+
+# What others may put into it
+
+
+def hostile(value: Any) -> Any:
+    """Every text replaced by one that wants to be markup, but for those that are no free text."""
+    kept = {"kind", "arrivals", "statistic", "metric", "schema"}
+    if isinstance(value, dict):
+        return {key: one if key in kept else hostile(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [hostile(one) for one in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_nothing_that_comes_from_outside_becomes_markup() -> None:
+    clean = full(2)
+    value = hostile(clean)
+    for found in value["levels"]:
+        found["errors"] = [{"kind": HOSTILE, "count": 2, "messages": [HOSTILE]}]
+        found["server"] = {HOSTILE: 1, "series": {"t_s": [0.0, 1.0], HOSTILE: [1.0, 2.0]}}
+    value["engine"] = {HOSTILE: HOSTILE}
+    value["metrics"][HOSTILE] = dict.fromkeys(("unit", "formula", "undefined"), HOSTILE)
+    page = render(value)
+    found = Page(page)
+    plain = Page(render(clean))
+    assert set(found.tags) <= set(plain.tags)
+    assert {name for _, name, _ in found.attributes} <= {name for _, name, _ in plain.attributes}
+    assert sum(HOSTILE in text for text in found.words) > 20
+    assert any(value == HOSTILE or HOSTILE in (value or "") for _, _, value in found.attributes)
+    for figure in figures(page):
+        assert {part.tag for part in figure.iter()} <= {"svg", "path", "text", "tspan", "title"}
+
+
+def test_the_page_needs_nothing_but_itself() -> None:
+    page = render(full())
+    found = Page(page)
+    assert not {name for _, name, _ in found.attributes} & {"src", "href", "srcset", "xlink:href", "onload", "onclick"}
+    assert "script" not in found.tags
+    assert "url(" not in page
+    assert "@import" not in page
+    policy = [value for tag, name, value in found.attributes if (tag, name) == ("meta", "content")]
+    assert "default-src 'none'; style-src 'unsafe-inline'" in policy
+
+
+# As a browser shows it
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    value = full(3, verdict=LATE, partial=True, command=["trtpipe", "bench", "--model", "x" * 300])
+    value["levels"][0]["errors"] = [{"kind": "grpc UNAVAILABLE", "count": 3, "messages": ["y" * 500]}]
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render(value), encoding="utf-8")
+    return path
+
+
+# Contrast of a colour with another by the formula of WCAG.
+CONTRAST = """(() => {
+  const light = c => { const [r, g, b] = c.match(/[0-9.]+/g).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const back = light(getComputedStyle(document.body).backgroundColor);
+  const ratio = c => { const l = light(c); return (Math.max(l, back) + 0.05) / (Math.min(l, back) + 0.05); };
+  const texts = [...document.querySelectorAll('p, dt, dd, td, th, figcaption, .key, summary')]
+    .map(e => ratio(getComputedStyle(e).color));
+  const drawn = [...document.querySelectorAll('.mark')].map(e => { const s = getComputedStyle(e);
+    return ratio(s.fill === 'none' || e.classList.contains('hollow') ? s.stroke : s.fill); });
+  return [Math.min(...texts), Math.min(...drawn), back];
+})()"""
+# Of each plot: whether some mark is to be seen, and no mark or text leaves it.
+PLOTS = """[...document.querySelectorAll('svg')].map(svg => {
+  const marks = [...svg.querySelectorAll('.mark')].map(m => m.getBBox());
+  const box = svg.viewBox.baseVal;
+  const inside = [...svg.querySelectorAll('.mark, text')].map(m => m.getBBox()).every(b =>
+    b.x >= -1 && b.y >= -1 && b.x + b.width <= box.width + 1 && b.y + b.height <= box.height + 1);
+  return [marks.some(b => b.width + b.height > 1), inside, svg.getBoundingClientRect().width];
+})"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium here")
+def test_a_browser_shows_it(page_file: Path, tmp_path: Path) -> None:
+    with Chromium(tmp_path / "profile") as browser:
+        backgrounds = []
+        for width in (360, 1280):
+            for dark in (False, True):
+                browser.open(page_file, width=width, dark=dark)
+                browser.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+                assert browser.value("document.documentElement.scrollWidth") <= width
+                drawn = browser.value(PLOTS)
+                assert len(drawn) == 20
+                for seen, inside, wide in drawn:
+                    assert seen
+                    assert inside
+                    assert 300 <= wide <= width
+                text, mark, background = browser.value(CONTRAST)
+                assert text >= 4.5
+                assert mark >= 3
+                backgrounds.append(background)
+                sizes = browser.value(
+                    "[...document.querySelectorAll('body *')].filter(e => e.innerText)"
+                    ".map(e => [parseFloat(getComputedStyle(e).fontSize), e.className])"
+                )
+                assert max(sizes)[1] == "verdict"
+                assert browser.value("document.querySelector('.verdict').innerText") == "INVALID"
+                methods = [event["method"] for event in browser.events]
+                assert "Page.loadEventFired" in methods
+                assert not {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"} & set(methods)
+                asked = [
+                    event["params"]["request"]["url"]
+                    for event in browser.events
+                    if event["method"] == "Network.requestWillBeSent"
+                ]
+                assert asked == [page_file.as_uri()]
+        light, night = backgrounds[0], backgrounds[1]
+        assert light > 0.8
+        assert night < 0.05
+        # On paper it is light whatever the screen, and nothing is folded up.
+        browser.open(page_file, width=720, dark=True, printed=True)
+        assert browser.value(CONTRAST)[2] > 0.9
+        assert all(wide > 0 for _, _, wide in browser.value(PLOTS))
+        assert json.loads(browser.value("JSON.stringify(document.documentElement.scrollWidth)")) <= 760
+
+
+def test_repeats_and_searches_are_shown_where_there_are_some() -> None:
+    value = full()
+    words = Page(render(value)).words
+    assert "Over repeated runs" not in words
+    assert "Search" not in words
+    figure = {"mean": 12.5, "std": 1.0, "interval": [11.0, 14.0]}
+    one = {"protocol": "grpc", "label": "4 in flight", "runs": 3, "valid": 2}
+    value["repeats"] = [{**one, "metrics": {"time_to_first_token": {"p50": figure, "p99": None}}}]
+    runs = [{"passed": True, "excess": 0.8}, {"passed": False, "excess": None}, {"passed": True, "excess": 0.91}]
+    step = {"rate": 7.25, "passed": True, "runs": runs}
+    found = {"rate": 7.25, "interval": [6.5, None], "ended": "every rate passes", "steps": [step]}
+    value["searches"] = [{"protocol": "grpc", "goal": "max-rate", **found}]
+    words = Page(render(value)).words
+    assert "12.5 ±1.5" in words
+    assert "grpc, max-rate: 7.25 requests/s (6.5 to open); every rate passes" in words
+    assert "0.8, –, 0.91" in words

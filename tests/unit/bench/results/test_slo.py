@@ -1,0 +1,282 @@
+"""Objectives: how they are written, when they are met, and which requests are good under them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.bench_records import MS, Row, made
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.results.metrics import Window
+from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.report import level_result
+from trtpipe.pipeline.bench.results.slo import ALIASES, GOODPUT, Objective, Outcome, judge, parse_objective
+from trtpipe.pipeline.bench.results.verdict import SelfCheck
+
+SECOND = Window(start_ns=0, stop_ns=1000 * MS)
+
+
+def judged(records: Records, *objectives: str, window: Window | None = SECOND) -> Outcome:
+    return judge(records, window, [parse_objective(text) for text in objectives])
+
+
+# How they are written
+
+
+@pytest.mark.parametrize(
+    ("text", "objective"),
+    [
+        ("ttft:p99<200ms", Objective("time_to_first_token_from_due", "p99", 200)),
+        ("itl:30ms", Objective("inter_token_latency", "p99", 30)),
+        ("itl<30ms", Objective("inter_token_latency", "p99", 30)),
+        ("e2e:mean<2s", Objective("request_latency_from_due", "mean", 2000)),
+        ("latency:max:1.5s", Objective("request_latency_from_due", "max", 1500)),
+        ("tpot:p99.9 < 12.5ms", Objective("time_per_output_token", "p99.9", 12.5)),
+        (" icl:p5<7ms ", Objective("inter_chunk_latency", "p5", 7)),
+        ("request_latency_from_due:p50<3s", Objective("request_latency_from_due", "p50", 3000)),
+        ("dispatch_delay:1ms", Objective("dispatch_delay", "p99", 1)),
+    ],
+)
+def test_the_grammar(text: str, objective: Objective) -> None:
+    assert parse_objective(text) == objective
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "ttft", "ttft:p99", "ttft:p99<", "ttft<200", "ttft<200us", "ttft<-1ms", "ttft<1e3ms", "ttft>200ms",
+        "ttft:p100<1s", "ttft:median<1s", "ttft:p99<1s,itl:30ms", "TTFT<1s", "ttft p99 < 1s",
+    ],
+)  # fmt: skip
+def test_what_is_no_objective(text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_objective(text)
+    assert str(error.value) == f"'{text}' is no objective; give one such as ttft:p99<200ms or itl:30ms"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tftt:p99<1s", "'tftt' is no time; did you mean 'ttft'?"),
+        ("request_latensy<1s", "'request_latensy' is no time; did you mean 'request_latency'?"),
+        (
+            "xyzzy<1s",
+            "'xyzzy' is no time; known: dispatch_delay, e2e, icl, inter_chunk_latency, inter_token_latency, itl, "
+            "latency, request_latency, request_latency_from_due, time_per_output_token, time_to_first_token, "
+            "time_to_first_token_from_due, tpot, ttft",
+        ),
+    ],
+)
+def test_a_metric_that_nobody_knows(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_objective(text)
+    assert str(error.value) == words
+
+
+def test_a_metric_that_is_no_time_has_no_limit_in_ms() -> None:
+    with pytest.raises(UsageError, match="'output_sequence_length' is no time"):
+        parse_objective("output_sequence_length<30ms")
+
+
+@given(
+    st.sampled_from(sorted(ALIASES)), st.sampled_from(["mean", "max", "p1", "p50", "p99.9"]),
+    st.decimals("0.01", 10_000, places=2), st.sampled_from(["<", ":"]),
+)  # fmt: skip
+def test_seconds_are_a_thousand_milliseconds(metric: str, statistic: str, limit: object, sign: str) -> None:
+    seconds = parse_objective(f"{metric}:{statistic}{sign}{limit}s")
+    assert seconds.limit_ms == parse_objective(f"{metric}:{statistic}{sign}{limit}ms").limit_ms * 1000
+    assert (seconds.metric, seconds.statistic) == (ALIASES[metric], statistic)
+
+
+# When they are met
+
+
+def first(*moments: float) -> list[Row]:
+    """Requests of one token each, with these times to it."""
+    return [Row(stamps=(moment,), tokens=(1,)) for moment in moments]
+
+
+@pytest.mark.parametrize(
+    ("objective", "value", "met"),
+    [
+        ("ttft:mean<200ms", 200, False),  # at the limit is not below it
+        ("ttft:mean<200.1ms", 200, True),
+        ("ttft:max<300ms", 300, False),
+        ("ttft:max<301ms", 300, True),
+        ("ttft:p50<201ms", 200, True),
+        ("ttft:p75<250ms", 250, False),
+        ("ttft:p99<298ms", 298, False),
+        ("ttft:p99<299ms", 298, True),
+    ],
+)
+def test_an_objective_is_met_below_its_limit(objective: str, value: float, met: bool) -> None:
+    found = judged(made(*first(100, 200, 300)), objective)
+    (row,) = found.objectives
+    assert row["value"] == pytest.approx(value)
+    assert row["met"] is found.met is met
+
+
+def test_an_outcome_as_the_report_has_it() -> None:
+    found = judged(made(*first(100, 200, 300)), "ttft:p50<250ms", "e2e:max<0.25s")
+    assert found.to_json() == {
+        "objectives": [
+            {
+                "metric": "time_to_first_token_from_due",
+                "statistic": "p50",
+                "limit": 250,
+                "unit": "ms",
+                "value": 200,
+                "met": True,
+            },
+            {
+                "metric": "request_latency_from_due",
+                "statistic": "max",
+                "limit": 250,
+                "unit": "ms",
+                "value": 300,
+                "met": False,
+            },
+        ],
+        "met": False,
+        "attainment": pytest.approx(2 / 3),
+    }
+
+
+def test_an_objective_without_a_value_is_not_met() -> None:
+    for rows in ([], [Row(failed="Timeout", end=9)] * 3, first(100)):
+        found = judged(made(*rows), "itl:mean<1s")
+        assert found.objectives[0]["value"] is None
+        assert not found.met
+
+
+def test_warm_up_is_not_judged() -> None:
+    slow = Row(stamps=(900,), tokens=(1,), warmup=True)
+    found = judged(made(slow, *first(100)), "ttft:max<200ms")
+    assert found.met
+    assert found.attainment == 1
+
+
+# Which requests are good
+
+
+def test_attainment_is_of_all_measured_requests_and_a_failed_one_is_not_good() -> None:
+    rows = [*first(100, 150, 250), Row(failed="Timeout", end=900), Row(failed="Timeout", warmup=True, end=900)]
+    found = judged(made(*rows), "ttft:p50<200ms")
+    assert found.attainment == pytest.approx(2 / 4)
+
+
+def test_a_request_is_good_only_under_every_objective() -> None:
+    rows = [
+        Row(stamps=(100, 110), tokens=(1, 1)),  # good
+        Row(stamps=(300, 310), tokens=(1, 1)),  # late
+        Row(stamps=(100, 190), tokens=(1, 1)),  # slow
+    ]
+    assert judged(made(*rows), "ttft:p50<200ms").attainment == pytest.approx(2 / 3)
+    assert judged(made(*rows), "ttft:p50<200ms", "itl:p50<50ms").attainment == pytest.approx(1 / 3)
+
+
+def test_at_its_limit_a_request_is_not_good() -> None:
+    assert judged(made(*first(200)), "ttft:200ms").attainment == 0
+    assert judged(made(*first(200)), "ttft:200.001ms").attainment == 1
+
+
+def paused(pause: float) -> Row:
+    """A hundred gaps of 10 ms, and one of another length."""
+    stamps = [10 * number for number in range(101)]
+    return Row(stamps=[*stamps, stamps[-1] + pause], tokens=[1] * 102, end=500)
+
+
+def test_a_request_whose_own_gaps_miss_the_limit_is_not_good_though_the_level_meets_it() -> None:
+    # Three gaps of 100 ms among 33 are a p99 of their request's own, and nothing among 3300 others.
+    stamps = [*range(0, 310, 10), 400, 500, 600]
+    bad = Row(stamps=stamps, tokens=[1] * len(stamps))
+    found = judged(made(*[paused(10)] * 33, bad), "itl:p99<50ms")
+    assert found.met
+    assert found.attainment == pytest.approx(33 / 34)
+
+
+def test_the_statistic_of_the_objective_is_that_of_a_requests_own_gaps() -> None:
+    # One gap of 200 ms in 101: the largest is above the limit, the p99 is a gap of 10 ms, and so is nearly the mean.
+    records = made(paused(200))
+    assert judged(records, "itl:max<100ms").attainment == 0
+    assert judged(records, "itl:p99<100ms").attainment == 1
+    assert judged(records, "itl:mean<11ms").attainment == 0  # (100 x 10 + 200) / 101 = 11.9
+    assert judged(records, "itl:mean<12ms").attainment == 1
+
+
+def test_a_request_without_a_value_does_not_break_the_objective() -> None:
+    rows = [Row(stamps=(5,), tokens=(1,)), Row(stamps=(5, 15), tokens=(1, 1)), Row(stamps=(5, 95), tokens=(1, 1))]
+    assert judged(made(*rows), "itl:p50<60ms").attainment == pytest.approx(2 / 3)
+
+
+# Goodput
+
+
+def test_goodput_is_of_good_requests_that_ended_within_the_window() -> None:
+    rows = [
+        Row(stamps=(100, 400), tokens=(1, 9)),
+        Row(stamps=(100, 500), tokens=(1, 4)),  # ends at the window's end
+        Row(stamps=(300, 400), tokens=(1, 7)),  # late
+        Row(stamps=(100, 501), tokens=(1, 2)),  # ends after it
+        Row(stamps=(20, 100), tokens=(1, 2)),  # ended as it began
+        Row(end=400, failed="Timeout"),
+        Row(stamps=(100, 400), tokens=(1, 5), warmup=True),  # warm-up is load too
+        Row(stamps=(300, 400), tokens=(1, 5), warmup=True),  # and may be late
+    ]
+    window = Window(start_ns=100 * MS, stop_ns=500 * MS)
+    found = judged(made(*rows), "ttft:p50<200ms", window=window)
+    assert found.request_goodput == pytest.approx(3 / 0.4)
+    assert found.token_goodput == pytest.approx(21 / 0.4)
+    assert found.attainment == pytest.approx(4 / 6)
+
+
+def test_goodput_without_a_window_is_undefined() -> None:
+    found = judged(made(*first(100)), "ttft:200ms", window=None)
+    assert (found.request_goodput, found.token_goodput) == (None, None)
+    assert found.attainment == 1
+
+
+def test_attainment_of_nothing_is_undefined() -> None:
+    assert judged(made(Row(stamps=(5,), tokens=(1,), warmup=True)), "ttft:200ms").attainment is None
+
+
+def test_goodput_stands_among_the_metrics_only_where_there_is_an_objective() -> None:
+    def metrics(*objectives: str) -> set[str]:
+        result = level_result(
+            made(*first(100)), SECOND, SelfCheck(figures={}, reasons=[]), protocol="grpc", label="", load={},
+            objectives=[parse_objective(text) for text in objectives],
+        )  # fmt: skip
+        assert (result.slo is None) == (not objectives)
+        return set(result.metrics)
+
+    assert metrics("ttft:200ms") - metrics() == set(GOODPUT)
+
+
+def test_goodput_says_its_unit_its_formula_and_when_it_is_undefined() -> None:
+    for entry in GOODPUT.values():
+        assert set(entry) == {"unit", "formula", "undefined"}
+        assert all(entry.values())
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.booleans()), max_size=30), st.integers(1, 100))
+def test_attainment_counts(requests: list[tuple[int, bool]], limit: int) -> None:
+    rows = [
+        Row(
+            stamps=() if failed else (moment,),
+            tokens=() if failed else (1,),
+            end=moment,
+            failed="Timeout" if failed else None,
+        )
+        for moment, failed in requests
+    ]
+    found = judged(made(*rows), f"ttft:max<{limit}ms")
+    good = sum(moment < limit and not failed for moment, failed in requests)
+    assert found.attainment == (pytest.approx(good / len(requests)) if requests else None)
+    assert found.request_goodput == pytest.approx(good / SECOND.seconds)
+
+
+@pytest.mark.parametrize("text", ["ttft:p99<0ms", "ttft:p0<10ms", "itl:0s"])
+def test_what_nothing_meets_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"'{text}' is never met; give a time, and p1 to p99.9, mean or max"):
+        parse_objective(text)

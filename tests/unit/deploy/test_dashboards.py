@@ -1,0 +1,231 @@
+"""The files that watch a server: loadable, consistent, and about metric families that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.deploy.dashboards import ALERTS, DASHBOARD, SCRAPE, write_monitoring
+from trtpipe.pipeline.net.triton_metrics import KNOWN
+
+MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")
+# Prometheus makes it for every target.
+OWN = {"up"}
+# Those of Grafana's value formats that the dashboard needs, and its own suffixes.
+UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
+# Words of PromQL that are no metrics; anything else outside of braces is one.
+WORDS = {
+    "absent", "and", "avg", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on", "or", "rate", "sum",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_monitoring(MODELS, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def board(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / DASHBOARD).read_text(encoding="utf-8"))
+    return value
+
+
+@pytest.fixture(scope="module")
+def rules(folder: Path) -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((folder / ALERTS).read_text(encoding="utf-8"))["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def expressions(board: dict[str, Any], rules: list[dict[str, Any]]) -> list[str]:
+    return [target["expr"] for panel in panels(board) for target in panel["targets"]] + [rule["expr"] for rule in rules]
+
+
+def series(expr: str) -> dict[str, list[dict[str, str]]]:
+    """The metrics an expression selects -> the labels of each selection. Fails on what is no PromQL we write."""
+    found: dict[str, list[dict[str, str]]] = {}
+    rest = re.sub(r"\b(by|on) \([a-z_, ]*\)", r"\1", expr)
+
+    def take(match: re.Match[str]) -> str:
+        labels = re.findall(r'(\w+)(=~|!=|=)"((?:[^"\\]|\\.)*)"', match[2] or "")
+        assert ",".join(f'{name}{sign}"{value}"' for name, sign, value in labels) == (match[2] or "")
+        found.setdefault(match[1], []).append({name: value for name, sign, value in labels if sign == "="})
+        return "0"
+
+    rest = re.sub(r'([a-z_]\w*)\{((?:"(?:[^"\\]|\\.)*"|[^}"])*)\}(?:\[(?:\d+m|\$__rate_interval)\])?', take, rest)
+    assert re.fullmatch(r"[\d.()*/+<>= ,a-z_]*", rest), rest
+    assert rest.count("(") == rest.count(")")
+    assert set(re.findall(r"[a-z_]+", rest)) <= WORDS, rest
+    return found
+
+
+def family(name: str) -> str:
+    """The family a series belongs to: histograms and summaries have several names."""
+    base = re.sub(r"_(sum|count|bucket)$", "", name)
+    return base if KNOWN.get(base) and KNOWN[base].kind in ("histogram", "summary") else name
+
+
+def test_an_expression_is_taken_apart_as_prometheus_would() -> None:
+    expr = 'sum by (a, b) (rate(x_sum{m="a{b}",n=~".*"}[5m])) / 2 > 0.5 and on () max(up{job="j"}) == 1'
+    assert series(expr) == {"x_sum": [{"m": "a{b}"}], "up": [{"job": "j"}]}
+    with pytest.raises(AssertionError):
+        series("rate(bare_name[5m])")
+    with pytest.raises(AssertionError):
+        series("summ(x{})")
+
+
+def test_every_expression_is_about_known_families_labels_and_values(
+    board: dict[str, Any], rules: list[dict[str, Any]]
+) -> None:
+    for expr in expressions(board, rules):
+        found = series(expr)
+        assert found, expr
+        for name, selections in found.items():
+            if name in OWN:
+                continue
+            assert family(name) in KNOWN, expr
+            known = KNOWN[family(name)]
+            for labels in selections:
+                assert set(labels) <= {"job", "instance", "model", known.label}, expr
+                if known.label in labels:
+                    assert labels[known.label] in known.values, expr
+
+
+def test_counters_are_looked_at_as_rates_and_gauges_are_not(board: dict[str, Any], rules: list[dict[str, Any]]) -> None:
+    growing = {"reused", "iteration_counter"}  # gauges by name, counters by nature
+    for expr in expressions(board, rules):
+        for name, selections in series(expr).items():
+            if name in OWN or f"absent({name}" in expr:
+                continue
+            known = KNOWN[family(name)]
+            for labels in selections:
+                grows = known.kind != "gauge" or labels.get(known.label) in growing
+                assert (f"rate({name}{{" in expr) == grows or "tokens_per" in expr, expr
+
+
+def test_panels_have_ids_of_their_own_and_do_not_overlap(board: dict[str, Any]) -> None:
+    everything = board["panels"]
+    ids = [panel["id"] for panel in everything]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in everything:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_every_panel_explains_itself_and_has_a_known_unit(board: dict[str, Any]) -> None:
+    for panel in panels(board):
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit in UNITS or re.fullmatch(r"suffix: (tokens|steps)(/s)?", unit), panel["title"]
+        assert len(panel["description"]) > 60, panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0
+
+
+@pytest.mark.parametrize(
+    ("title", "unit"),
+    [
+        ("Successful requests", "reqps"),
+        ("Tokens", "suffix: tokens/s"),
+        ("KV cache in use", "percentunit"),
+        ("Queue and compute", "ms"),
+        ("First response", "ms"),
+        ("GPU power", "watt"),
+        ("GPU memory", "bytes"),
+    ],
+)
+def test_what_was_asked_for_is_there_in_its_unit(board: dict[str, Any], title: str, unit: str) -> None:
+    found = [panel for panel in panels(board) if panel["title"] == title]
+    assert {panel["fieldConfig"]["defaults"]["unit"] for panel in found} == {unit}
+
+
+def test_a_counter_of_microseconds_becomes_milliseconds(board: dict[str, Any]) -> None:
+    for expr in (target["expr"] for panel in panels(board) for target in panel["targets"]):
+        if "_us{" in expr:
+            assert expr.endswith(" / 1000")
+
+
+def test_the_dashboard_follows_its_choosers(board: dict[str, Any]) -> None:
+    assert board["schemaVersion"] >= 39
+    names = [variable["name"] for variable in board["templating"]["list"]]
+    assert names == ["datasource", "instance", "model"]
+    assert board["templating"]["list"][0]["type"] == "datasource"
+    for panel in panels(board):
+        for target in panel["targets"]:
+            assert 'instance=~"$instance"' in target["expr"], panel["title"]
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= {"instance", "model", "__rate_interval"}
+    queries = [variable["definition"] for variable in board["templating"]["list"][1:]]
+    assert all(family(name) in KNOWN for query in queries for name in re.findall(r"nv_\w+", query))
+
+
+def test_prometheus_finds_the_server_and_the_rules(folder: Path) -> None:
+    config = yaml.safe_load((folder / SCRAPE).read_text(encoding="utf-8"))
+    (scrape,) = config["scrape_configs"]
+    assert (scrape["job_name"], scrape["metrics_path"]) == ("trtpipe", "/metrics")
+    assert scrape["static_configs"] == [{"targets": ["localhost:8002"]}]
+    assert [(folder / name).is_file() for name in config["rule_files"]] == [True]
+
+
+def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
+    written = write_monitoring(MODELS, tmp_path, targets=["gpu-1:8002", "gpu-2:8002"])
+    config = yaml.safe_load((written / SCRAPE).read_text(encoding="utf-8"))
+    assert config["scrape_configs"][0]["static_configs"] == [{"targets": ["gpu-1:8002", "gpu-2:8002"]}]
+
+
+def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) -> None:
+    names = {rule["alert"] for rule in rules}
+    assert {"TrtpipeServerDown", "TrtpipeRequestsFail", "TrtpipeRequestsWait", "TrtpipeKvCacheFull"} <= names
+    # Prometheus calls two rules of one name and labels a mistake.
+    assert len({(rule["alert"], *rule["labels"].items()) for rule in rules}) == len(rules)
+    for rule in rules:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert re.fullmatch(r"\d+m", rule["for"])
+        assert len(rule["annotations"]["description"]) > 40
+        for name, selections in series(rule["expr"]).items():
+            assert all(labels.get("job") == "trtpipe" for labels in selections), name
+
+
+def test_requests_that_wait_alarm_after_five_minutes_with_the_cache_full(rules: list[dict[str, Any]]) -> None:
+    (rule,) = [rule for rule in rules if rule["alert"] == "TrtpipeRequestsWait"]
+    assert rule["for"] == "5m"
+    assert set(series(rule["expr"])) == {"nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"}
+    assert rule["expr"].endswith("> 0.95")
+
+
+def test_every_model_of_the_repository_is_missed_when_it_is_gone(tmp_path: Path) -> None:
+    odd = 'we"ird\\name {{ x }}'
+    written = write_monitoring([odd, "ensemble", "ensemble"], tmp_path)
+    (group,) = yaml.safe_load((written / ALERTS).read_text(encoding="utf-8"))["groups"]
+    missing = [rule for rule in group["rules"] if rule["alert"] == "TrtpipeModelMissing"]
+    assert [rule["labels"]["model"] for rule in missing] == ["ensemble", odd]
+    assert 'model="we\\"ird\\\\name {{ x }}"' in missing[1]["expr"]
+    assert missing[1]["annotations"] == missing[0]["annotations"]  # a name is never part of a template
+
+
+def test_the_folder_is_never_put_into_a_model_repository(tmp_path: Path) -> None:
+    """Triton would take it for a model without a configuration, and refuse to start."""
+    repository = tmp_path / "repository"
+    (repository / "ensemble").mkdir(parents=True)
+    (repository / "ensemble" / "config.pbtxt").write_text("")
+    with pytest.raises(UsageError, match="is a model repository"):
+        write_monitoring(MODELS, repository)
+    assert write_monitoring(MODELS, tmp_path) == tmp_path / "monitoring"
+    assert {path.name for path in (tmp_path / "monitoring").iterdir()} == {DASHBOARD, SCRAPE, ALERTS}
+    before = [path.read_bytes() for path in sorted((tmp_path / "monitoring").iterdir())]
+    write_monitoring(reversed(MODELS), tmp_path)
+    assert [path.read_bytes() for path in sorted((tmp_path / "monitoring").iterdir())] == before

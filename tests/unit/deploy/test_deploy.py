@@ -1,0 +1,786 @@
+"""Manifests for Kubernetes: what the cluster's own schemas say of them, and what no schema can say."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.golden import check_golden
+from tests.unit.engines.test_passport import GIB, passport, target
+from trtpipe.configs.facts import find_gpu, find_toolchain
+from trtpipe.engines.errors import ArtefactRefused, TrtpipeError, UsageError
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy import rendezvous
+from trtpipe.pipeline.deploy.config import NAME_LENGTH, DeployConfig, dns_name
+from trtpipe.pipeline.deploy.kubernetes import manifests, plan, to_yaml, write
+from trtpipe.pipeline.deploy.launch import PORTS, PRE_STOP_SECONDS
+from trtpipe.pipeline.deploy.placement import place
+
+DATA = Path(__file__).parent / "data"
+# The oldest that the base is for, the newest there is, and some between.
+VERSIONS = ("1.29", "1.32", "1.35", kubernetes_validate.latest_version())
+OURS = "registry.example.com/trtpipe:1"
+
+
+def engine(tp: int = 1, pp: int = 1, **changes: Any) -> Passport:
+    return passport(target(tp_size=tp, pp_size=pp), **changes)
+
+
+def reference(**changes: Any) -> Passport:
+    return engine(
+        **{"runtime": "reference", "gpu": "cpu", "sm": None, "sms": None, "toolchain": None, "image": None, **changes}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One deployment: an engine, its GPU, and the settings beside the defaults."""
+
+    passport: Passport
+    gpu: str = "h100"
+    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"pvc": "models"})
+
+    def config(self, **more: Any) -> DeployConfig:
+        return DeployConfig(**{"name": "llama3-8b.h100.fp8", **self.settings, **more})
+
+
+CASES = {
+    "one": Case(engine()),
+    "tp2": Case(engine(2), settings={"pvc": "models", "replicas_min": 2, "namespace": "llm"}),
+    "group": Case(engine(8, 2), settings={"model_image": "registry.example.com/llama@sha256:c0ffee"}),
+    "wide": Case(engine(16), settings={"pvc": "models", "replicas_min": 2, "surge": False, "replicas_max": 2}),
+    "fixed": Case(engine(), settings={"pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False}),
+    "dressed": Case(
+        engine(4),
+        settings={
+            "model_image": "models", "priority_class": "serving", "runtime_class": "nvidia", "memory": "64Gi",
+            "image_pull_secret": "registry", "product": "NVIDIA-H100-PCIe", "image": "mirror/triton:26.06",
+        },
+    ),
+    "trial": Case(reference(), "cpu", {"host_path": "/srv/models", "image": OURS}),
+    "vllm": Case(engine(2, runtime="vllm", toolchain=None, image=None), settings={"pvc": "models", "image": OURS}),
+    "llmapi": Case(engine(2, runtime="trtllm_pytorch")),
+}  # fmt: skip
+
+
+@functools.cache
+def made(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
+    """The manifests of a case, as they are read back from their YAML; not to be changed, since they are kept."""
+    case = CASES[name]
+    built = manifests(plan(case.passport, find_gpu(case.gpu), case.config(**more)))
+    return {path: yaml.safe_load(to_yaml(manifest)) for path, manifest in built.items()}
+
+
+def resources(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
+    """Those a cluster gets, by kind and name."""
+    found = [one for one in made(name, **more).values() if one.get("kind") not in (None, "Kustomization", "Component")]
+    return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
+
+
+def one(name: str, kind: str, **more: Any) -> dict[str, Any]:
+    (found,) = [value for key, value in resources(name, **more).items() if key.startswith(kind + "/")]
+    return found
+
+
+def templates(name: str, /, **more: Any) -> Iterator[dict[str, Any]]:
+    """The pod templates, the serving one first."""
+    for resource in resources(name, **more).values():
+        if resource["kind"] == "Deployment":
+            yield resource["spec"]["template"]
+        if resource["kind"] == "LeaderWorkerSet":
+            group = resource["spec"]["leaderWorkerTemplate"]
+            yield from (group["leaderTemplate"], group["workerTemplate"])
+
+
+def container(name: str, /, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = next(templates(name, **more))["spec"]["containers"][0]
+    return found
+
+
+def servers(words: list[str]) -> list[list[str]]:
+    """The commands of the ranks."""
+    starts = [index for index, word in enumerate(words) if word == "tritonserver"]
+    ends = [words.index(":", start) if ":" in words[start:] else len(words) for start in starts]
+    return [words[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / f"{name}.schema.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_resource_fits_the_schemas_of_kubernetes(name: str, version: str) -> None:
+    own = {"LeaderWorkerSet": "leaderworkerset", "PodMonitor": "podmonitor"}
+    kinds = set()
+    for resource in resources(name).values():
+        kinds.add(resource["kind"])
+        if resource["kind"] in own:
+            jsonschema.Draft202012Validator(schema(own[resource["kind"]])).validate(resource)
+        else:
+            kubernetes_validate.validate(resource, version, strict=True)
+    for template in templates(name):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        kubernetes_validate.validate(pod, version, strict=True)
+    assert {"Service", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"} < kinds
+
+
+def test_the_schemas_do_find_mistakes() -> None:
+    group, budget = one("group", "LeaderWorkerSet"), copy.deepcopy(one("one", "PodDisruptionBudget"))
+    check = jsonschema.Draft202012Validator(schema("leaderworkerset"))
+    for path, value in (
+        (("spec", "leaderWorkerTemplate", "size"), 0),
+        (("spec", "leaderWorkerTemplate", "sise"), 2),
+        (("spec", "rolloutStrategy", "rollingUpdateConfiguration", "maxSurge"), 0),
+        (("metadata", "name"), "8b"),
+    ):
+        wrong = copy.deepcopy(group)
+        place_at = wrong
+        for key in path[:-1]:
+            place_at = place_at[key]
+        place_at[path[-1]] = value
+        assert list(check.iter_errors(wrong)), path
+    budget["spec"]["minAvailible"] = 1
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(budget, "1.29", strict=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selectors_find_the_pods_and_nothing_is_named_that_is_not_there(name: str) -> None:
+    found = resources(name)
+    labels = [template["metadata"]["labels"] for template in templates(name)]
+    serving = labels[0]
+
+    def selects(selector: dict[str, str], pod: dict[str, str]) -> bool:
+        return selector.items() <= pod.items()
+
+    for key, resource in found.items():
+        spec = resource.get("spec", {})
+        match resource["kind"]:
+            case "Service":
+                assert selects(spec["selector"], serving), key
+                assert not any(selects(spec["selector"], pod) for pod in labels[1:]), key
+            case "Deployment" | "PodMonitor":
+                assert selects(spec["selector"]["matchLabels"], serving), key
+            case "PodDisruptionBudget":
+                assert all(selects(spec["selector"]["matchLabels"], pod) for pod in labels), key
+            case "NetworkPolicy":
+                assert selects(spec["podSelector"]["matchLabels"], serving), key
+                for rule in [*spec["ingress"], *spec["egress"]]:
+                    for peer in [*rule.get("from", []), *rule.get("to", [])]:
+                        assert all(selects(peer["podSelector"]["matchLabels"], pod) for pod in labels), key
+            case "HorizontalPodAutoscaler":
+                reference = spec["scaleTargetRef"]
+                scaled = found[f"{reference['kind']}/{reference['name']}"]
+                assert scaled["apiVersion"] == reference["apiVersion"]
+    for template in templates(name):
+        pod = template["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for holder in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert {mount["name"] for mount in holder["volumeMounts"]} <= set(volumes)
+        for volume in volumes.values():
+            if "configMap" in volume:
+                data = found[f"ConfigMap/{volume['configMap']['name']}"]["data"]
+                assert Path(pod["containers"][0]["args"][1]).name in data
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kustomize_finds_every_file_and_no_file_is_left_out(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    written = write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
+    files = sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert sorted(written) == files
+    used = {tmp_path / "out" / "README.md", tmp_path / "out" / "prometheus-adapter.values.yaml"}
+    for path in files:
+        if path.name == "kustomization.yaml":
+            used.add(path)
+            listed = yaml.safe_load(path.read_text())
+            for entry in [*listed["resources"], *listed.get("components", [])]:
+                there = (path.parent / entry).resolve()
+                assert there.exists(), entry
+                used.add(there if there.is_file() else there / "kustomization.yaml")
+                # kustomize refuses a base that contains who asks for it.
+                assert there not in path.parents
+    assert set(files) <= used
+    for path in files:
+        if path.suffix == ".yaml":
+            assert yaml.safe_load(path.read_text()) == made(name)[path.relative_to(tmp_path / "out").as_posix()]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_kustomize_itself_builds_base_and_overlay(tmp_path: Path) -> None:
+    case = CASES["group"]
+    write(case.passport, find_gpu(case.gpu), case.config(namespace="llm"), tmp_path / "out")
+    for folder, more in (("base", set()), ("overlays/prometheus", {"PodMonitor"})):
+        words = ["kubectl", "kustomize", str(tmp_path / "out" / folder)]
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=True, env={**os.environ, "HOME": str(tmp_path)}
+        )
+        built = list(yaml.safe_load_all(done.stdout))
+        expected = {key.split("/")[0] for key in resources("group")} - {"PodMonitor"} | more
+        assert {resource["kind"] for resource in built} == expected
+        assert {resource["metadata"]["namespace"] for resource in built} == {"llm"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ports_are_the_same_everywhere(name: str) -> None:
+    server = container(name)
+    declared = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert declared.items() >= PORTS.items()
+    for kind in ("Service",):
+        for key, service in resources(name).items():
+            if key.startswith(kind):
+                assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == PORTS
+    opened = [rule for rule in one_policy(name)["spec"]["ingress"] if "from" not in rule]
+    assert [{port["port"] for port in rule["ports"]} for rule in opened] == [set(PORTS)]
+    assert one(name, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"] in declared
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert server[probe]["httpGet"]["port"] in declared
+    text = " ".join(server["args"])
+    for port, number in PORTS.items():
+        assert re.search(rf"--{port}-port[= ]{number}\b", text)
+    assert len({port["name"] for port in server["ports"]}) == len(server["ports"])
+
+
+def one_policy(name: str) -> dict[str, Any]:
+    """The policy of the pods that answer."""
+    return resources(name)[f"NetworkPolicy/{dns_name(CASES[name].config().name)}"]
+
+
+def test_headless_and_usual_service_are_two_addresses_of_the_same_pods() -> None:
+    usual, headless = (resources("one")[f"Service/llama3-8b-h100-fp8{end}"] for end in ("", "-headless"))
+    assert usual["spec"]["selector"] == headless["spec"]["selector"]
+    assert (usual["spec"]["type"], headless["spec"]["clusterIP"]) == ("ClusterIP", "None")
+    # The controller makes one of the set's own name, and takes one that is there for its own.
+    assert "Service/" + one("group", "LeaderWorkerSet")["metadata"]["name"] not in resources("group")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
+    for template in templates(name):
+        pod = template["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for holder in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert holder["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            }
+            assert {"cpu", "memory"} <= set(holder["resources"]["requests"])
+        (server,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount for mount in server["volumeMounts"]}
+        assert mounts["/models"]["readOnly"] is True
+        assert {"/dev/shm", "/tmp"} <= set(mounts)
+        assert server["workingDir"] == "/models"
+        # The one that is, is what the pods of a group know each other by.
+        secrets = [variable["name"] for variable in server["env"] if "valueFrom" in variable]
+        assert secrets == ["TRTPIPE_RENDEZVOUS_SECRET"] * (name in ("group", "wide"))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "trial"])
+def test_nothing_secret_and_no_place_of_a_host_is_written(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    written = write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
+    assert str(tmp_path) not in "".join(path.read_text() for path in written)
+    text = "".join(path.read_text() for path in written if path.suffix == ".yaml")
+    for word in ("hostPath", "hostNetwork", "hostIPC", "hostPID", "privileged: true", "kind: Secret", "password"):
+        assert word not in text
+    # The paths of a container, of an image, of the API and of HTTP.
+    known = ("/models", "/repository", "/opt/trtpipe", "/tmp", "/dev/shm", "/v2/", "/metrics", "/apis/")
+    manifest = "\n".join(to_yaml(one) for path, one in made(name).items() if "configmap" not in path)
+    for path in re.findall(r"(?<![\w.>*}])/[a-z][\w/.-]*", manifest):
+        assert path.startswith(known), path
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("one", "1"), ("tp2", "2"), ("dressed", "4"), ("group", "8"), ("llmapi", "2"), ("vllm", "2")]
+)
+def test_each_rank_has_a_gpu_of_the_engine_s_kind(name: str, gpus: str) -> None:
+    product = CASES[name].settings.get("product", "NVIDIA-H100-80GB-HBM3")
+    for template in templates(name):
+        pod = template["spec"]
+        assert pod["nodeSelector"] == {"nvidia.com/gpu.product": product}
+        assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": gpus}
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+def test_a_server_with_one_rank_needs_no_mpi() -> None:
+    args = container("one")["args"]
+    assert args[0] == "tritonserver"
+    assert "--exit-timeout-secs=165" in args
+    assert not [word for word in args if word.startswith(("--model-control-mode", "--load-model"))]
+    # The LLM API starts its ranks itself.
+    assert container("llmapi")["args"] == args
+    assert "command" not in container("one")
+
+
+def test_ranks_are_servers_under_mpirun() -> None:
+    args = container("tp2")["args"]
+    assert args[: args.index("-n")] == [
+        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "82", "--oversubscribe"
+    ]  # fmt: skip
+    first, second = servers(args)
+    assert {"--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"} <= set(first)
+    assert not [word for word in first if "load-model" in word or "control" in word]
+    assert {"--model-control-mode=explicit", "--load-model=tensorrt_llm", "--allow-http=false"} <= set(second)
+    assert not [word for word in second if word.startswith(tuple(f"--{name}-port" for name in PORTS))]
+
+
+def test_a_group_is_a_leader_that_serves_and_workers_that_hold_ranks() -> None:
+    spec = one("group", "LeaderWorkerSet")["spec"]
+    group = spec["leaderWorkerTemplate"]
+    assert (group["size"], group["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    assert spec["startupPolicy"] == "LeaderCreated"
+    assert container("group")["args"][:7] == [
+        "python3", "/opt/trtpipe/rendezvous.py", "lead", "1", "8", "8003", "mpirun"
+    ]  # fmt: skip
+    (worker,) = group["workerTemplate"]["spec"]["containers"]
+    assert worker["args"] == ["python3", "/opt/trtpipe/rendezvous.py", "work", "8003"]
+    assert "ports" not in worker
+    assert "livenessProbe" not in worker
+    assert one("group", "ConfigMap")["data"] == {"rendezvous.py": Path(rendezvous.__file__).read_text()}
+    between = resources("group")["NetworkPolicy/llama3-8b-h100-fp8-group"]["spec"]
+    assert between["ingress"] == [{"from": [{"podSelector": between["podSelector"]}]}]
+    # One server for each rank, over both pods.
+    assert len(servers(container("group")["args"])) == 16
+
+
+def test_runtimes_of_ours_are_served_by_trtpipe_itself() -> None:
+    words = ["trtpipe", "serve", "/models", "--host", "0.0.0.0"]
+    words += ["--http-port", "8000", "--grpc-port", "8001", "--metrics-port", "8002"]
+    for name in ("trial", "vllm"):
+        assert container(name)["args"] == words
+        assert container(name)["image"] == OURS
+    pod = next(templates("trial"))["spec"]
+    assert "nodeSelector" not in pod
+    assert "limits" not in pod["containers"][0]["resources"]
+    assert pod["containers"][0]["resources"]["requests"] == {"cpu": "4", "memory": "35Gi"}
+
+
+@given(tp=st.integers(1, 64), pp=st.integers(1, 16), gpus=st.integers(1, 16))
+def test_ranks_fit_exactly(tp: int, pp: int, gpus: int) -> None:
+    try:
+        found = place(tp, pp, gpus)
+    except UsageError:
+        assert tp > gpus
+        assert tp % gpus
+        return
+    assert found.pods * found.ranks == tp * pp
+    assert found.ranks <= gpus
+    if found.pods > 1:
+        assert tp * pp > gpus
+        # A pod holds whole stages, or a stage whole pods.
+        assert found.ranks % tp == 0 or tp % found.ranks == 0
+        # One pod fewer of equal ones, with whole stages, would not do.
+        assert not [n for n in range(1, found.pods) if tp * pp % n == 0 and tp * pp // n <= gpus and pp % n == 0]
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8, 16]), pp=st.integers(1, 4), gpus=st.sampled_from([1, 2, 4, 8]))
+def test_each_rank_has_a_server_a_gpu_and_memory_of_its_own(tp: int, pp: int, gpus: int) -> None:
+    built = plan(engine(tp, pp), find_gpu("h100"), CASES["one"].config(gpus_per_node=gpus))
+    (workload,) = [one for one in manifests(built).values() if one.get("kind") in ("Deployment", "LeaderWorkerSet")]
+    spec = workload["spec"]
+    group = spec.get("leaderWorkerTemplate", {"size": 1, "leaderTemplate": spec.get("template")})
+    pods = [group["leaderTemplate"], *[group.get("workerTemplate")] * (group["size"] - 1)]
+    limits = [int(pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods]
+    assert sum(limits) == tp * pp
+    assert max(limits) <= gpus
+    ranks = servers(pods[0]["spec"]["containers"][0]["args"])
+    assert len(ranks) == tp * pp
+    assert len({word for rank in ranks for word in rank if "shm-region" in word}) == tp * pp
+    assert ["--load-model=tensorrt_llm" in rank for rank in ranks] == [rank > 0 for rank in range(tp * pp)]
+
+
+@given(st.text(min_size=1, max_size=120))
+def test_any_target_makes_names_that_a_cluster_accepts(text: str) -> None:
+    label = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+    try:
+        name = dns_name(text)
+    except UsageError:
+        assert not re.search(r"[a-z0-9]", text.lower())
+        return
+    assert label.fullmatch(name)
+    assert len(name) <= NAME_LENGTH
+    assert dns_name(name) == name
+    for tp in (1, 16):
+        for resource in manifests(plan(engine(tp), find_gpu("h100"), DeployConfig(name=text, pvc="models"))).values():
+            metadata = resource.get("metadata", {"name": name, "labels": {}})
+            assert label.fullmatch(metadata["name"])
+            assert all(re.fullmatch(r"[\w.-]{1,63}", value) for value in metadata["labels"].values())
+    # What the controller of a group makes: pods of the hundredth group, and the label of their revision.
+    assert len(f"{name}-group-99-15-{'0' * 10}") <= 63
+
+
+def test_long_targets_stay_apart() -> None:
+    long = "meta-llama3.1-70b-instruct.h100.fp8.tp4.with-a-long-tail"
+    names = {dns_name(long + end) for end in ("a", "b", ".a")}
+    assert len(names) == 3
+    assert {name[:31] for name in names} == {"meta-llama3-1-70b-instruct-h100"}
+    assert dns_name("70b.H100_fp8") == "m-70b-h100-fp8"
+
+
+@given(grace=st.integers(60, 3600), tp=st.sampled_from([1, 2, 8]), pp=st.sampled_from([1, 4]))
+def test_requests_have_time_to_end_before_the_pod_is_killed(grace: int, tp: int, pp: int) -> None:
+    built = plan(engine(tp, pp), find_gpu("h100"), CASES["one"].config(termination_grace_seconds=grace))
+    (workload,) = [one for one in manifests(built).values() if one.get("kind") in ("Deployment", "LeaderWorkerSet")]
+    spec = workload["spec"]
+    pod = (spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"])["spec"]
+    server = pod["containers"][0]
+    assert pod["terminationGracePeriodSeconds"] == grace
+    assert server["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_SECONDS)]
+    exit_seconds = int(next(w for w in server["args"] if "exit-timeout" in w).partition("=")[2])
+    assert exit_seconds > 0
+    if tp * pp == 1:
+        assert PRE_STOP_SECONDS + exit_seconds < grace
+        return
+    kill = int(server["args"][server["args"].index("odls_base_sigkill_timeout") + 1])
+    assert exit_seconds < kill
+    # mpirun waits, ends the ranks, waits, kills; ranks of other pods come after its own.
+    assert PRE_STOP_SECONDS + kill * (2 if tp * pp <= 8 else 4) < grace
+
+
+def test_a_server_may_take_its_time_to_load() -> None:
+    server = container("one", startup_seconds=1801)
+    probe = server["startupProbe"]
+    assert probe["httpGet"]["path"] == "/v2/health/ready"
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= 1801
+    assert server["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    assert server["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
+    assert one("one", "Deployment", startup_seconds=1801)["spec"]["progressDeadlineSeconds"] > 1801
+
+
+def test_replicas_follow_waiting_requests_and_fullness() -> None:
+    spec = one("tp2", "HorizontalPodAutoscaler")["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 4)
+    wanted = {metric["pods"]["metric"]["name"]: metric["pods"]["target"] for metric in spec["metrics"]}
+    assert wanted == {
+        "trtllm_waiting_requests": {"type": "AverageValue", "averageValue": "4"},
+        "trtllm_batch_fullness": {"type": "AverageValue", "averageValue": "900m"},
+    }
+    assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
+    # Else every `kubectl apply` would undo what it decided.
+    assert "replicas" not in one("tp2", "Deployment")["spec"]
+    assert one("fixed", "Deployment")["spec"]["replicas"] == 1
+    for name in ("fixed", "wide", "llmapi"):
+        assert not [key for key in resources(name) if key.startswith("Horizontal")]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "llmapi"])
+def test_the_adapter_makes_every_metric_that_is_asked_for(name: str) -> None:
+    rules = made(name)["prometheus-adapter.values.yaml"]["rules"]["custom"]
+    provided = {rule["name"]["as"]: rule for rule in rules}
+    for resource in resources(name).values():
+        if resource["kind"] == "HorizontalPodAutoscaler":
+            assert {metric["pods"]["metric"]["name"] for metric in resource["spec"]["metrics"]} == set(provided)
+    for rule in rules:
+        assert re.match(rule["name"]["matches"], rule["seriesQuery"].partition("{")[0])
+        assert set(rule["resources"]["overrides"]) == {"namespace", "pod"}
+        query = rule["metricsQuery"]
+        assert query.count("<<.Series>>") == query.count("<<.LabelMatchers>>") == query.count("<<.GroupBy>>")
+        assert query.count("(") == query.count(")")
+
+
+def test_pipeline_stages_do_not_count_as_waiting() -> None:
+    plain, staged = (made(name)["prometheus-adapter.values.yaml"]["rules"]["custom"][0] for name in ("one", "group"))
+    gauge = 'sum(avg_over_time(<<.Series>>{{<<.LabelMatchers>>,request_type="{}"}}[1m])) by (<<.GroupBy>>)'
+    assert plain["metricsQuery"] == f"clamp_min({gauge.format('waiting')}, 0)"
+    assert staged["metricsQuery"] == f"clamp_min({gauge.format('waiting')} - 1 * {gauge.format('scheduled')}, 0)"
+    assert (plain["name"]["as"], staged["name"]["as"]) == ("trtllm_waiting_requests", "trtllm_waiting_requests_pp2")
+
+
+def test_updates_and_evictions_take_no_capacity_unless_asked() -> None:
+    def rollout(name: str) -> Any:
+        spec = (resources(name).get("Deployment/llama3-8b-h100-fp8") or one(name, "LeaderWorkerSet"))["spec"]
+        return spec["strategy"]["rollingUpdate"] if "strategy" in spec else (
+            spec["rolloutStrategy"]["rollingUpdateConfiguration"]
+        )  # fmt: skip
+
+    assert rollout("one") == rollout("group") == {"maxUnavailable": 0, "maxSurge": 1}
+    assert rollout("fixed") == rollout("wide") == {"maxUnavailable": 1, "maxSurge": 0}
+    budgets = {name: one(name, "PodDisruptionBudget")["spec"] for name in ("one", "group", "tp2", "wide")}
+    assert [budgets[name].get("minAvailable") for name in budgets] == [1, 2, None, None]
+    assert [budgets[name].get("maxUnavailable") for name in budgets] == [None, None, 1, 1]
+    keys = [spread["topologyKey"] for spread in next(templates("one"))["spec"]["topologySpreadConstraints"]]
+    assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+
+
+def test_another_engine_makes_other_pods() -> None:
+    def annotations(**changes: Any) -> dict[str, str]:
+        built = plan(engine(**changes), find_gpu("h100"), CASES["one"].config())
+        found: dict[str, str] = manifests(built)["base/deployment.yaml"]["spec"]["template"]["metadata"]["annotations"]
+        return found
+
+    assert annotations() == annotations()
+    assert annotations(build_config={"max_batch_size": 8})["trtpipe/passport"] != annotations()["trtpipe/passport"]
+    assert annotations()["trtpipe/engine"] == "tensorrt_llm 1.2.1"
+
+
+def test_where_the_repository_comes_from() -> None:
+    def storage(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        pod = next(templates(name))["spec"]
+        (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "models"]
+        (volume,) = [one for one in pod["volumes"] if one["name"] == "models"]
+        return volume, mount
+
+    volume, mount = storage("one")
+    assert volume["persistentVolumeClaim"] == {"claimName": "models", "readOnly": True}
+    assert mount["subPath"] == "models"
+    assert "subPath" not in storage("fixed")[1]
+    assert storage("trial")[0]["hostPath"] == {"path": "/srv/models", "type": "Directory"}
+    volume, mount = storage("group")
+    assert (volume["emptyDir"], "subPath" in mount) == ({}, False)
+    for template in templates("group"):
+        (copying,) = template["spec"]["initContainers"]
+        assert copying["image"] == "registry.example.com/llama@sha256:c0ffee"
+        assert copying["command"] == ["cp", "-R", "/models/.", "/repository"]
+        requests = template["spec"]["containers"][0]["resources"]["requests"]
+        # 16 ranks of 9 GiB, and a little.
+        assert requests["ephemeral-storage"] == "161Gi"
+
+
+def test_what_one_target_looks_like() -> None:
+    documents = [f"# {path}\n{to_yaml(yaml.safe_load(to_yaml(one)))}" for path, one in made("tp2").items()]
+    check_golden("deploy.yaml", "---\n".join(documents))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "kubectl apply -k base" in text
+    assert "None" not in text
+    assert not re.search(r"\{[a-z_]+[.}]", text)
+    assert "\n\n\n" not in text
+    if any(key.startswith("Horizontal") for key in resources(name)):
+        for words in ("nv_inference_queue_duration_us", "trtllm_waiting_requests", "trtllm_batch_fullness"):
+            assert words in text
+    if case.passport.toolchain:
+        assert find_toolchain(None).driver in text
+    assert ("LWS_LEADER_ADDRESS" in text) == (name in ("group", "wide"))
+    assert ("odls_base_sigkill_timeout" in text) == (
+        case.passport.runtime == "tensorrt_llm" and case.passport.world_size > 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "gpu", "settings", "kind", "told"),
+    [
+        (engine(), "h100", {"pvc": None}, UsageError, "nothing says where the model repository is"),
+        (engine(), "h100", {"model_image": "x"}, UsageError,
+         "^--pvc and --model-image are given: .*; give exactly one of --pvc, --model-image, --host-path$"),
+        (engine(), "h100", {"pvc": "Models"}, UsageError, "--pvc 'Models' is not a DNS name"),
+        (engine(), "h100", {"repository_path": "../x"}, UsageError, "leads out of the volume"),
+        (engine(), "h100", {"pvc": None, "host_path": "srv"}, UsageError, "--host-path 'srv' is no absolute path"),
+        (engine(), "h100", {"pvc": None, "model_image": "x", "repository_path": "/"}, UsageError, "root of an image"),
+        (engine(), "h100", {"namespace": "a.b"}, UsageError, "--namespace 'a.b' is not a DNS label"),
+        (engine(), "h100", {"shm_size": "much"}, UsageError, "shm_size 'much' is not a quantity"),
+        (engine(), "h100", {"image": "a b"}, UsageError, "--image 'a b' is not an image reference"),
+        (engine(), "h100", {"name": "..."}, UsageError, r"'\.\.\.' makes no name for a cluster"),
+        (engine(), "h100", {"replicas_min": 0}, UsageError, "replicas_min is 0; give at least 1"),
+        (engine(), "h100", {"replicas_min": 3, "replicas_max": 2}, UsageError, "replicas_max 2 is below"),
+        (engine(), "h100", {"termination_grace_seconds": 5}, UsageError, "give at least 60"),
+        (engine(), "h100", {"scale_down_seconds": 7200}, UsageError, "give at most 3600"),
+        (engine(3), "h100", {"gpus_per_node": 2}, UsageError, "tensor parallelism of 3 does not fit nodes of 2 GPUs"),
+        (engine(), "a100", {}, ArtefactRefused, r"for h100 \(SM90\), and a100 \(SM80\) is asked for; deploy"),
+        (engine(), "cpu", {}, ArtefactRefused, r"for h100 \(SM90\), and nodes without a GPU are asked for"),
+        (engine(rank_bytes=90 * GIB), "h100", {}, ArtefactRefused, r"weights take 90\.0 GiB, and h100 has 80"),
+        (reference(), "h100", {"image": OURS}, ArtefactRefused, "computes on the CPU, and would hold h100 GPUs"),
+        (reference(), "cpu", {}, UsageError, "no image is given for .*; give --image, one that holds trtpipe"),
+        (engine(runtime="llama_cpp"), "h100", {}, ArtefactRefused, "llama_cpp is not deployed to Kubernetes"),
+        (engine(16, runtime="vllm"), "h100", {"image": OURS}, ArtefactRefused, "needs 2 nodes: .*Ray"),
+        (engine(16, runtime="trtllm_pytorch"), "h100", {}, ArtefactRefused, "needs 2 nodes: .*trtllm-llmapi-launch"),
+        (engine(runtime="trtllm_pytorch"), "h100", {"replicas_max": 3}, UsageError, "cannot follow the load"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_deployed_is_refused_with_the_reason(
+    made: Passport, gpu: str, settings: dict[str, Any], kind: type[TrtpipeError], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=told) as refused:
+        write(made, find_gpu(gpu), DeployConfig(**{"name": "x", "pvc": "models", **settings}), tmp_path / "out")
+    assert refused.value.remedy
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_kind_of_gpu_under_another_name_will_do() -> None:
+    pod = manifests(plan(engine(), find_gpu("h200"), CASES["one"].config()))["base/deployment.yaml"]["spec"]["template"]
+    assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UsageError, match="not an empty folder"):
+        write(engine(), find_gpu("h100"), CASES["one"].config(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "home"] == ["mine"]
+
+
+# Starts daemons as Open MPI does: through the agent, one for each host but its own, and waits for them.
+MPIRUN = """#!PYTHON
+import os, shlex, signal, subprocess, sys
+assert "TRTPIPE_RENDEZVOUS_SECRET" not in os.environ
+hosts = [word.partition(":")[0] for word in sys.argv[sys.argv.index("--host") + 1].split(",")]
+log = open(sys.argv[-1], "a")
+def leave(number, frame):
+    log.write("told to end\\n")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, leave)
+log.write(" ".join(hosts) + "\\n"); log.flush()
+agent = shlex.split(os.environ["OMPI_MCA_plm_rsh_agent"])
+command = ["echo", "$WHO", ";", os.environ["DAEMON"]]
+daemons = [subprocess.Popen([*agent, host, *command]) for host in hosts[1:]]
+sys.exit(sum(daemon.wait() for daemon in daemons))
+"""
+
+
+class Group:
+    """A leader and its workers as processes of this machine, under a stand-in for mpirun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = [sys.executable, rendezvous.__file__]
+        (folder / "mpirun").write_text(MPIRUN.replace("PYTHON", sys.executable, 1))
+        (folder / "mpirun").chmod(0o755)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = str(probe.getsockname()[1])
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            environment = {**os.environ, "TMPDIR": str(self.folder), rendezvous.SECRET: "of this group 16", **variables}
+            process = subprocess.Popen([*self.script, *words], env=environment, stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    def lead(self, workers: int, daemon: str) -> subprocess.Popen[bytes]:
+        mpirun = [str(self.folder / "mpirun"), str(self.folder / "mpirun.log")]
+        return self.start("leader", ["lead", str(workers), "8", self.port, *mpirun], DAEMON=daemon)
+
+    def work(self, index: int) -> subprocess.Popen[bytes]:
+        variables = {"LWS_LEADER_ADDRESS": "127.0.0.1", "LWS_WORKER_INDEX": str(index), "WHO": f"worker {index}"}
+        return self.start(f"worker{index}", ["work", self.port], HOSTNAME=f"set-0-{index}", **variables)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def wait_for(self, name: str, words: str) -> None:
+        deadline = time.monotonic() + 60
+        while not (self.folder / f"{name}.log").exists() or words not in self.said(name):
+            assert time.monotonic() < deadline, f"{name} does not say '{words}'"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.chdir(tmp_path)
+    made = Group(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_workers_run_what_the_leader_hands_over_in_their_own_environment(group: Group) -> None:
+    # Workers may come first, and in any order.
+    second = group.work(2)
+    leader = group.lead(2, "sleep 0.2")
+    first = group.work(1)
+    assert [process.wait(60) for process in (leader, first, second)] == [0, 0, 0]
+    assert group.said("mpirun") == f"{socket.gethostname()} set-0-1 set-0-2\n"
+    assert "worker 1\n" in group.said("worker1")
+    assert "worker 2\n" in group.said("worker2")
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_a_daemon_that_fails_fails_the_group(group: Group) -> None:
+    leader, worker = group.lead(1, "exit 7"), group.work(1)
+    assert (leader.wait(60), worker.wait(60)) == (7, 7)
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_a_worker_does_not_outlive_its_leader(group: Group) -> None:
+    leader, worker = group.lead(1, "echo $$ > daemon; exec sleep 600"), group.work(1)
+    group.wait_for("worker1", "worker 1\n")
+    leader.kill()
+    assert worker.wait(60) != 0
+    pid = int((group.folder / "daemon").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_term_is_for_mpirun_to_pass_on(group: Group) -> None:
+    leader, worker = group.lead(1, "exec sleep 600"), group.work(1)
+    group.wait_for("worker1", "worker 1\n")
+    # The worker's ranks may still be answering.
+    worker.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert worker.poll() is None
+    leader.send_signal(signal.SIGTERM)
+    assert leader.wait(60) == 3
+    assert "told to end" in group.said("mpirun")
+    assert worker.wait(60) != 0
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_who_waits_leaves_at_once(group: Group) -> None:
+    leader = group.lead(2, "sleep 600")
+    group.wait_for("leader", "waiting for 2 worker(s)")
+    worker = group.work(1)
+    group.wait_for("leader", "worker 1 of 2 is here: set-0-1")
+    for process in (worker, leader):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_neither_side_begins_without_a_secret(group: Group) -> None:
+    for secret in ("", "fifteen letters"):
+        worker = group.start("worker1", ["work", group.port], LWS_LEADER_ADDRESS="127.0.0.1", LWS_WORKER_INDEX="1",
+                             **{rendezvous.SECRET: secret})  # fmt: skip
+        leader = group.start("leader", ["lead", "1", "8", group.port, "mpirun"], **{rendezvous.SECRET: secret})
+        assert (worker.wait(60), leader.wait(60)) == (1, 1)
+        for name in ("worker1", "leader"):
+            assert "TRTPIPE_RENDEZVOUS_SECRET has fewer than 16 characters" in group.said(name)
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_what_they_start_is_not_given_the_secret(group: Group) -> None:
+    leader, worker = group.lead(1, "env > daemon"), group.work(1)
+    assert (leader.wait(60), worker.wait(60)) == (0, 0)
+    assert "WHO=worker 1" in (group.folder / "daemon").read_text()
+    # Nor mpirun: the stand-in fails when it has it.
+    assert rendezvous.SECRET not in (group.folder / "daemon").read_text()

@@ -1,0 +1,159 @@
+"""Engines without a compile: Hugging Face folders in the type asked for, the runtimes' settings, their passport."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import Recorder, plan
+from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.base import DataType
+from trtpipe.engines.errors import InputDataError, UsageError
+from trtpipe.engines.hf import export as hf_export
+from trtpipe.engines.hf.export import export
+from trtpipe.engines.hf.inspection import inspect
+from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.passport import read_passport
+from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.spec import Plan, resolve
+from trtpipe.pipeline.store.store import Store
+
+
+def test_a_folder_in_its_own_type_is_linked(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", vocab_size=20000)
+    (tmp_path / "out").mkdir()
+    export(source, tmp_path / "out", dtype=DataType.BFLOAT16)
+    assert (tmp_path / "out" / "model.safetensors").stat().st_ino == (source / "model.safetensors").stat().st_ino
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert inspect(tmp_path / "out").problems == ()
+
+
+def test_another_type_is_cast_into_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_export, "SHARD_BYTES", 40_000)
+    source = hf_folder(tmp_path / "hf", dtype="F32", torch_dtype="float32")
+    (tmp_path / "out").mkdir()
+    told: list[tuple[int, int]] = []
+    export(source, tmp_path / "out", dtype=DataType.FLOAT16, progress=lambda done, total: told.append((done, total)))
+    found = inspect(tmp_path / "out")
+    assert (found.problems, found.dtype, found.mapping["index"]) == ((), "float16", True)
+    assert found.mapping["shards"] > 1
+    assert told[-1] == (found.nbytes, found.nbytes)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == found.nbytes
+    assert {info.name: info.file for info in found.tensors} == index["weight_map"]
+    name = "model.layers.1.mlp.down_proj.weight"
+    raw = (source / "model.safetensors").read_bytes()
+    entry = read_header(source / "model.safetensors").tensors[name]
+    wide = np.frombuffer(raw, np.float32, int(np.prod(entry.shape)), entry.offset).reshape(entry.shape)
+    shard = tmp_path / "out" / index["weight_map"][name]
+    half = read_header(shard).tensors[name]
+    cast = np.frombuffer(shard.read_bytes(), np.float16, int(np.prod(half.shape)), half.offset).reshape(half.shape)
+    assert np.array_equal(cast, wide.astype(np.float16))
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", intermediate_size=48)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputDataError, match=r"has shape \[48, 32\]: config.json implies \[64, 32\]"):
+        export(source, tmp_path / "out", dtype=DataType.BFLOAT16)
+
+
+def made(model: Path, store: Store, runtime: str, **options: Any) -> tuple[Plan, Path]:
+    chosen = plan(model, gpu="h100", dtype="bf16", runtime=runtime, **options)
+    execute(chosen, store, Recorder())
+    return chosen, RunFolder.of(chosen.target).linked("engine")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "file", "settings"),
+    [
+        (
+            "trtllm_pytorch",
+            "llm_args.yaml",
+            {
+                "backend": "pytorch",
+                "tensor_parallel_size": 2,
+                "pipeline_parallel_size": 1,
+                "max_batch_size": 4,
+                "max_input_len": 64,
+                "max_seq_len": 128,
+                "max_num_tokens": 64,
+                "max_beam_width": 1,
+                "kv_cache_config": {"dtype": "auto", "tokens_per_block": 32},
+            },
+        ),
+        (
+            "vllm",
+            "engine_args.yaml",
+            {
+                "tensor-parallel-size": 2,
+                "pipeline-parallel-size": 1,
+                "max-num-seqs": 4,
+                "max-model-len": 128,
+                "max-num-batched-tokens": 64,
+                "block-size": 32,
+                "max-cudagraph-capture-size": 64,
+                "kv-cache-dtype": "auto",
+            },
+        ),
+    ],
+)
+def test_an_engine_is_the_folder_and_its_settings(
+    in_folder: Path, tmp_path: Path, runtime: str, file: str, settings: dict[str, Any]
+) -> None:
+    model, store = hf_folder(in_folder / "tiny"), Store(tmp_path / "home")
+    chosen, engine = made(model, store, runtime, tp=2)
+    assert chosen.target == f"tiny.h100.bf16.tp2.{runtime}"
+    assert yaml.safe_load((engine / file).read_text()) == settings
+    assert (engine / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    passport = read_passport(engine)
+    released = runtime == "trtllm_pytorch"
+    assert (passport.runtime, passport.toolchain) == (runtime, "1.2.1" if released else None)
+    assert passport.sms == load_quant_recipes()["none"].sms, "nothing in it is compiled for one card"
+    assert passport.rank_bytes == (model / "model.safetensors").stat().st_size
+    # One folder for every number of ranks.
+    recorder = Recorder()
+    execute(plan(model, gpu="h100", dtype="bf16", runtime=runtime), store, recorder)
+    assert [name for name, _ in recorder.started] == ["build", "package"]
+    repository = RunFolder.of(chosen.target).linked("repository")
+    models = ["tensorrt_llm"] if released else [
+        "ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls",
+    ]  # fmt: skip
+    assert sorted(path.name for path in repository.iterdir()) == models
+    assert (repository / "tensorrt_llm" / "1" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"runtime": "trtllm_pytorch", "toolchain": "0.21"},
+            "toolchain 0.21.0 does not serve the runtime trtllm_pytorch",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "dtype": "int8"},
+            "the LLM API runs no INT8 SmoothQuant: its PyTorch backend has",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
+            "the LLM API has no INT8 KV cache: a Hugging Face folder has",
+        ),
+        ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
+        ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
+        ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
+        ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),
+    ],
+)
+def test_what_a_runtime_cannot_run_is_refused_in_the_plan(options: dict[str, Any], message: str) -> None:
+    layer = {"model": "llama3-8b", "gpu": "h100", "dtype": "bf16", **options}
+    with pytest.raises(UsageError) as error:
+        resolve([("option", layer)])
+    assert str(error.value).startswith(message)

@@ -1,0 +1,353 @@
+"""The TensorRT-LLM checkpoint format: names, shapes and split rules as literal tables, and the config both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.layout import (
+    CheckpointConfig,
+    CheckpointError,
+    EmbeddingSharding,
+    Piece,
+    TensorPlan,
+    check_mapping,
+    config_json,
+    kv_head_rows,
+    parse_config,
+    plan_rank,
+    rank_file,
+    read_config,
+    source_shapes,
+)
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf.folder import ModelConfig
+
+# 4 heads of 8 over 2 key/value heads; a vocabulary of 11 that no tp divides.
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    dtype=DataType.BFLOAT16,
+    vocab_size=11,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_size=8,
+    hidden_act="silu",
+    norm_epsilon=1e-5,
+    max_position_embeddings=256,
+    rotary_base=10000.0,
+    rotary_scaling=None,
+    tie_word_embeddings=False,
+    attn_bias=False,
+    mlp_bias=False,
+)
+
+
+def model(**overrides: Any) -> ModelConfig:
+    return dataclasses.replace(MODEL, **overrides)
+
+
+Plans = list[TensorPlan]
+
+
+def plan(source: ModelConfig, tp: int = 1, pp: int = 1, *, tp_rank: int = 0, pp_rank: int = 0, **options: Any) -> Plans:
+    mapping = Mapping(tp_size=tp, pp_size=pp)
+    return list(plan_rank(source, mapping, tp_rank=tp_rank, pp_rank=pp_rank, **options))
+
+
+def named(plans: Plans, name: str) -> TensorPlan:
+    (found,) = [tensor for tensor in plans if tensor.name == name]
+    return found
+
+
+def test_every_tensor_of_rank_1_at_tp_2() -> None:
+    ours, theirs = "transformer.layers.0.", "model.layers.0."
+    assert plan(model(num_hidden_layers=1), tp=2, tp_rank=1) == [
+        TensorPlan("transformer.vocab_embedding.weight", (11, 32), (Piece("model.embed_tokens.weight", (0, 11)),)),
+        TensorPlan(ours + "input_layernorm.weight", (32,), (Piece(theirs + "input_layernorm.weight", (0, 32)),)),
+        # Q, then K, then V, each split by itself.
+        TensorPlan(
+            ours + "attention.qkv.weight",
+            (32, 32),
+            (
+                Piece(theirs + "self_attn.q_proj.weight", (16, 32)),
+                Piece(theirs + "self_attn.k_proj.weight", (8, 16)),
+                Piece(theirs + "self_attn.v_proj.weight", (8, 16)),
+            ),
+        ),
+        TensorPlan(
+            ours + "attention.dense.weight", (32, 16), (Piece(theirs + "self_attn.o_proj.weight", (0, 32), (16, 32)),)
+        ),
+        TensorPlan(
+            ours + "post_layernorm.weight", (32,), (Piece(theirs + "post_attention_layernorm.weight", (0, 32)),)
+        ),
+        # TensorRT-LLM computes act(fc(x)) * gate(x): fc is gate_proj, gate is up_proj.
+        TensorPlan(ours + "mlp.fc.weight", (24, 32), (Piece(theirs + "mlp.gate_proj.weight", (24, 48)),)),
+        TensorPlan(ours + "mlp.gate.weight", (24, 32), (Piece(theirs + "mlp.up_proj.weight", (24, 48)),)),
+        TensorPlan(ours + "mlp.proj.weight", (32, 24), (Piece(theirs + "mlp.down_proj.weight", (0, 32), (24, 48)),)),
+        TensorPlan("transformer.ln_f.weight", (32,), (Piece("model.norm.weight", (0, 32)),)),
+        # 11 rows over 2 ranks: 6 each, the last rank 5 and a row of zeros.
+        TensorPlan("lm_head.weight", (6, 32), (Piece("lm_head.weight", (6, 11)),), pad_rows=1),
+    ]
+
+
+def test_shapes_at_tp_1() -> None:
+    shapes = {tensor.name: tensor.shape for tensor in plan(model(num_hidden_layers=1))}
+    assert shapes == {
+        "transformer.vocab_embedding.weight": (11, 32),
+        "transformer.layers.0.input_layernorm.weight": (32,),
+        "transformer.layers.0.attention.qkv.weight": (64, 32),
+        "transformer.layers.0.attention.dense.weight": (32, 32),
+        "transformer.layers.0.post_layernorm.weight": (32,),
+        "transformer.layers.0.mlp.fc.weight": (48, 32),
+        "transformer.layers.0.mlp.gate.weight": (48, 32),
+        "transformer.layers.0.mlp.proj.weight": (32, 48),
+        "transformer.ln_f.weight": (32,),
+        "lm_head.weight": (11, 32),
+    }
+
+
+def test_heads_wider_than_hidden_size_by_heads() -> None:
+    plans = plan(model(head_size=16), tp=2)
+    assert named(plans, "transformer.layers.0.attention.qkv.weight").shape == (32 + 16 + 16, 32)
+    assert named(plans, "transformer.layers.0.attention.dense.weight").shape == (32, 32)
+
+
+def test_biases_of_attention() -> None:
+    plans = plan(model(attn_bias=True), tp=2, tp_rank=1)
+    attn = "model.layers.0.self_attn."
+    assert named(plans, "transformer.layers.0.attention.qkv.bias") == TensorPlan(
+        "transformer.layers.0.attention.qkv.bias",
+        (32,),
+        (
+            Piece(attn + "q_proj.bias", (16, 32)),
+            Piece(attn + "k_proj.bias", (8, 16)),
+            Piece(attn + "v_proj.bias", (8, 16)),
+        ),
+    )
+    # Row-parallel: whole on every rank.
+    dense = named(plans, "transformer.layers.0.attention.dense.bias")
+    assert (dense.shape, dense.pieces) == ((32,), (Piece(attn + "o_proj.bias", (0, 32)),))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "rows"),
+    [
+        (2, 1, [(0, 16)]),
+        (2, 2, [(0, 8), (8, 16)]),
+        (2, 4, [(0, 8), (0, 8), (8, 16), (8, 16)]),  # each head serves two ranks in a row
+        (1, 4, [(0, 8)] * 4),
+        (4, 2, [(0, 16), (16, 32)]),
+    ],
+)
+def test_key_value_heads_of_each_rank(heads: int, tp: int, rows: list[tuple[int, int]]) -> None:
+    source = model(num_key_value_heads=heads)
+    assert [kv_head_rows(source, tp, rank) for rank in range(tp)] == rows
+
+
+def test_repeated_key_value_heads_widen_qkv() -> None:
+    qkv = named(plan(model(), tp=4, tp_rank=2), "transformer.layers.0.attention.qkv.weight")
+    assert qkv.shape == (8 + 8 + 8, 32)
+    assert [piece.rows for piece in qkv.pieces] == [(16, 24), (8, 16), (8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows"),
+    [
+        (12, 4, [(0, 3, 0), (3, 6, 0), (6, 9, 0), (9, 12, 0)]),
+        (11, 4, [(0, 3, 0), (3, 6, 0), (6, 9, 0), (9, 11, 1)]),
+        (5, 4, [(0, 2, 0), (2, 4, 0), (4, 5, 1), (5, 5, 2)]),  # the last rank holds padding only
+    ],
+)
+def test_the_head_is_cut_by_rows_and_padded(vocab: int, tp: int, rows: list[tuple[int, int, int]]) -> None:
+    heads = [named(plan(model(vocab_size=vocab), tp=tp, tp_rank=rank), "lm_head.weight") for rank in range(tp)]
+    assert [(*head.pieces[0].rows, head.pad_rows) for head in heads] == rows
+    assert {head.shape for head in heads} == {(-(-vocab // tp), 32)}
+
+
+def test_a_parallel_embedding_is_cut_by_rows_or_by_columns() -> None:
+    name = "transformer.vocab_embedding.weight"
+    rows = named(plan(model(), tp=2, tp_rank=1, embedding=EmbeddingSharding.VOCABULARY), name)
+    assert rows == TensorPlan(name, (6, 32), (Piece("model.embed_tokens.weight", (6, 11)),), pad_rows=1)
+    columns = named(plan(model(), tp=2, tp_rank=1, embedding=EmbeddingSharding.HIDDEN), name)
+    assert columns == TensorPlan(name, (11, 16), (Piece("model.embed_tokens.weight", (0, 11), (16, 32)),))
+
+
+def test_a_tied_head_is_taken_from_the_embedding() -> None:
+    head = named(plan(model(tie_word_embeddings=True)), "lm_head.weight")
+    assert head.pieces == (Piece("model.embed_tokens.weight", (0, 11)),)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "stages"),
+    [
+        (3, 1, [[0, 1, 2]]),
+        (3, 2, [[0, 1], [2]]),  # the remainder goes to the first stages
+        (7, 3, [[0, 1, 2], [3, 4], [5, 6]]),
+        (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (4, 4, [[0], [1], [2], [3]]),
+    ],
+)
+def test_layers_of_each_pipeline_stage_are_numbered_from_0(layers: int, pp: int, stages: list[list[int]]) -> None:
+    source = model(num_hidden_layers=layers)
+    for pp_rank, stage in enumerate(stages):
+        names = {tensor.name: tensor for tensor in plan(source, pp=pp, pp_rank=pp_rank)}
+        taken = [
+            names[f"transformer.layers.{local}.mlp.fc.weight"].pieces[0].source.split(".")[2]
+            for local in range(len(stage))
+        ]
+        assert taken == [str(layer) for layer in stage]
+        assert f"transformer.layers.{len(stage)}.mlp.fc.weight" not in names
+        assert ("transformer.vocab_embedding.weight" in names) == (pp_rank == 0)
+        assert ("transformer.ln_f.weight" in names) == ("lm_head.weight" in names) == (pp_rank == pp - 1)
+
+
+def test_ranks_count_tensor_parallel_first() -> None:
+    mapping = Mapping(tp_size=2, pp_size=3)
+    assert [mapping.rank(tp_rank=tp, pp_rank=pp) for pp in range(3) for tp in range(2)] == [0, 1, 2, 3, 4, 5]
+    assert rank_file(Path("checkpoint"), 5) == Path("checkpoint/rank5.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "pp", "line"),
+    [
+        ({}, 3, 1, "tp_size 3 does not divide the 4 attention heads"),
+        ({}, 8, 1, "tp_size 8 does not divide the 4 attention heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, 1, "tp_size 4 neither divides nor is a multiple of"),
+        ({"intermediate_size": 50}, 4, 1, "tp_size 4 does not divide intermediate_size 50"),
+        ({}, 1, 4, "pp_size 4 exceeds the 3 layers"),
+    ],
+)
+def test_impossible_mappings(overrides: dict[str, Any], tp: int, pp: int, line: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_mapping(model(**overrides), Mapping(tp_size=tp, pp_size=pp))
+    assert error.value.exit_code == 2
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 3), (4, 3)])
+def test_possible_mappings(tp: int, pp: int) -> None:
+    check_mapping(model(), Mapping(tp_size=tp, pp_size=pp))
+
+
+def test_a_mapping_of_nothing() -> None:
+    with pytest.raises(UsageError, match="must both be at least 1"):
+        Mapping(tp_size=0)
+
+
+def test_what_the_source_must_hold() -> None:
+    layer = "model.layers.0."
+    assert source_shapes(model(num_hidden_layers=1, attn_bias=True, head_size=16)) == {
+        "model.embed_tokens.weight": (11, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (11, 32),
+        layer + "input_layernorm.weight": (32,),
+        layer + "post_attention_layernorm.weight": (32,),
+        layer + "self_attn.q_proj.weight": (64, 32),
+        layer + "self_attn.q_proj.bias": (64,),
+        layer + "self_attn.k_proj.weight": (32, 32),
+        layer + "self_attn.k_proj.bias": (32,),
+        layer + "self_attn.v_proj.weight": (32, 32),
+        layer + "self_attn.v_proj.bias": (32,),
+        layer + "self_attn.o_proj.weight": (32, 64),
+        layer + "self_attn.o_proj.bias": (32,),
+        layer + "mlp.gate_proj.weight": (48, 32),
+        layer + "mlp.up_proj.weight": (48, 32),
+        layer + "mlp.down_proj.weight": (32, 48),
+    }
+    assert "lm_head.weight" not in source_shapes(model(tie_word_embeddings=True))
+
+
+# --- config.json ---
+
+RAW = config_json(MODEL, DataType.BFLOAT16, Mapping(tp_size=2))
+
+
+def test_what_is_written_is_read_back() -> None:
+    scaled = model(rotary_scaling={"rope_type": "linear", "factor": 2.0}, attn_bias=True)
+    raw = config_json(scaled, DataType.FLOAT16, Mapping(tp_size=2, pp_size=3), embedding=EmbeddingSharding.VOCABULARY)
+    assert parse_config(raw, "config.json") == CheckpointConfig(
+        architecture="LlamaForCausalLM",
+        dtype=DataType.FLOAT16,
+        vocab_size=11,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_size=8,
+        norm_epsilon=1e-5,
+        max_position_embeddings=256,
+        rotary_base=10000.0,
+        rotary_scaling={"rope_type": "linear", "factor": 2.0},
+        attn_bias=True,
+        mapping=Mapping(tp_size=2, pp_size=3),
+        embedding=EmbeddingSharding.VOCABULARY,
+    )
+
+
+def test_absent_keys_have_the_loaders_defaults() -> None:
+    needed = ("architecture", "dtype", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+              "num_attention_heads", "max_position_embeddings", "position_embedding_type")  # fmt: skip
+    read = parse_config({key: RAW[key] for key in needed}, "config.json")
+    assert (read.num_key_value_heads, read.head_size, read.norm_epsilon, read.rotary_base) == (4, 8, 1e-5, 10000.0)
+    assert (read.rotary_scaling, read.attn_bias, read.mapping) == (None, False, Mapping())
+    assert read.embedding is EmbeddingSharding.NONE
+
+
+def test_keys_of_other_producers_are_no_trouble() -> None:
+    raw = {**RAW, "producer": {"name": "modelopt"}, "mapping": {**RAW["mapping"], "gpus_per_node": 8}, "rotary_base": 5}
+    assert parse_config(raw, "config.json").rotary_base == 5.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ({"vocab_size": None}, "lacks vocab_size; convert the model again"),
+        ({"dtype": None}, "lacks dtype"),
+        ({"position_embedding_type": None}, "lacks position_embedding_type"),
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is not rope_gpt_neox"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', Llama's is silu"),
+        ({"dtype": "float8"}, "dtype 'float8' is none of bfloat16, float16, float32"),
+        ({"dtype": 16}, "dtype is 16, not a string"),
+        ({"hidden_size": "32"}, "hidden_size is '32', not a whole number"),
+        ({"hidden_size": 32.5}, "hidden_size is 32.5, not a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, not a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, not a positive number"),
+        ({"head_size": -8}, "head_size is -8, not a positive number"),
+        ({"norm_epsilon": "small"}, "norm_epsilon is 'small', not a number"),
+        ({"attn_bias": "false"}, "attn_bias is 'false', not true or false"),
+        ({"rotary_scaling": "llama3"}, "rotary_scaling is 'llama3', not an object"),
+        ({"mapping": [2, 1]}, r"mapping is \[2, 1\], not an object"),
+        ({"mapping": {"tp_size": 0}}, "tp_size is 0, not a positive number"),
+        ({"mapping": {"pp_size": "two"}}, "pp_size is 'two', not a whole number"),
+        ({"quantization": "FP8"}, "quantization is 'FP8', not an object"),
+        (
+            {"quantization": {"quant_algo": "W4A16_GPTQ"}},
+            "is quantized with W4A16_GPTQ: the algorithms read here are FP8, ",
+        ),
+        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "KV cache is quantized with NVFP4: FP8 and INT8 are read"),
+        ({"quantization": {"has_zero_point": True}}, "has_zero_point is set"),
+        ({"quantization": {"group_size": 0}}, "group_size is 0, not a positive number"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": "lm_head"}}, "exclude_modules is not a list"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": []}}, "exclude_modules does not name lm_head"),
+        ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*.mlp.fc"]}}, "mixed precision"),
+    ],
+)
+def test_a_config_that_is_not_ours_to_read(overrides: dict[str, Any], why: str) -> None:
+    with pytest.raises(CheckpointError, match=why) as error:
+        parse_config({**RAW, **overrides}, "engine/config.json")
+    assert error.value.exit_code == 3
+    assert "engine/config.json" in str(error.value)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cannot be read: No such file") as error:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)

@@ -1,0 +1,65 @@
+"""What weights take on a GPU: to the byte of the files that are written, and refused when they are too many."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.factories import hf_folder
+from trtpipe.configs.facts import find_gpu
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.checkpoint.memory import check_fit, rank_bytes
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf.folder import ModelConfig, read_model_config
+from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
+
+BF16 = DataType.BFLOAT16
+LLAMA_70B: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_size": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> ModelConfig:
+    return dataclasses.replace(read_model_config(hf_folder(tmp_path / "tiny")), **LLAMA_70B)
+
+
+@pytest.mark.parametrize("mapping", [Mapping(), Mapping(tp_size=2), Mapping(tp_size=2, pp_size=2)])
+def test_as_many_bytes_as_the_largest_rank_file_holds(tmp_path: Path, mapping: Mapping) -> None:
+    source = hf_folder(tmp_path / "hf", num_hidden_layers=3)
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", dtype=BF16, mapping=mapping)
+    files = [read_header(path).tensors.values() for path in (tmp_path / "out").glob("rank*.safetensors")]
+    largest = max(sum(entry.nbytes for entry in entries) for entries in files)
+    assert rank_bytes(read_model_config(source), BF16, mapping, UNQUANTIZED) == largest
+
+
+def test_llama_3_70b(llama_70b: ModelConfig) -> None:
+    # 70,553,706,496 parameters, two bytes each.
+    assert rank_bytes(llama_70b, BF16, Mapping(), UNQUANTIZED) == 141_107_412_992
+    fp8 = rank_bytes(llama_70b, BF16, Mapping(), Quantization(quant_algo=QuantAlgo.FP8))
+    int8 = rank_bytes(llama_70b, BF16, Mapping(), Quantization(quant_algo=QuantAlgo.W8A16))
+    assert fp8 == pytest.approx(72_656_000_000, rel=1e-3)
+    assert int8 == pytest.approx(fp8, rel=1e-3), "a byte a weight, although its checkpoint has two"
+
+
+def test_a_model_that_cannot_fit_names_the_ranks_that_would_do(llama_70b: ModelConfig) -> None:
+    h100, h200 = find_gpu("h100"), find_gpu("h200")
+    check_fit(llama_70b, BF16, Mapping(tp_size=2), UNQUANTIZED, h100)
+    check_fit(llama_70b, BF16, Mapping(), UNQUANTIZED, h200)
+    check_fit(llama_70b, BF16, Mapping(), UNQUANTIZED, find_gpu("cpu"))
+    with pytest.raises(UsageError) as error:
+        check_fit(llama_70b, BF16, Mapping(), UNQUANTIZED, h100)
+    assert str(error.value) == (
+        "the weights of a rank take 131.4 GiB, and h100 (SM90) has 80: nothing would be left for activations and the "
+        "KV cache; use --tp 2 or more, or a smaller --dtype"
+    )
+    small = dataclasses.replace(h100, memory_gib=1.0)
+    with pytest.raises(UsageError, match="use a smaller --dtype, or a larger GPU"):
+        check_fit(llama_70b, BF16, Mapping(), UNQUANTIZED, small)

@@ -1,0 +1,132 @@
+"""A checkpoint equals its source or says where not, and gives the source back."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.factories import hf_folder, read_tensors
+from tests.support.strategies import models
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.checkpoint.layout import CheckpointError, EmbeddingSharding, check_mapping, rank_file
+from trtpipe.engines.checkpoint.restore import differences, restore
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.safetensors_file import read_header
+
+
+def checkpoint(
+    source: Path, out: Path, *, tp: int = 1, pp: int = 1, dtype: DataType | None = None, **rest: Any
+) -> Path:
+    out.mkdir()
+    convert(source, out, dtype=dtype, mapping=Mapping(tp_size=tp, pp_size=pp), **rest)
+    return out
+
+
+def change(path: Path, tensor: str, element: int = 0) -> None:
+    """Flip one bit of a tensor in a file."""
+    entry = read_header(path).tensors[tensor]
+    with path.open("r+b") as file:
+        file.seek(entry.offset + element * entry.nbytes // int(np.prod(entry.shape)))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+@given(case=models(), tied=st.booleans(), embedding=st.sampled_from(EmbeddingSharding))
+@settings(max_examples=40, deadline=None)
+def test_there_and_back_again(case: tuple[dict[str, Any], int, int], tied: bool, embedding: EmbeddingSharding) -> None:
+    overrides, tp, pp = case
+    if embedding is EmbeddingSharding.HIDDEN:
+        overrides["hidden_size"] *= tp
+    with tempfile.TemporaryDirectory() as scratch:
+        source = hf_folder(Path(scratch, "hf"), tokenizer=False, tie_word_embeddings=tied, **overrides)
+        check_mapping(read_model_config(source), Mapping(tp_size=tp, pp_size=pp), embedding)
+        made = checkpoint(source, Path(scratch, "out"), tp=tp, pp=pp, embedding=embedding)
+        assert differences(made, source) == []
+        back = Path(scratch, "back")
+        back.mkdir()
+        restore(made, back)
+        found, wanted = read_tensors(back / "model.safetensors"), read_tensors(source / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
+        assert read_model_config(back) == read_model_config(source)
+
+
+def test_a_cast_checkpoint_equals_its_source_after_the_same_cast(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", dtype="F32", shards=3)
+    assert differences(checkpoint(source, tmp_path / "out", tp=2, dtype=DataType.BFLOAT16), source) == []
+
+
+def test_one_bit_is_found_and_named(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    made = checkpoint(source, tmp_path / "out", tp=2, pp=2)
+    change(rank_file(made, 3), "transformer.layers.0.mlp.proj.weight", 100)
+    assert differences(made, source) == [
+        "tensor 'transformer.layers.0.mlp.proj.weight' in rank3.safetensors: differs from "
+        "'model.layers.1.mlp.down_proj.weight' of the source"
+    ]
+
+
+def test_padding_that_is_not_zero_is_found(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", vocab_size=301)
+    made = checkpoint(source, tmp_path / "out", tp=2)
+    change(rank_file(made, 1), "lm_head.weight", 150 * 32)
+    assert differences(made, source) == ["tensor 'lm_head.weight' in rank1.safetensors: its padding is not zero"]
+
+
+def test_a_lost_rotary_setting_is_found(tmp_path: Path) -> None:
+    """What upstream's converter does to a config it does not understand."""
+    source = hf_folder(tmp_path / "hf", rope_theta=500000.0)
+    made = checkpoint(source, tmp_path / "out")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "rotary_base": 10000.0}))
+    assert differences(made, source) == ["config.json: rotary_base is 10000.0, the source has 500000.0"]
+
+
+def test_swapped_gate_and_up_are_found(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", num_hidden_layers=1)
+    made = checkpoint(source, tmp_path / "out")
+    path = rank_file(made, 0)
+    data = path.read_bytes().replace(b".mlp.fc.", b".mlp.XX.").replace(b".mlp.gate.", b".mlp.fc.")
+    path.write_bytes(data.replace(b".mlp.XX.", b".mlp.gate."))
+    assert [line.split(":")[0] for line in differences(made, source)] == [
+        "tensor 'transformer.layers.0.mlp.fc.weight' in rank0.safetensors",
+        "tensor 'transformer.layers.0.mlp.gate.weight' in rank0.safetensors",
+    ]
+
+
+def test_ranks_that_disagree_give_no_folder(tmp_path: Path) -> None:
+    made = checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "out", tp=2)
+    change(rank_file(made, 1), "transformer.ln_f.weight")
+    (tmp_path / "back").mkdir()
+    with pytest.raises(CheckpointError, match=r"the ranks of .* disagree: tensor 'transformer\.ln_f\.weight' in rank"):
+        restore(made, tmp_path / "back")
+
+
+def test_an_architecture_that_no_folder_is_written_for_is_named(tmp_path: Path) -> None:
+    made = checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "out")
+    config = (made / "config.json").read_text()
+    (made / "config.json").write_text(config.replace('"LlamaForCausalLM"', '"MlamaForCausalLM"'))
+    (tmp_path / "back").mkdir()
+    with pytest.raises(
+        CheckpointError, match="of the architecture 'MlamaForCausalLM'; did you mean 'LlamaForCausalLM'"
+    ):
+        restore(made, tmp_path / "back")
+
+
+def test_another_model_s_folder_is_refused_by_name(tmp_path: Path) -> None:
+    made = checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "out")
+    other = hf_folder(tmp_path / "other", seed=1, num_hidden_layers=3)
+    found = differences(made, other)
+    assert found[0] == "config.json: num_hidden_layers is 2, the source has 3"
+    with pytest.raises(InputDataError):
+        differences(made, tmp_path / "absent")

@@ -1,0 +1,117 @@
+"""Our two formats beside ModelOpt's own exporters, tensor by tensor, from one calibration of a tiny Llama."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize.worker import work
+
+mtq = pytest.importorskip("modelopt.torch.quantization")
+
+# ModelOpt, and torch under it, warn of many things that are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLES = np.random.default_rng(0).integers(0, 128, (6, 32), dtype=np.int32)
+CASES = {
+    "fp8": ("FP8_DEFAULT_CFG", Quantization(quant_algo=QuantAlgo.FP8)),
+    "fp8-kv": (
+        "FP8_DEFAULT_CFG",
+        Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8),
+    ),
+    "fp8-pc-pt": ("FP8_PER_CHANNEL_PER_TOKEN_CFG", Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)),
+    "int8-sq": ("INT8_SMOOTHQUANT_CFG", Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL)),
+    "int8-wo": ("INT8_WEIGHT_ONLY_CFG", Quantization(quant_algo=QuantAlgo.W8A16)),
+    "int4-awq": ("INT4_AWQ_CFG", Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=64)),
+    "w4a8-awq": ("W4A8_AWQ_BETA_CFG", Quantization(quant_algo=QuantAlgo.W4A8_AWQ, group_size=64)),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=64, rope_theta=10000.0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for layer in model.model.layers:
+        # Random weights give activations without outliers, which no calibration would tell apart.
+        layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, 128).bfloat16()
+        layer.post_attention_layernorm.weight.data *= torch.linspace(3, 0.1, 128).bfloat16()
+    model.save_pretrained(folder)
+    return folder
+
+
+def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
+    """Quantize with our worker in this process; all tensors of a one-rank checkpoint or a unified folder."""
+    modelopt, quantization = CASES[case]
+    out.mkdir(parents=True)
+    np.save(out.parent / f"{out.name}.npy", SAMPLES)
+    spec = {
+        "source": str(llama), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
+        "quantization": {
+            "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
+            "group_size": quantization.group_size,
+        },
+        "modelopt": modelopt, "samples": str(out.parent / f"{out.name}.npy"), "batch_tokens": 10000,
+        "scratch": str(out.parent), "hidden_bytes": 1 << 30, "mapping": {"tp_size": 1, "pp_size": 1},
+        "embedding": "none", "toolchain": None, "scales_in": None, "scales_out": None, **options,
+    }  # fmt: skip
+    work(spec, lambda done, total: None)
+    return load_file(out / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """(case, folder with `trtllm` and `hf` written by ModelOpt), calibrated with the whole model in memory."""
+    from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
+    from transformers import LlamaForCausalLM
+
+    name, quantization = CASES[request.param]
+    model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    recipe = copy.deepcopy(getattr(mtq, name))
+    for entry in recipe["quant_cfg"]:
+        cfg = entry.get("cfg")
+        for part in cfg if isinstance(cfg, list) else [cfg]:
+            if part and "block_sizes" in part and quantization.packed:
+                part["block_sizes"][-1] = quantization.group_size
+    if quantization.kv_cache_quant_algo:
+        recipe["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+    mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
+    out = tmp_path_factory.mktemp("modelopt")
+    export_tensorrt_llm_checkpoint(
+        copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
+    )
+    export_hf_checkpoint(model, torch.bfloat16, export_dir=str(out / "hf"))
+    return request.param, out
+
+
+# ModelOpt's TensorRT-LLM form of int8-wo is one that TensorRT-LLM cannot load: ours is another, on purpose.
+@pytest.mark.parametrize(
+    ("theirs", "form"),
+    [(case, form) for case in CASES for form in ("trtllm", "hf") if (case, form) != ("int8-wo", "trtllm")],
+    indirect=["theirs"],
+    scope="module",
+)
+def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_path: Path, form: str) -> None:
+    case, folder = theirs
+    expected = load_file(folder / form / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
+    got = ours(llama, tmp_path / form, case, form)
+    assert sorted(got) == sorted(expected)
+    for name, tensor in got.items():
+        wanted = expected[name]
+        assert (name, tensor.dtype, tensor.shape) == (name, wanted.dtype, wanted.shape)
+        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)) if tensor.dim() else tensor == wanted, (
+            name
+        )

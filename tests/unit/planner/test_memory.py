@@ -1,0 +1,114 @@
+"""Memory by hand and by published numbers: weights and KV cache to the byte, and what fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.pipeline.planner.efficiency import load_efficiency
+from trtpipe.pipeline.planner.memory import Limits, Memory, memory, smallest_tp
+
+BF16 = DataType.BFLOAT16
+FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
+LIMITS = Limits(max_batch_size=64, max_num_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "sixteen", "eight"),
+    [
+        ("llama2-7b", 524_288, 262_144),
+        ("llama3-8b", 131_072, 65_536),
+        ("llama3.2-1b", 32_768, 16_384),
+        ("llama3.2-3b", 114_688, 57_344),
+        ("llama3.1-70b", 327_680, 163_840),
+    ],
+)
+def test_a_token_of_kv_cache(name: str, sixteen: int, eight: int) -> None:
+    model = find_shape(name)[1]
+    assert kv_token_bytes(model, BF16, Mapping(), UNQUANTIZED) == sixteen
+    assert kv_token_bytes(model, BF16, Mapping(), FP8) == eight
+    assert kv_token_bytes(model, BF16, Mapping(pp_size=2), UNQUANTIZED) == sixteen // 2
+
+
+def test_kv_heads_are_copied_beyond_one_a_rank() -> None:
+    model = find_shape("llama3.1-70b")[1]
+    found = [kv_token_bytes(model, BF16, Mapping(tp_size=tp), UNQUANTIZED) for tp in (1, 2, 4, 8, 16)]
+    assert found == [327_680, 163_840, 81_920, 40_960, 40_960]
+
+
+def test_the_often_quoted_cache_of_llama2_70b_is_that_of_a_model_without_grouped_queries() -> None:
+    grouped = find_shape("llama2-70b")[1]
+    every = dataclasses.replace(grouped, num_key_value_heads=grouped.num_attention_heads)
+    quoted = 2 * 80 * 8192 * 4096 * 8 * 2  # keys and values, layers, hidden, tokens, requests, bytes
+    assert kv_token_bytes(every, BF16, Mapping(), UNQUANTIZED) * 4096 * 8 == quoted == 85_899_345_920
+    assert kv_token_bytes(grouped, BF16, Mapping(), UNQUANTIZED) * 4096 * 8 == quoted // 8
+
+
+def test_weights_are_the_parameters() -> None:
+    # 8,030,261,248 parameters, as Hugging Face counts Llama 3 8B.
+    model = find_shape("llama3-8b")[1]
+    assert rank_bytes(model, BF16, Mapping(), UNQUANTIZED) == 2 * 8_030_261_248
+
+
+def test_what_is_left_is_the_pool() -> None:
+    model, gpu, how = find_shape("llama3-8b")[1], find_gpu("h100"), load_efficiency()
+    found = memory(model, BF16, Mapping(), UNQUANTIZED, gpu, LIMITS, how)
+    assert found.total == 81559 * 2**20
+    assert found.weights == 2 * 8_030_261_248
+    assert found.buffers == 64 * 128_256 * 4
+    assert found.free == found.total - found.runtime - found.weights - found.activations - found.buffers
+    block = 131_072 * 32
+    assert found.kv_pool == int(0.9 * found.free) // block * block
+    assert found.kv_blocks == found.kv_pool // block
+    assert found.kv_tokens == found.kv_blocks * 32
+
+
+def test_batches_and_contexts_come_in_whole_blocks() -> None:
+    found = Memory(
+        total=0, runtime=0, weights=0, activations=0, buffers=0, kv_pool=100 * 32 * 7, kv_token=7, tokens_per_block=32
+    )
+    assert found.kv_blocks == 100
+    assert [found.batch(context) for context in (1, 32, 33, 3200, 3201)] == [100, 100, 50, 1, 0]
+    assert [found.context(batch) for batch in (1, 3, 100)] == [3200, 33 * 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "gpu", "tp"),
+    [
+        ("llama3-8b", UNQUANTIZED, "l4", 1),
+        ("llama3.1-70b", UNQUANTIZED, "h100", 2),
+        ("llama3.1-70b", FP8, "h100", 1),
+        ("llama3.1-70b", UNQUANTIZED, "l4", 8),
+    ],
+)
+def test_the_fewest_gpus(name: str, quantization: Quantization, gpu: str, tp: int) -> None:
+    model = find_shape(name)[1]
+    found = smallest_tp(model, BF16, quantization, find_gpu(gpu), LIMITS, load_efficiency(), 2048)
+    assert found == tp
+    far = 10**8
+    assert smallest_tp(model, BF16, quantization, find_gpu(gpu), LIMITS, load_efficiency(), far) is None
+
+
+def test_a_mapping_that_cannot_be_and_a_gpu_without_memory() -> None:
+    model, how = find_shape("llama3-8b")[1], load_efficiency()
+    with pytest.raises(UsageError, match="the memory of cpu is not known"):
+        memory(model, BF16, Mapping(), UNQUANTIZED, find_gpu("cpu"), LIMITS, how)
+    with pytest.raises(UsageError):
+        memory(model, BF16, Mapping(tp_size=3), UNQUANTIZED, find_gpu("h100"), LIMITS, how)
+
+
+def test_what_a_real_engine_said_of_its_pool() -> None:
+    """Llama 2 7B with SmoothQuant on an A100 of 80 GB: "Allocate 69524783104 bytes for k/v cache", "Using 132608 tokens
+    in paged KV cache" (TensorRT-LLM 0.8, github.com/NVIDIA/TensorRT-LLM issue 1400).
+    """
+    model, int8 = find_shape("llama2-7b")[1], Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL)
+    assert kv_token_bytes(model, DataType.FLOAT16, Mapping(), int8) * 132_608 == 69_524_783_104
+    limits = Limits(max_batch_size=1, max_num_tokens=4096, tokens_per_block=128)
+    found = memory(model, DataType.FLOAT16, Mapping(), int8, find_gpu("a100"), limits, load_efficiency())
+    assert found.kv_tokens == pytest.approx(132_608, rel=0.02)

@@ -1,0 +1,88 @@
+"""Where credentials of registries of images come from, and which hosts may have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.registry.docker_config import credentials
+from trtpipe.pipeline.registry.sites import may_have_credentials
+
+
+@pytest.mark.parametrize(
+    ("registry", "others", "strangers"),
+    [
+        ("registry-1.docker.io", ["auth.docker.io", "docker.io", "AUTH.DOCKER.IO."], ["docker.io.x", "evil.io"]),
+        ("registry.gitlab.com", ["gitlab.com", "registry.gitlab.com"], ["gitlab.com.evil.example", "notgitlab.com"]),
+        ("registry.digitalocean.com", ["api.digitalocean.com"], ["com", "evil.com"]),
+        ("registry.eu.team.example", ["auth.eu.team.example"], ["team.example", "auth.us.team.example"]),
+        ("ghcr.io", ["ghcr.io", "auth.ghcr.io"], ["io", "quay.io", "evilghcr.io"]),
+        ("victim.azurecr.io", ["victim.azurecr.io"], ["evil.azurecr.io", "azurecr.io"]),
+        ("1.dkr.ecr.us-east-1.amazonaws.com", [], ["2.dkr.ecr.us-east-1.amazonaws.com", "evil.s3.amazonaws.com"]),
+        ("victim.github.io", [], ["evil.github.io"]),
+        ("shop.co.uk", ["registry.shop.co.uk"], ["evil.co.uk", "co.uk"]),
+        ("registry.shop.co.uk", ["shop.co.uk", "auth.shop.co.uk"], ["evil.co.uk"]),
+        ("10.0.0.5", ["10.0.0.5"], ["11.0.0.5", "10.0.0.6", "0.0.5"]),
+        ("[::1]", ["[::1]"], ["[::2]"]),
+        ("localhost", ["localhost", "named.example"], ["evil", "example", "other.named.example"]),
+    ],
+)  # fmt: skip
+def test_which_hosts_are_of_one_site(
+    registry: str, others: list[str], strangers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTPIPE_AUTH_HOSTS", "first.example, named.example")
+    assert [host for host in others if not may_have_credentials(host, registry)] == []
+    assert [host for host in strangers if may_have_credentials(host, registry)] == []
+    monkeypatch.delenv("TRTPIPE_AUTH_HOSTS")
+    assert not may_have_credentials("", registry)
+
+
+def helper(folder: Path, name: str, script: str) -> None:
+    path = folder / f"docker-credential-{name}"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.process
+def test_where_credentials_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docker").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    file = tmp_path / "docker" / "config.json"
+    assert credentials("registry.example") is None
+    auths: dict[str, Any] = {
+        "one.example": {"auth": "b25l"}, "https://two.example/v1/": {"auth": "dHdv"}, "asked.example": {},
+        "three.example:5000": {"auth": "dGhyZWU="}, "localhost:5000": {"auth": "aGVyZQ=="},
+        "https://index.docker.io/v1/": {"auth": "aHVi"},
+    }  # fmt: skip
+    helpers = {"asked.example": "works", "broken.example": "broken", "absent.example": "absent"}
+    file.write_text(json.dumps({"auths": auths, "credHelpers": helpers, "credsStore": "store"}))
+    helper(tmp_path, "works", 'cat >"$0.asked"; echo \'{"Username": "ali", "Secret": "open sesame"}\'')
+    helper(tmp_path, "broken", "echo '[]'")
+    helper(tmp_path, "store", "cat >/dev/null; exit 1")
+    assert [credentials(host) for host in ("one.example", "two.example", "three.example:5000", "three.example")] == [
+        "b25l", "dHdv", "dGhyZWU=", None,
+    ]  # fmt: skip
+    assert [credentials(host) for host in ("127.0.0.1:5000", "registry-1.docker.io")] == ["aGVyZQ==", "aHVi"]
+    assert credentials("asked.example") == "YWxpOm9wZW4gc2VzYW1l"
+    assert (tmp_path / "docker-credential-works.asked").read_text() == "asked.example"
+    assert [credentials(host) for host in ("broken.example", "absent.example", "other.example")] == [None] * 3
+    for text, why in (
+        ("[", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"auths": []}', None),
+        ('{"auths": 7}', "`auths` in"),
+    ):
+        file.write_text(text)
+        if why is None:
+            assert credentials("one.example") is None
+            continue
+        with pytest.raises(InputDataError, match=why):
+            credentials("one.example")
+    file.write_text('{"auths": {"one.example": {"auth": "a\\r\\nb"}}}')
+    with pytest.raises(InputDataError, match="no base64"):
+        credentials("one.example")

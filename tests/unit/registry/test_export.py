@@ -1,0 +1,179 @@
+"""A target that travels: packed where its checkpoint was made, verified file by file, and finished elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import Recorder, plan
+from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
+from trtpipe.pipeline.execution.hardware import GpuAbsent
+from trtpipe.pipeline.registry import export as bundle
+from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.store.store import Store
+
+Edit = Callable[[dict[str, bytes]], None]
+
+
+@pytest.fixture
+def made(in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, Store]:
+    """A target for a GPU that this machine lacks, as far as it can be built here."""
+    monkeypatch.setenv("PATH", "")
+    model = hf_folder(in_folder / "tiny")
+    made = plan(model, gpu="h100", dtype="bf16")
+    store = Store(tmp_path / "home")
+    with pytest.raises(GpuAbsent):
+        execute(made, store, Recorder())
+    return made, store
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+
+
+def rewritten(path: Path, edit: Edit) -> Path:
+    """The export with other content."""
+    content = members(path)
+    edit(content)
+    out = path.with_name("edited.tar")
+    with tarfile.open(out, "w") as tar:
+        for name, data in content.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out
+
+
+def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
+    path = bundle.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
+    content = members(path)
+    assert list(content) == [
+        "trtpipe.json", "tokenizer/generation_config.json", "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json", "checkpoint/config.json", "checkpoint/rank0.safetensors",
+    ]  # fmt: skip
+    index = json.loads(content["trtpipe.json"])
+    assert (index["format"], index["target"]) == (1, "tiny.h100.bf16")
+    draft = index["passport"]
+    facts = ("runtime", "gpu", "sm", "sms", "toolchain", "tp_size", "dtype", "made", "accuracy")
+    assert [draft[name] for name in facts] == ["tensorrt_llm", "h100", 90, [90], "1.2.1", 1, "bfloat16", {}, None]
+    assert draft["rank_bytes"] == len(content["checkpoint/rank0.safetensors"])
+    assert str(tmp_path) not in content["trtpipe.json"].decode().replace(index["model"]["source"]["path"], "")
+    # The same target packs to the same bytes.
+    assert bundle.pack("tiny.h100.bf16", made[1], tmp_path / "again.tar").read_bytes() == path.read_bytes()
+
+
+def test_it_is_finished_where_neither_model_nor_store_is(
+    made: tuple[Plan, Store], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, store = made
+    path = bundle.pack(first.target, store, tmp_path / "out.tar")
+    checkpoint = RunFolder.of(first.target).linked("checkpoint")
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    shutil.rmtree(in_folder / "tiny")
+    shutil.rmtree(in_folder / "runs")
+    shutil.rmtree(store.home)
+
+    elsewhere = Store(tmp_path / "elsewhere")
+    arrived = bundle.unpack(path, elsewhere)
+    # But for where each value comes from.
+    assert replace(arrived.plan, values=()) == replace(first, values=())
+    assert {file.name: file.read_bytes() for file in arrived.artefacts["checkpoint"].path.iterdir()} == before
+    run = RunFolder.of(first.target)
+    assert run.linked("checkpoint") == arrived.artefacts["checkpoint"].path
+    assert bundle.imported(first.target, elsewhere) == arrived
+    # A second time nothing is written.
+    stamps = {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()}
+    assert bundle.unpack(path, elsewhere).artefacts == arrived.artefacts
+    assert {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()} == stamps
+
+    recorder = Recorder()
+    with pytest.raises(GpuAbsent):
+        execute(arrived.plan, elsewhere, recorder, given=arrived.artefacts)
+    assert [name for name, _ in recorder.started] == ["build"], "nothing before it needs the model"
+
+
+def flip(name: str) -> Edit:
+    def edit(content: dict[str, bytes]) -> None:
+        content[name] = content[name][:-1] + bytes([content[name][-1] ^ 1])
+
+    return edit
+
+
+def index(**changes: Any) -> Edit:
+    def edit(content: dict[str, bytes]) -> None:
+        content["trtpipe.json"] = json.dumps(json.loads(content["trtpipe.json"]) | changes).encode()
+
+    return edit
+
+
+def outside(content: dict[str, bytes]) -> None:
+    raw = json.loads(content["trtpipe.json"])
+    raw["artefacts"]["checkpoint"]["files"][0]["path"] = "../../config.json"
+    content["trtpipe.json"] = json.dumps(raw).encode()
+
+
+def other_record(content: dict[str, bytes]) -> None:
+    raw = json.loads(content["trtpipe.json"])
+    raw["artefacts"]["checkpoint"]["content"] = "0" * 64
+    content["trtpipe.json"] = json.dumps(raw).encode()
+
+
+DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
+    (flip("checkpoint/rank0.safetensors"), InputDataError, "checkpoint/rank0.safetensors is damaged: its digest is"),
+    (flip("tokenizer/tokenizer.json"), InputDataError, "tokenizer/tokenizer.json is damaged"),
+    (lambda content: content.pop("checkpoint/config.json") and None, InputDataError, "lacks checkpoint/config.json"),
+    (lambda content: content.pop("trtpipe.json") and None, InputDataError, "is no export of trtpipe"),
+    (lambda content: content.update({"trtpipe.json": b"{"}), InputDataError, "trtpipe.json is damaged"),
+    (index(format=2), ArtefactRefused, "is of format 2, this trtpipe reads 1; export it again"),
+    (outside, InputDataError, "holds the file name ../../config.json: it leads out of its folder"),
+    (other_record, InputDataError, "the checkpoint is not what its digest says; copy it again"),
+]
+
+
+@pytest.mark.parametrize(("edit", "kind", "message"), DAMAGE)
+def test_damage_is_named_and_nothing_of_it_is_kept(
+    made: tuple[Plan, Store], tmp_path: Path, edit: Edit, kind: type[TrtpipeError], message: str
+) -> None:
+    path = rewritten(bundle.pack(made[0].target, made[1], tmp_path / "out.tar"), edit)
+    elsewhere = Store(tmp_path / "elsewhere")
+    with pytest.raises(kind, match=message) as error:
+        bundle.unpack(path, elsewhere)
+    assert error.value.what.startswith(str(path))
+    if "digest" not in message or "damaged" in message:
+        assert not list(elsewhere.home.glob("artefacts/convert/*"))
+
+
+def test_a_copy_cut_short(made: tuple[Plan, Store], tmp_path: Path) -> None:
+    path = bundle.pack(made[0].target, made[1], tmp_path / "out.tar")
+    whole = path.read_bytes()
+    for size in (0, 100, 600, len(whole) // 2):
+        path.write_bytes(whole[:size])
+        # Also where nothing of it is needed, since all is there.
+        for store in (Store(tmp_path / "elsewhere"), made[1]):
+            with pytest.raises(InputDataError, match="copy it again"):
+                bundle.unpack(path, store)
+
+
+def test_what_is_not_there(made: tuple[Plan, Store], tmp_path: Path) -> None:
+    _, store = made
+    with pytest.raises(UsageError, match=r"there is no target 'other' in \./runs"):
+        bundle.pack("other", store, tmp_path / "out.tar")
+    with pytest.raises(UsageError, match=r"'tiny\.h100\.bf16' is neither an export nor an imported target"):
+        bundle.imported("tiny.h100.bf16", store)
+    with pytest.raises(InputDataError, match="cannot be read: No such file"):
+        bundle.unpack(tmp_path / "none.tar", store)
+    shutil.rmtree(store.home / "artefacts" / "convert")
+    with pytest.raises(InputDataError, match=r"has lost its checkpoint: .* has it no longer; run `trtpipe build`"):
+        bundle.pack("tiny.h100.bf16", store, tmp_path / "out.tar")
+    assert not list(tmp_path.glob("*.tar*"))

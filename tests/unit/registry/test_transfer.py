@@ -1,0 +1,575 @@
+"""A target through real registries: what arrives is what was sent, or nothing that is taken for it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import hub_server, nvidia_smi, registries
+from tests.support.doubles import install_trtllm_build
+from tests.support.factories import hf_folder
+from tests.support.hub_server import Hub
+from tests.unit.test_runner import Recorder, plan
+from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
+from trtpipe.pipeline.registry import oci_upload, parts
+from trtpipe.pipeline.registry import s3 as s3_registry
+from trtpipe.pipeline.registry import transfer as ship
+from trtpipe.pipeline.registry.address import open_registry
+from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.store.gc import find_garbage
+from trtpipe.pipeline.store.store import Store
+
+TARGET = "tiny.cpu.bf16"
+
+
+@pytest.fixture
+def made(in_folder: Path, tmp_path: Path) -> Store:
+    """The store of a whole target of this machine's own."""
+    store = Store(tmp_path / "home")
+    execute(plan(hf_folder(in_folder / "tiny"), gpu="cpu", dtype="bf16"), store, Recorder())
+    return store
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with registries.s3(tmp_path_factory.mktemp("s3")) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="session")
+def oci(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with registries.oci(tmp_path_factory.mktemp("oci")) as address:
+        yield address
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that this process talks to, as one who may do everything."""
+    from huggingface_hub import close_session, constants
+
+    close_session()
+    with hub_server.serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_granted")
+        yield server
+        close_session()
+
+
+@pytest.fixture(params=["folder", "s3", "oci", "hub"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Registry]:
+    """Opens a registry that is empty at first."""
+    name = f"at{abs(hash(request.node.name))}"
+    if request.param == "s3":
+        for key, value in request.getfixturevalue("s3").items():
+            monkeypatch.setenv(key, value)
+        url = f"s3://models/{name}"
+    elif request.param == "oci":
+        url = f"oci://{request.getfixturevalue('oci')}/team/{name}"
+    elif request.param == "hub":
+        request.getfixturevalue("hub")
+        url = f"hf://team/{name}"
+    else:
+        url = str(tmp_path / "shelf")
+    return lambda: open_registry(url)
+
+
+def content(run: Path) -> dict[str, bytes]:
+    """Every file of a run folder's artefacts, by its place there."""
+    out = {}
+    for makes in run.iterdir():
+        if makes.is_dir():
+            out |= {f"{makes.name}/{file.relative_to(makes)}": file.read_bytes() for file in makes.rglob("*.*")}
+    return out
+
+
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Another machine: no runs, an empty store."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return Store(folder / "home")
+
+
+pytestmark = [
+    pytest.mark.loopback,
+    pytest.mark.process,
+    # huggingface_hub's own, of its HTTP client.
+    pytest.mark.filterwarnings("ignore:Use 'content=<:DeprecationWarning"),
+]
+
+
+def test_what_arrives_is_what_was_sent(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(Path("runs") / TARGET)
+    sent = ship.push(TARGET, registry(), made)
+    assert sent.artefacts == ("tokenizer", "engine")
+    assert sent.there == 0
+    assert ship.push(TARGET, registry(), made).moved == 0, "all of it is there"
+    assert registry().targets() == [TARGET]
+
+    store = elsewhere(tmp_path, monkeypatch)
+    got = ship.pull(TARGET, registry(), store)
+    after = content(Path("runs") / TARGET)
+    assert after == {name: data for name, data in before.items() if name.startswith(("tokenizer/", "engine/"))}
+    assert got.moved == sent.moved
+    assert got.arrived is not None
+    execute(got.arrived.plan, store, Recorder(), given=got.arrived.artefacts)
+    repository = {name: data for name, data in before.items() if name.startswith("repository/")}
+    assert {name: data for name, data in content(Path("runs") / TARGET).items() if name in repository} == repository
+    again = ship.pull(TARGET, registry(), store)
+    assert (again.moved, again.artefacts) == (0, got.artefacts)
+    assert not list((store.home / "incoming").iterdir())
+
+
+def test_a_checkpoint_alone(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship.push(TARGET, registry(), made, ("checkpoint", "tokenizer", "engine"))
+    store = elsewhere(tmp_path, monkeypatch)
+    assert ship.pull(TARGET, registry(), store, ("checkpoint",)).artefacts == ("checkpoint",)
+    assert sorted(path.name for path in (Path("runs") / TARGET / "checkpoint").iterdir()) == [
+        "config.json", "rank0.safetensors",
+    ]  # fmt: skip
+    with pytest.raises(UsageError, match=r"has no scales of tiny\.cpu\.bf16; there are: tokenizer, che|checkpoint, t"):
+        ship.pull(TARGET, registry(), store, ("scales",))
+    with pytest.raises(UsageError, match="nothing of a target is called 'repository'"):
+        ship.choose("repository")
+
+
+def test_what_broke_off_goes_on_where_it_was(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship.push(TARGET, registry(), made)
+    store = elsewhere(tmp_path, monkeypatch)
+    weak = registry()
+    asked: list[tuple[str, int]] = []
+    read = type(weak).read
+
+    def breaking(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        asked.append((blob.sha256, start))
+        data = b"".join(read(self, blob, start))
+        yield data[:5000]
+        if len(data) > 5000:
+            raise HostError("the line is cut")
+
+    monkeypatch.setattr(type(weak), "read", breaking)
+    with pytest.raises(HostError, match="the line is cut"):
+        ship.pull(TARGET, weak, store)
+    assert not list(store.home.glob("artefacts/*/[!.]*/manifest.json")) or not (Path("runs") / TARGET).exists()
+    (left,) = [file for file in (store.home / "incoming").rglob("*") if file.is_file()]
+    assert left.stat().st_size == 5000
+    assert [garbage.reason for garbage in find_garbage(store)].count("left by an interrupted pull") == 1
+
+    asked.clear()
+    monkeypatch.setattr(type(weak), "read", read)
+    monkeypatch.setattr(
+        type(weak),
+        "read",
+        lambda self, blob, start=0: (asked.append((blob.sha256, start)), read(self, blob, start))[1],
+    )
+    ship.pull(TARGET, registry(), store)
+    assert min(start for sha256, start in asked if sha256 == left.name) == 5000
+
+
+def test_an_engine_of_another_machine_is_refused_before_its_files(
+    registry: Callable[[], Registry], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as there:
+        nvidia_smi.install(there, tmp_path / "bin", nvidia_smi.H100)
+        install_trtllm_build(tmp_path / "bin")
+        store = Store(tmp_path / "home")
+        execute(plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16"), store, Recorder())
+        ship.push("tiny.h100.bf16", registry(), store)
+    store = elsewhere(tmp_path, monkeypatch)
+    nvidia_smi.install(monkeypatch, tmp_path / "other", nvidia_smi.A100)
+    weak = registry()
+    asked: list[int] = []
+    read = type(weak).read
+    monkeypatch.setattr(
+        type(weak), "read", lambda self, blob, *rest: (asked.append(blob.size), read(self, blob, *rest))[1]
+    )
+    with pytest.raises(ArtefactRefused) as error:
+        ship.pull("tiny.h100.bf16", weak, store)
+    assert error.value.what == "the engine of tiny.h100.bf16 does not run on this machine"
+    assert "it is for h100 (SM90), and this machine has NVIDIA A100-SXM4-80GB (SM80)" in str(error.value)
+    assert "nothing of its 0.0 GB was fetched; pull it where it runs, or with --any-machine" in str(error.value)
+    (passport,) = [
+        file["size"] for file in weak.index("tiny.h100.bf16")["artefacts"]["engine"]["files"]
+        if file["path"] == "passport.json"
+    ]  # fmt: skip
+    assert asked == [passport], "it alone"
+    assert not (Path("runs") / "tiny.h100.bf16").exists()
+    ship.pull("tiny.h100.bf16", registry(), store, any_machine=True)
+    assert (Path("runs") / "tiny.h100.bf16" / "engine" / "rank0.engine").is_file()
+
+
+def test_a_file_that_is_not_what_its_digest_says(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship.push(TARGET, registry(), made)
+    store = elsewhere(tmp_path, monkeypatch)
+    weak = registry()
+    read = type(weak).read
+
+    def flipped(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        data = b"".join(read(self, blob, start))
+        yield bytes([data[0] ^ 1]) + data[1:]
+
+    monkeypatch.setattr(type(weak), "read", flipped)
+    with pytest.raises(InputDataError, match="is damaged: its digest is another; pull again"):
+        ship.pull(TARGET, weak, store)
+    assert not [file for file in store.home.rglob("*") if file.is_file() and file.suffix == ".safetensors"]
+    assert not (Path("runs") / TARGET).exists()
+
+
+def test_looking_for_a_target(made: Store, registry: Callable[[], Registry]) -> None:
+    assert ship.search(registry()) == []
+    ship.push(TARGET, registry(), made)
+    (found,) = ship.search(registry())
+    assert (found.target, found.model, found.passport.gpu) == (TARGET, "tiny", "cpu")
+    assert sorted(found.artefacts) == ["engine", "tokenizer"]
+    assert ship.precision(found.passport) == "bfloat16"
+    assert [len(ship.search(registry(), model=word)) for word in ("TINY", "llama")] == [1, 0]
+    assert [len(ship.search(registry(), gpu=word)) for word in ("cpu", "h100")] == [1, 0]
+    assert [len(ship.search(registry(), dtype=word)) for word in ("bf16", "bfloat16", "fp8")] == [1, 1, 0]
+
+
+def test_a_target_that_is_not_there(made: Store, registry: Callable[[], Registry]) -> None:
+    with pytest.raises(UsageError, match="has no target 'other'; push one with `trtpipe push`"):
+        ship.pull("other", registry(), made)
+    ship.push(TARGET, registry(), made)
+    with pytest.raises(UsageError, match=rf"has no target 'tiny.cpu.bf61'; did you mean '{TARGET}'\?"):
+        ship.pull("tiny.cpu.bf61", registry(), made)
+
+
+def test_a_push_hashes_what_it_sends(made: Store, tmp_path: Path) -> None:
+    engine = RunFolder.of(TARGET).linked("engine") / "config.json"
+    text = bytearray(engine.read_bytes())
+    text[-2] ^= 1
+    stamp = engine.stat().st_mtime_ns
+    engine.write_bytes(text)
+    os.utime(engine, ns=(stamp, stamp))
+    with pytest.raises(InputDataError, match=f"{TARGET} has lost its engine: config.json has changed; run `trtp"):
+        ship.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
+    assert not (tmp_path / "shelf" / "targets").exists()
+
+
+def test_an_upload_to_s3_goes_on_where_it_broke_off(
+    s3: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    part = 5 << 20
+    monkeypatch.setattr(parts, "PART", part)
+    monkeypatch.setattr(s3_registry, "PART", part)
+    monkeypatch.setattr(parts, "AT_ONCE", 1)
+    data = random.Random(7).randbytes(3 * part + 1000)
+    (tmp_path / "file").write_bytes(data)
+    blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
+    sent: list[int] = []
+    weak: Any = open_registry("s3://models/parts")
+    call = weak._system.call_s3
+
+    def breaking(method: str, **named: Any) -> Any:
+        if method == "upload_part":
+            if named["PartNumber"] >= 3:
+                raise OSError("the line is cut")
+            sent.append(named["PartNumber"])
+        return call(method, **named)
+
+    weak._system.call_s3 = breaking
+    with pytest.raises(HostError, match="the line is cut"):
+        weak.put(blob, tmp_path / "file", lambda nbytes: None)
+    assert sent == [1, 2]
+    there: Any = open_registry("s3://models/parts")
+    assert not there.has(blob)
+    call = there._system.call_s3
+    there._system.call_s3 = lambda method, **named: (
+        sent.append(named["PartNumber"]) if method == "upload_part" else None, call(method, **named)
+    )[1]  # fmt: skip
+    moved: list[int] = []
+    there.put(blob, tmp_path / "file", moved.append)
+    assert sent == [1, 2, 3, 4], "what was there is not sent again"
+    assert moved == [part] * 3 + [1000]
+    assert there.has(blob)
+    assert b"".join(there.read(blob)) == data
+    assert b"".join(there.read(blob, 70_000)) == data[70_000:]
+    assert "Uploads" not in call("list_multipart_uploads", Bucket="models")
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["another push", "the same push"])
+def test_an_upload_of_an_image_registry_goes_on_where_it_broke_off(
+    oci: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """A line that breaks once costs a chunk; one that stays broken is for the next push."""
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    chunk = 1 << 20
+    monkeypatch.setattr(oci_upload, "CHUNK", chunk)
+    data = random.Random(lost).randbytes(3 * chunk + 1000)
+    (tmp_path / "file").write_bytes(data)
+    blob = Blob(hashlib.sha256(data).hexdigest(), len(data))
+    sent: list[str] = []
+    broken = [lost or 100]
+
+    def opened() -> Any:
+        registry: Any = open_registry(f"oci://{oci}/team/uploads{lost}")
+        ask = registry._client.request
+
+        def breaking(method: str, url: str, **rest: Any) -> Any:
+            if method == "PATCH":
+                place = rest["headers"]["Content-Range"]
+                if place.startswith(f"{2 * chunk}-") and broken[0]:
+                    broken[0] -= 1
+                    raise httpx.ReadError("the line is cut")
+                sent.append(place)
+            return ask(method, url, **rest)
+
+        registry._client.request = breaking
+        return registry
+
+    moved: list[int] = []
+    if not lost:
+        with pytest.raises(HostError, match="the line is cut"):
+            opened().put(blob, tmp_path / "file", lambda nbytes: None)
+        assert len(sent) == 2
+        broken[0] = 0
+    there = opened()
+    assert not there.has(blob)
+    there.put(blob, tmp_path / "file", moved.append)
+    assert sent == [f"{n * chunk}-{min(len(data), (n + 1) * chunk) - 1}" for n in range(4)]
+    assert sum(moved) == len(data)
+    assert there.has(blob)
+    assert b"".join(there.read(blob)) == data
+    assert b"".join(there.read(blob, 70_000)) == data[70_000:]
+    assert not list((tmp_path / "home" / "uploads").iterdir())
+
+
+def test_a_file_that_somebody_has_removed(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputDataError, match=r"lacks the file sha256:0000000000\w\w: somebody has removed it; push"):
+        b"".join(registry().read(Blob("0" * 64, 5)))
+
+
+def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    blob = max((shelf / "blobs").iterdir(), key=lambda file: file.stat().st_size)
+    blob.unlink()
+    old, young = (blob.with_name(f"{blob.name}.{word * 32}") for word in "ab")
+    for partial, age_s in ((old, 2 * 86400), (young, 60)):
+        partial.write_bytes(b"half")
+        os.utime(partial, (time.time() - age_s,) * 2)
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    assert (blob.exists(), old.exists(), young.exists()) == (True, False, True)
+
+
+def test_somebody_elses_files_beside_ours_are_left_alone(made: Store, tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    (shelf / "targets" / "other.json").write_text("{}")
+    (shelf / "targets" / "broken.json").write_text("{")
+    assert [found.target for found in ship.search(open_registry(str(shelf)))] == [TARGET]
+    with pytest.raises(InputDataError, match=r"broken at .* is damaged"):
+        ship.pull("broken", open_registry(str(shelf)), made)
+
+
+def change(index: dict[str, Any], place: str, value: Any) -> None:
+    *way, last = place.split(".")
+    inner: Any = index
+    for word in way:
+        inner = inner[int(word) if word.isdigit() else word]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        ("artefacts.engine.files.0.sha256", "VICTIM", "sha256: String should match pattern"),
+        ("artefacts.engine.files.0.size", -1, "size: Input should be greater than or equal to 0"),
+        ("artefacts.engine.files.0.size", "3", "size: Input should be a valid integer"),
+        ("artefacts.engine.files.0.path", "../../out.json", "it leads out of its folder"),
+        ("artefacts.engine.files.0.path", "model.py", "the engine holds model.py: only data is taken"),
+        ("artefacts.engine.files.0.path", "lib/libx.so", "the engine holds lib/libx.so: only data is taken"),
+        ("artefacts.engine.files.0.path", "passport.json", "it names a file of the engine twice"),
+        ("artefacts.engine.content", "0" * 64, "the engine is 000000000000, the provenance says"),
+        ("artefacts.engine.record.settings.build.max_batch_size", 3, "the record of the engine is"),
+        ("artefacts.engine.files", None, "artefacts.engine.files: Field required"),
+        ("artefacts.engine.record.stage", "../../out", "record.stage: String should match pattern"),
+        ("artefacts.engine.record.stage", "convert", "the record of the engine is"),
+        ("artefacts.engine.record.colour", 1, "record.colour: Extra inputs are not permitted"),
+        ("model.name", "../../out", "model.name: String should match pattern"),
+        ("model.name", "other", "it is of other.cpu.bf16, and says tiny.cpu.bf16"),
+        ("model.source.kind", "nowhere", "it has no source of a kind that is known"),
+        ("target", "other", "it is of other"),
+        ("passport", None, "passport: Field required"),
+        ("passport.colour", "blue", "passport.colour: Unexpected keyword argument"),
+        ("passport.tp_size", "1", "passport.tp_size: Input should be a valid integer"),
+        ("passport.tp_size", 2, "tp_size: its passport says 2, its settings 1"),
+        ("passport.gpu", "h100", "gpu: its passport says h100, its settings cpu"),
+        ("passport.sms", [90], r"sms: its passport says \(90,\), its settings None"),
+        ("passport.rank_bytes", 1, "its passport is not the engine's passport.json"),
+        ("provenance", None, "it holds no provenance"),
+    ],
+)
+def test_an_index_that_is_not_to_be_believed(made: Store, tmp_path: Path, place: str, value: Any, why: str) -> None:
+    """Whoever can write to a registry writes nothing here: names in an index become paths."""
+    shelf, victim = tmp_path / "shelf", tmp_path / "victim"
+    victim.write_text("mine")
+    ship.push(TARGET, open_registry(str(shelf)), made)
+    file = shelf / "targets" / f"{TARGET}.json"
+    index = json.loads(file.read_text())
+    change(index, place, str(victim) if value == "VICTIM" else value)
+    file.write_text(json.dumps(index))
+    shutil.rmtree("runs")
+    store = Store(tmp_path / "fresh")
+    with pytest.raises((InputDataError, ArtefactRefused), match=why):
+        ship.pull(TARGET, open_registry(str(shelf)), store)
+    assert victim.read_text() == "mine"
+    assert not Path("runs").exists()
+    assert not list(tmp_path.rglob("out*"))
+    assert len(ship.search(open_registry(str(shelf)))) <= 1, "it does not keep others from being found"
+
+
+def test_what_is_pushed_later_comes_to_what_is_there(made: Store, tmp_path: Path) -> None:
+    there = open_registry(str(tmp_path / "shelf"))
+    ship.push(TARGET, there, made)
+    passport = there.index(TARGET)["passport"]
+    ship.push(TARGET, there, made, ("checkpoint",))
+    index = there.index(TARGET)
+    assert sorted(index["artefacts"]) == ["checkpoint", "engine", "tokenizer"]
+    assert index["passport"] == passport
+    with pytest.raises(UsageError, match=f"{TARGET} has no scales; it has: checkpoint"):
+        ship.push(TARGET, there, made, ("checkpoint", "scales"))
+    # Of another build nothing stays.
+    execute(plan(hf_folder(Path("tiny"), seed=1), gpu="cpu", dtype="bf16"), made, Recorder())
+    ship.push(TARGET, there, made, ("tokenizer", "checkpoint"))
+    assert sorted(there.index(TARGET)["artefacts"]) == ["checkpoint", "tokenizer"]
+
+
+def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtpipe.pipeline.registry import provenance
+
+    shelf = str(tmp_path / "shelf")
+    ship.push(TARGET, open_registry(shelf), made)
+    lines = provenance.verify(RunFolder.of(TARGET), made).lines
+    store = elsewhere(tmp_path, monkeypatch)
+    ship.pull(TARGET, open_registry(shelf), store)
+    found = provenance.verify(RunFolder.of(TARGET), store)
+    brought = f", imported from {shelf}, not built here"
+    told = [line + brought if line.startswith(("tokenizer", "engine")) else line for line in lines]
+    assert found.lines == told[:4] + found.lines[4:], "also of the stages that ran elsewhere"
+    assert found.elsewhere == ["model", "checkpoint", "repository"]
+    (Path("runs") / TARGET / provenance.FILE).unlink()
+    with pytest.raises(
+        InputDataError, match=r"nothing tells where the model of .* came from, of which the tokenizer was made"
+    ):
+        provenance.verify(RunFolder.of(TARGET), store)
+    index = json.loads((Path(shelf) / "targets" / f"{TARGET}.json").read_text())
+    stages = index["provenance"]["predicate"]["runDetails"]["byproducts"]
+    next(one for one in stages if one["name"] == "engine")["digest"]["sha256"] = "0" * 64
+    (Path(shelf) / "targets" / f"{TARGET}.json").write_text(json.dumps(index))
+    shutil.rmtree("runs")
+    with pytest.raises(ArtefactRefused, match="the provenance does not hold: the engine is 000000000000, its files gi"):
+        ship.pull(TARGET, open_registry(shelf), store)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "message"),
+    [
+        ("s3://", UsageError, "s3:// names no place"),
+        ("oci://host", UsageError, "oci://host names no repository"),
+        ("oci://host/Team/models", UsageError, "oci://host/Team/models names no repository: its name is of small lett"),
+        ("hf://alone", UsageError, "hf://alone names no repository"),
+        ("x4://place", UsageError, "x4://place: Protocol not known: x4"),
+        ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is no address"),
+        ("", UsageError, "'' is no address"),
+        ("github://h/x", HostError, "github://h/x cannot be used: .*; check its address"),
+    ],
+)
+def test_urls_that_name_nothing(url: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        open_registry(url)
+
+
+def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = registries.free_port()
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    for url in (f"oci://127.0.0.1:{port}/team/models", "s3://models/there"):
+        with pytest.raises(HostError, match=f"{url} c"):
+            ship.push(TARGET, open_registry(url), made)
+
+
+@pytest.mark.parametrize("kind", ["basic", "token"])
+@pytest.mark.parametrize(("password", "status"), [("open sesame", None), ("sesame", 401), (None, 401)])
+def test_credentials_of_docker_login(
+    made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None, status: int | None, kind: str
+) -> None:
+    with contextlib.ExitStack() as servers:
+        if kind == "token":
+            issuer = servers.enter_context(registries.tokens(tmp_path, "ali", "open sesame"))
+            address = servers.enter_context(registries.oci(tmp_path, issuer=issuer))
+        else:
+            users = "ali:$2b$04$y04SoDuCSOl.U0ndHtDdC.cOajoHGksLBsT0BJ0vve6ifdVZ/fmiy"
+            address = servers.enter_context(registries.oci(tmp_path, users=users))
+        word = base64.b64encode(f"ali:{password}".encode()).decode()
+        auths = {} if password is None else {address: {"auth": word}}
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+        (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
+        url = f"oci://{address}/team/models"
+        if status is None:
+            ship.push(TARGET, open_registry(url), made)
+            assert [found.target for found in ship.search(open_registry(url))] == [TARGET]
+            return
+        begun = time.monotonic()
+        with pytest.raises(HostError, match=rf"{url} .*run `docker login {address}`"):
+            open_registry(url)
+        assert time.monotonic() - begun < 10, "it is not asked again and again"
+
+
+def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
+    url = s3["AWS_ENDPOINT_URL"].replace("http://", "oci://") + "/team/models"
+    with pytest.raises(HostError, match=f"{url} is no registry of images: .* answers 4"):
+        open_registry(url)
+
+
+def test_a_bucket_that_is_not_there_is_not_made(
+    made: Store, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
+        ship.push(TARGET, open_registry("s3://modles/x"), made)
+
+
+def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
+    ship.push(TARGET, open_registry("hf://team/models"), made)
+    repository = hub.repositories["team/models"]
+    assert repository.private
+    before, after = repository.commits.values()
+    assert before == {}
+    assert {name.partition("/")[0] for name in after} == {"blobs", "targets"}

@@ -1,0 +1,55 @@
+"""A streamed generation, from a client library of the test's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+
+from trtpipe.pipeline.serving.generate import Sampling, stream
+
+
+class Client:
+    """Answers "one", " two", and an empty last response; keeps how its stream was ended."""
+
+    ended: list[bool]
+
+    def __init__(self, url: str, *, channel_args: list[tuple[str, int]]) -> None:
+        Client.ended = []
+
+    def start_stream(self, callback: Any) -> None:
+        self._callback = callback
+
+    def async_stream_infer(self, model: str, inputs: list[Any], **options: Any) -> None:
+        for text, final in ((b"one", False), (b" two", False), (None, True)):
+            array = None if text is None else np.array([text], dtype=object)
+            parameters = {"triton_final_response": SimpleNamespace(bool_param=final)}
+            response = SimpleNamespace(parameters=parameters)
+            result = SimpleNamespace(as_numpy=lambda name, array=array: array, get_response=lambda it=response: it)
+            self._callback(result, None)
+
+    def stop_stream(self, *, cancel_requests: bool) -> None:
+        self.ended.append(cancel_requests)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonclient.grpc, "InferenceServerClient", Client)
+
+
+def test_a_stream_that_has_ended_is_not_cancelled() -> None:
+    assert list(stream("host:1", "Hello", Sampling(), model="ensemble")) == ["one", " two"]
+    assert Client.ended == [False]
+
+
+def test_a_stream_that_is_left_is_cancelled() -> None:
+    pieces = stream("host:1", "Hello", Sampling(), model="ensemble")
+    assert next(pieces) == "one"
+    pieces.close()  # type: ignore[attr-defined]  # it is a generator
+    assert Client.ended == [True]

@@ -1,0 +1,197 @@
+"""What a watchdog goes by: which processes have died, what they held, and who watches."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import trtpipe.pipeline.serving.python_processes
+from trtpipe.pipeline.serving import servers, tritonserver, watchdog
+from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
+from trtpipe.pipeline.serving.servers import Server
+from trtpipe.pipeline.serving.tritonserver import Endpoints, InFlight, requests_in_flight
+
+IN_FLIGHT = Path(tritonserver.BACKEND) / "trtpipe_in_flight.py"
+
+# Starts a process for each argument as Triton starts its stubs, and collects those that it is told to.
+PARENT = """
+import subprocess, sys
+stubs = {}
+for instance in sys.argv[1:]:
+    words = ["/backends/python/triton_python_backend_stub", "-c", "import time; time.sleep(600)", instance]
+    stubs[instance] = subprocess.Popen(words, executable=sys.executable)
+    print(stubs[instance].pid, flush=True)
+for line in sys.stdin:
+    stubs[line.strip()].terminate()
+    stubs[line.strip()].wait()
+    print("collected", flush=True)
+"""
+
+
+class Parent:
+    """A stand-in for tritonserver."""
+
+    def __init__(self, *instances: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, *instances], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.stubs = {instance: int(self.process.stdout.readline()) for instance in instances}
+
+    def collect(self, instance: str) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(instance + "\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "collected\n"
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    made = Parent("preprocessing_0_0", "a.cpu.fp32.tensorrt_llm_0_0", "a.cpu.fp32.tensorrt_llm_0_1")
+    yield made
+    for pid in made.stubs.values():
+        kill(pid)
+    with made.process as process:
+        process.kill()
+
+
+def kill(pid: int) -> None:
+    subprocess.run(["kill", "-9", str(pid)], check=False, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.process
+def test_a_process_that_dies_is_noticed_at_once_and_named_by_its_model(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        trtpipe.pipeline.serving.python_processes, "_LOOK_SECONDS", 3600.0
+    )  # only the death itself wakes it
+    stubs = Stubs(parent.process.pid)
+    assert stubs.died() == {}
+    pid = parent.stubs["a.cpu.fp32.tensorrt_llm_0_1"]
+    kill(pid)
+    stubs.wait()
+    assert stubs.died() == {pid: "a.cpu.fp32.tensorrt_llm"}
+    assert is_zombie(pid)
+    assert stubs.died() == {}, "each is told once"
+    stubs.close()
+
+
+@pytest.mark.process
+def test_a_process_that_its_parent_ends_has_not_died(parent: Parent) -> None:
+    """As when a model is unloaded or loaded anew."""
+    stubs = Stubs(parent.process.pid)
+    parent.collect("preprocessing_0_0")
+    stubs.wait()
+    assert stubs.died() == {}
+    stubs.close()
+
+
+@pytest.mark.process
+def test_waiting_ends_with_the_server(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trtpipe.pipeline.serving.python_processes, "_LOOK_SECONDS", 3600.0)
+    stubs = Stubs(parent.process.pid)
+    parent.process.kill()
+    stubs.wait()
+    stubs.close()
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> ModuleType:
+    """The module that runs beside the backend's model, from a folder of its own."""
+    folder = tmp_path / "tensorrtllm"
+    folder.mkdir()
+    path = folder / IN_FLIGHT.name
+    path.write_bytes(IN_FLIGHT.read_bytes())
+    spec = importlib.util.spec_from_file_location("trtpipe_in_flight", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_requests_in_flight_are_counted_for_the_watchdog(payload: ModuleType, tmp_path: Path) -> None:
+    counts = payload.InFlight("tensorrt_llm")
+    assert requests_in_flight(tmp_path, "tensorrt_llm") == InFlight(0, 0)
+    counts.add(1, False)
+    counts.add(1, True)
+    assert requests_in_flight(tmp_path, "tensorrt_llm") == InFlight(2, 1)
+    assert requests_in_flight(tmp_path, "b.tensorrt_llm") == InFlight(0, 0)
+    assert requests_in_flight(tmp_path, "tensorrt_llm", 1) == InFlight(0, 0), "another process's"
+    counts.add(-1, True)
+    assert requests_in_flight(tmp_path, "tensorrt_llm") == InFlight(1, 0)
+    counts.close()
+    assert not list((tmp_path / "tensorrtllm").glob("in-flight.*"))
+
+
+@pytest.mark.process
+def test_a_killed_process_s_counts_are_still_there(payload: ModuleType, tmp_path: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from trtpipe_in_flight import InFlight; import time; "
+    code += "counts = InFlight('m'); counts.add(1, False); print('counted', flush=True); time.sleep(600)"
+    words = [sys.executable, "-c", code, str(tmp_path / "tensorrtllm")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "counted\n"
+        process.kill()
+    assert requests_in_flight(tmp_path, "m", process.pid) == InFlight(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "file", "counts", "held"),
+    [
+        ("tensorrt_llm", "in-flight.tensorrt_llm.7", (1, 0), True),
+        ("tensorrt_llm", "in-flight.tensorrt_llm.7", (0, 0), False),
+        ("tensorrt_llm", "in-flight.tensorrt_llm.8", (3, 3), False),  # of another instance, which lives
+        ("tensorrt_llm_bls", "in-flight.tensorrt_llm.8", (3, 1), True),
+        ("tensorrt_llm_bls", "in-flight.tensorrt_llm.8", (3, 0), False),
+        ("a.ensemble", "in-flight.a.tensorrt_llm.8", (1, 1), True),
+        ("a.ensemble", "in-flight.b.tensorrt_llm.8", (1, 1), False),
+    ],
+)
+def test_what_waits_for_a_dead_process_for_ever(
+    tmp_path: Path, victim: str, file: str, counts: tuple[int, int], held: bool
+) -> None:
+    folder = tmp_path / "tensorrtllm"
+    folder.mkdir()
+    (folder / file).write_bytes(b"".join(count.to_bytes(8, sys.byteorder) for count in counts))
+    assert watchdog._held(tmp_path, 7, victim) is held
+
+
+def server(watcher: int | None) -> Server:
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    return Server(name="x", pid=1 << 22, served=(), log=Path("/l"), endpoints=points, watcher=watcher)
+
+
+@pytest.mark.process
+def test_a_watchdog_is_asked_to_end_and_killed_when_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "WATCHER_SECONDS", 1.0)
+    for code, status in (("pass", -signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", -signal.SIGKILL)):
+        script = f"import signal, time; {code}; print('runs', flush=True); time.sleep(600)"
+        with subprocess.Popen([sys.executable, "-c", script, "serve"], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert servers.watched(server(process.pid))
+            servers.end_watcher(server(process.pid))
+            assert process.wait(30) == status
+        assert not servers.watched(server(process.pid))
+
+
+@pytest.mark.process
+def test_another_program_that_got_its_number_is_left_alone() -> None:
+    words = [sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(600)"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        servers.end_watcher(server(process.pid))
+        assert process.poll() is None
+        process.kill()
+    servers.end_watcher(server(None))

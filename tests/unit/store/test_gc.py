@@ -1,0 +1,183 @@
+"""What no run folder and no server refers to goes; what one refers to, or somebody works in, stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.factories import hf_folder
+from tests.unit.test_runner import NAMES, build, plan
+from trtpipe.engines.errors import HostError
+from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.serving.tritonserver import Endpoints
+from trtpipe.pipeline.store import gc
+from trtpipe.pipeline.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+@pytest.fixture
+def model(in_folder: Path) -> Path:
+    return hf_folder(in_folder / "tiny")
+
+
+def found(store: Store) -> list[tuple[str, str]]:
+    """(stage folder, why) of the garbage."""
+    return [(item.path.parent.name, item.reason) for item in gc.find_garbage(store)]
+
+
+def artefacts(store: Store) -> dict[str, int]:
+    return {name: len(list((store.home / "artefacts" / name).iterdir())) for name in NAMES}
+
+
+def test_an_empty_store_has_no_garbage(store: Store) -> None:
+    assert gc.find_garbage(store) == []
+    assert not store.home.exists()
+
+
+def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    assert found(store) == []
+    build(plan(model, "build.max_batch_size=8"), store)
+    assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
+    gc.remove(gc.find_garbage(store), store)
+    assert artefacts(store) == dict.fromkeys(NAMES, 1)
+    assert (RunFolder.of("tiny.cpu.fp32").linked("repository") / "ensemble").is_dir()
+    assert found(store) == []
+
+
+def test_artefacts_that_two_runs_share_stay_as_long_as_one_does(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    build(plan(model, dtype="fp16"), store)
+    assert artefacts(store) == {"download": 1, "tokenizer": 1, "convert": 2, "build": 2, "package": 2}
+    shutil.rmtree(RunFolder.of("tiny.cpu.fp32").path)
+    gone = "no run refers to it"
+    assert found(store) == [("build", gone), ("convert", gone), ("package", gone)]
+    gc.remove(gc.find_garbage(store), store)
+    assert artefacts(store) == dict.fromkeys(NAMES, 1)
+    shutil.rmtree("runs")
+    assert len(gc.find_garbage(store)) == 5
+    gc.remove(gc.find_garbage(store), store)
+    assert artefacts(store) == dict.fromkeys(NAMES, 0)
+
+
+def test_looking_changes_nothing(store: Store, model: Path) -> None:
+    build(plan(model), store)
+    shutil.rmtree("runs")
+    before = sorted(store.home.rglob("*"))
+    assert len(gc.find_garbage(store)) == 5
+    assert sorted(store.home.rglob("*")) == before
+
+
+def test_the_size_of_garbage_is_its_bytes(store: Store) -> None:
+    damaged = store.home / "damaged" / "convert-x"
+    (damaged / "files").mkdir(parents=True)
+    (damaged / "files" / "a").write_bytes(b"12345")
+    (damaged / "b").write_bytes(b"678")
+    (damaged / "link").symlink_to("b")
+    (item,) = gc.find_garbage(store)
+    assert (item.path, item.reason, item.size) == (damaged, "damaged", 8)
+
+
+def test_leftovers_go_unless_somebody_works_in_them(store: Store, model: Path) -> None:
+    build(plan(model), store, until="download")
+    (folder,) = RunFolder.of("tiny.cpu.fp32").folders(store)
+    record = RunFolder.of("tiny.cpu.fp32").last("download")
+    assert record is not None
+    left = folder.with_name(f".{folder.name}.abcdefgh")
+    left.mkdir()
+    with store.locked(record):
+        assert gc.find_garbage(Store(store.home)) == []
+    (item,) = gc.find_garbage(store)
+    assert (item.path, item.reason) == (left, "left by an interrupted run")
+
+
+def test_an_artefact_without_a_readable_manifest_goes(store: Store) -> None:
+    (store.home / "artefacts" / "convert" / "0123").mkdir(parents=True)
+    assert found(store) == [("convert", "it has no readable manifest")]
+
+
+def test_garbage_that_is_gone_already_is_no_failure(store: Store, model: Path) -> None:
+    build(plan(model), store, until="convert")
+    shutil.rmtree("runs")
+    garbage = gc.find_garbage(store)
+    shutil.rmtree(garbage[0].path)
+    gc.remove(garbage, store)
+    assert gc.find_garbage(store) == []
+
+
+def a_root(store: Store) -> Path:
+    (root,) = (store.home / "roots").iterdir()
+    return root
+
+
+def the_record_of_a_run(store: Store) -> Path:
+    return RunFolder.of("tiny.cpu.fp32").path / "run.json"
+
+
+def the_record_of_a_server(store: Store) -> Path:
+    (store.home / "servers").mkdir()
+    return store.home / "servers" / "x.json"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"download": {"stage": 1}}', "7"])
+@pytest.mark.parametrize("place", [a_root, the_record_of_a_run, the_record_of_a_server])
+def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
+    store: Store, model: Path, place: Callable[[Store], Path], content: str
+) -> None:
+    build(plan(model), store, until="download")
+    place(store).write_text(content)
+    with pytest.raises(HostError, match="cannot be read, so nothing is dropped"):
+        gc.find_garbage(store)
+
+
+def test_a_run_folder_that_may_not_be_looked_into_stops_it(
+    store: Store, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(plan(model), store, until="download")
+    looked = Path.stat
+
+    def refused(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "tiny.cpu.fp32":
+            raise PermissionError(13, "Permission denied", str(path))
+        return looked(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(HostError, match=r"cpu\.fp32 cannot be read, so nothing is dropped: Permission denied; make"):
+        gc.find_garbage(store)
+
+
+def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(plan(model), store)
+    repository = RunFolder.of("tiny.cpu.fp32").linked("repository")
+    endpoints = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    server = Server(
+        name="x",
+        pid=os.getpid(),
+        served=(Served(name="x", repository=repository),),
+        log=Path("x.log"),
+        endpoints=endpoints,
+    )
+    monkeypatch.setattr(gc, "running", lambda store: [server])
+    shutil.rmtree("runs")
+    assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
+
+
+def test_roots_of_other_folders_count(
+    store: Store, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(plan(model), store)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert found(store) == []
+    roots = [json.loads(path.read_text())["run"] for path in (store.home / "roots").iterdir()]
+    assert roots == [str(tmp_path / "work" / "runs" / "tiny.cpu.fp32")]

@@ -1,0 +1,75 @@
+"""Start of every Python process of trtpipe, the `trtpipe` command included.
+
+    python launch.py MODULE [ARGUMENT ..]     run MODULE as `python -m MODULE` does
+
+`python -m` looks for modules in the current folder first, and so does a relative or an empty entry of PYTHONPATH: a
+user's folder named `trtpipe`, or a file `json.py`, would run in place of ours. Python 3.11 has `-P` against the
+first, 3.10 has nothing. A process that starts here finds the package that this file is in, and looks for nothing in
+the current folder. Its Python may be of another environment, where trtpipe is not installed.
+
+With PYTHONPATH=. Python itself imports `sitecustomize`, and on 3.10 more, from the current folder before the first
+line here; child processes are started without that entry.
+"""
+
+# Python has loaded both before any program starts. Another import, of __future__ too, would be looked up.
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Variables that list folders. A relative entry of one means whatever folder the command is run in.
+LISTS = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH")
+
+
+def main() -> None:
+    """The `trtpipe` command."""
+    isolate()
+    from trtpipe.pipeline.cli.app import main as command
+
+    command()
+
+
+def isolate() -> None:
+    """Find the package that this file is in, and nothing in the current folder: here and in child processes."""
+    entries = os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
+    stated = {entry for entry in entries if os.path.isabs(entry)}
+    relative = {os.path.abspath(entry) for entry in entries if not os.path.isabs(entry)} - stated
+    sys.path[:] = [entry for entry in sys.path if entry and entry not in relative]
+    for name in LISTS:
+        if name in os.environ:
+            kept = [entry for entry in os.environ[name].split(os.pathsep) if os.path.isabs(entry)]
+            os.environ[name] = os.pathsep.join(kept)
+    # For what child processes start in turn, such as multiprocessing's `python -c`. Python 3.10 does not know it.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.meta_path.insert(0, _OwnPackage())
+
+
+class _OwnPackage:
+    """Finds the package that this file is in, and leaves every other module to sys.path.
+
+    Its parent folder may be a site-packages, even of another Python's: nothing else in it is looked at.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
+        if name != "trtpipe":
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [FOLDER])
+
+
+# multiprocessing runs this file again, under the second name, in each process that it spawns.
+if __name__ in ("__main__", "__mp_main__"):
+    if __name__ == "__main__" and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        del sys.path[0]  # this file's folder
+    isolate()
+
+if __name__ == "__main__":
+    import runpy
+
+    del sys.argv[0]
+    # This file stays sys.modules["__main__"], for multiprocessing: a spawned process could not find MODULE by its name.
+    runpy.run_module(sys.argv[0], run_name="__main__")
