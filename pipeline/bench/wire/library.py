@@ -14,7 +14,7 @@ from typing import Any
 from engines.errors import HostError
 from pipeline.bench.exchange import Exchange
 from pipeline.bench.wire.endpoint import CONNECT_TIMEOUT_S
-from pipeline.bench.wire.h2_sender import METADATA, parse_address
+from pipeline.bench.wire.h2_sender import parse_address
 from pipeline.bench.wire.http1 import SSE_DATA, error_text
 from pipeline.bench.wire.http_setup import Site
 from pipeline.bench.wire.triton_grpc import CallRefused
@@ -101,7 +101,7 @@ class GrpcAioSender(_TaskSender):
         import grpc
 
         exchange.sent_ns = monotonic_ns()
-        call = self._method(metadata=METADATA)
+        call = self._method()
         try:
             try:
                 await call.write(exchange.message)
