@@ -77,7 +77,10 @@ def of_status(status: Status) -> Failure:
 
 
 def of_text(message: str) -> Failure:
-    """The same from words alone: a Triton that does not know `triton_grpc_error` sends no code."""
+    """The same from the words of an error in a stream of responses.
+
+    Triton would send a status in its place if asked (`triton_grpc_error`), but tritonserver 2.51 may crash after it.
+    """
     words = message.lower()
     if _says(words, _ABSENT + _DEAD):
         return gone(message)

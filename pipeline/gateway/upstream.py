@@ -24,8 +24,6 @@ from trtpipe.pipeline.net.h2.triton import (
     messages,
 )
 
-# Asks Triton for a real gRPC status where it would put an error into the stream as words; older ones take no notice.
-METADATA = (("triton_grpc_error", "true"),)
 CALL_SECONDS = 10.0
 # How long each of an engine's chances to end a request takes: a `stop` that overtakes its request finds nothing to end.
 STOP_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
@@ -234,7 +232,7 @@ class Generation:
         self._stop = request.stop
         try:
             self._stream = await self._upstream.pool.start(
-                STREAM_INFER, request.start, on_data=self._data, on_end=self._end, metadata=METADATA
+                STREAM_INFER, request.start, on_data=self._data, on_end=self._end
             )
         except H2Error as error:
             raise gone(str(error)) from None
@@ -271,7 +269,8 @@ class Generation:
             outputs, final, error = self._reader.read(data)
             self.begun = True
             if error:
-                self.failure = of_text(error)
+                # An error is the last response of a request: there is nothing to end in the engine.
+                self.failure, final = of_text(error), True
             else:
                 raw = outputs.get("output_ids")
                 if raw:
@@ -279,10 +278,10 @@ class Generation:
         except (MalformedMessage, struct.error) as malformed:
             self.failure = Failure(500, f"the inference server sent what cannot be read: {malformed}")
             final = False
-        if self.failure is not None:
-            self.cancel()
-        elif final:
+        if final:
             self.done = True
+        elif self.failure is not None:
+            self.cancel()
         self._wake()
 
     def _tokens(self, raw: bytes, outputs: dict[str, bytes]) -> None:

@@ -162,6 +162,22 @@ def test_errors_are_the_client_s_own_classes(served: Served, client: openai.Open
         gateway.stop()
 
 
+def test_requests_that_the_engine_refuses_leave_the_server_well(served: Served, smollm2_hf: Path) -> None:
+    """Asked for gRPC statuses (`triton_grpc_error`), tritonserver 2.51 says so at each, and crashes at some."""
+    log = served.cli.home / "logs" / f"serve-{served.name}.log"
+    before = log.read_text(errors="replace").count("HandleCancellation")
+    gateway = Gateway.start(options(served, smollm2_hf, models=(ServedModel(name=MODEL, tokenizer=smollm2_hf),)))
+    try:
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client:
+            for _ in range(20):
+                with pytest.raises(openai.BadRequestError, match="max_seq_len"):
+                    client.completions.create(model=MODEL, prompt="word", max_tokens=5000)
+    finally:
+        gateway.stop()
+    assert log.read_text(errors="replace").count("HandleCancellation") == before
+    assert served.generate(text_input="The capital of France is", max_tokens=4)["text_output"]
+
+
 def test_api_keys(served: Served, smollm2_hf: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("the-key\n")
     gateway = Gateway.start(options(served, smollm2_hf, api_keys_file=tmp_path / "keys"))

@@ -21,8 +21,6 @@ from trtpipe.pipeline.net.h2.connection import Connection, Dial
 from trtpipe.pipeline.net.h2.status import CallFailed, ConnectFailed, H2Error, Status
 from trtpipe.pipeline.net.h2.triton import STREAM_INFER
 
-# Asks Triton for a real gRPC status where it would put an error into the stream as words; older ones take no notice.
-METADATA = (("triton_grpc_error", "true"),)
 # Until a call that the server has not begun is sent again: it may still count one that has ended for us.
 _AGAIN_S = 0.001
 
@@ -148,7 +146,6 @@ class H2Sender:
                     exchange.message,
                     on_data=exchange.receive,
                     on_end=partial(self._ended, exchange),
-                    metadata=METADATA,
                     max_bytes=exchange.limit,
                     max_message=exchange.response_limit,
                 )

@@ -14,7 +14,7 @@ from typing import Any
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.loop.in_flight import Exchange
 from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S
-from trtpipe.pipeline.bench.protocols.h2_sender import METADATA, parse_address
+from trtpipe.pipeline.bench.protocols.h2_sender import parse_address
 from trtpipe.pipeline.bench.protocols.http1 import SSE_DATA, error_text
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.triton_grpc import CallRefused
@@ -101,7 +101,7 @@ class GrpcAioSender(_TaskSender):
         import grpc
 
         exchange.sent_ns = monotonic_ns()
-        call = self._method(metadata=METADATA)
+        call = self._method()
         try:
             try:
                 await call.write(exchange.message)

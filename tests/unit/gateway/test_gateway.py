@@ -90,7 +90,8 @@ def test_a_chat_answer_whole(folder: Path) -> None:
         "total_tokens": len(prompt) + made,
     }
     assert asked.prompt == prompt
-    assert asked.metadata["triton_grpc_error"] == "true"
+    # Tritonserver 2.51 may crash after an error of a stream that asks for statuses.
+    assert "triton_grpc_error" not in asked.metadata
 
 
 @pytest.mark.loopback

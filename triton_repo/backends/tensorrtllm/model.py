@@ -588,7 +588,7 @@ def _fail(sender, reason, code, separate_final=False):
     """Tell a client that its request has failed.
 
     The error carries the final flag. After an error Triton's gRPC server frees the state of a stream that asked for
-    gRPC statuses (`triton_grpc_error`, as the gateway does): one more response of that request crashes the server.
+    gRPC statuses (`triton_grpc_error`): one more response of that request crashes the server.
     Only a script that has had a response needs the flag separately: Triton 2.51 gives it no error in mid-stream (an
     error is written without the id of its request, in infer_response.cc of python_backend), and it would wait for ever.
     """

@@ -39,6 +39,7 @@ class Engine:
         self.command += ["--options", json.dumps(options), "--server", str(server)]
         self.process = None  # where this instance has started it
         self.connection = None
+        self.loading = None  # the connection to an engine that is not ready
         self.reason = None
 
     def start(self):
@@ -48,15 +49,18 @@ class Engine:
         while True:
             self.process = None
             self._connect(deadline)
-            received = self.connection.receive()
+            received = self.loading.receive()
             if received is not None:
                 break
+            self.loading.close()
             if self.process is not None:
                 raise pb_utils.TritonModelException(self.obituary())
             # Another's, and about to leave when this one came.
-            self.connection.close()
         if received[0]["type"] != "ready":
+            self.loading.close()
             raise pb_utils.TritonModelException(f"the engine does not load: {received[0]['error']}")
+        # Only now: a request that comes while the engine loads is refused at once, and does not wait.
+        self.connection = self.loading
 
     def _connect(self, deadline):
         while time.monotonic() < deadline:
@@ -71,7 +75,7 @@ class Engine:
             pid, user = peer(sock)
             if user != os.geteuid():
                 raise pb_utils.TritonModelException(f"a process of user {user} has the engine's address")
-            self.connection = Connection(sock)
+            self.loading = Connection(sock)
             if self.process is not None and self.process.pid != pid:
                 self.process.wait()  # another instance's was faster, and this one ends
                 self.process = None
@@ -111,3 +115,4 @@ class Engine:
     def stop(self):
         """Leave. The process ends with the last instance, by itself."""
         self.connection.close()
+        self.loading.close()

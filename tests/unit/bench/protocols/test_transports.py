@@ -270,8 +270,8 @@ def test_a_grpc_request_as_another_reader_reads_it(transport: str) -> None:
             "exclude_input_in_output": ("BOOL", [1, 1], b"\1"),
         }
         assert [output.name for output in second.outputs] == ["output_ids"]
-        # Asks for a real status where Triton would put an error into the stream as words.
-        assert [one["triton_grpc_error"] for one in server.metadata] == ["true", "true"]
+        # Tritonserver 2.51 may crash after an error of a stream that asks for statuses.
+        assert not any("triton_grpc_error" in one for one in server.metadata)
 
     run(scenario())
 

@@ -18,7 +18,8 @@ def test_what_it_started_ends_with_the_server(tmp_path: Path) -> None:
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     command = [
         sys.executable, "-m", "trtpipe.engines.engine_process.server",
-        "--runtime", "tests.support.doubles.runtime_with_child", "--engine", str(tmp_path), "--address", f"trtpipe-test-{os.getpid()}", "--server", str(server.pid),
+        "--runtime", "tests.support.doubles.runtime_with_child", "--engine", str(tmp_path),
+        "--address", f"trtpipe-test-{os.getpid()}", "--server", str(server.pid),
     ]  # fmt: skip
     engine = subprocess.Popen(command, start_new_session=True)
     try:
