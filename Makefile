@@ -28,7 +28,7 @@ test: check unit ## everything: the checks, the unit tests, and the real model o
 	$(BIN)/python -m pytest -m '($(ALONE)) and not slow'
 
 unit: $(READY) ## tests without real servers (minutes)
-	$(BIN)/python -m pytest -n auto -m 'not ($(ALONE) or slow)'
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not ($(ALONE) or slow)'
 
 # Status 5 is pytest's for no test at all.
 test-slow: $(READY) ## the long forms of attacks and fuzzers, which `make test` runs for seconds

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import NAME, Passport, objections, read_passport, remarks
 from trtpipe.pipeline.execution import hardware as host
-from trtpipe.pipeline.runner import RUNS
+from trtpipe.pipeline.run_folder import RUNS
 from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check.code import foreign_code
@@ -50,7 +50,7 @@ def examine(passport: Passport) -> Verdict:
     floor = ""
     against: list[str] = []
     if passport.toolchain is not None:
-        known = config.load_toolchains().get(passport.toolchain)
+        known = facts.load_toolchains().get(passport.toolchain)
         if known is None:
             against.append(f"it was built by TensorRT-LLM {passport.toolchain}, which is no toolchain of this release")
         else:

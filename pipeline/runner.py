@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +11,15 @@ from typing import Any, Protocol
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.checkpoint.memory import check_fit
-from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import explain
-from trtpipe.pipeline.registry.trust import NOBODY, Trust
+from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import Plan
-from trtpipe.pipeline.stages import MAKES, Job, Stage, stages_of
-from trtpipe.pipeline.store.folders import sync, write_whole
-from trtpipe.pipeline.store.manifest import Origin, Record, differences
-from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
-
-RUNS = Path("runs")
+from trtpipe.pipeline.stages import Job, Stage, stages_of
+from trtpipe.pipeline.store.manifest import Record, differences
+from trtpipe.pipeline.store.store import Artefact, Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +39,13 @@ class Perform(Protocol):
     def __call__(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> StageResult: ...
 
 
+class Trust(Protocol):
+    """Which artefacts from elsewhere may be reused."""
+
+    def find(self, record: Record, makes: str, store: Store) -> tuple[Artefact, str] | None:
+        """An imported artefact of `record` that may be reused, and what the trust in it rests on."""
+
+
 class Reporter(Protocol):
     """What the runner tells a person while it works."""
 
@@ -64,7 +63,7 @@ class Reporter(Protocol):
 def execute(
     plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
-    trust: Trust = NOBODY,
+    trust: Trust | None = None,
 ) -> list[StageResult]:  # fmt: skip
     """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
 
@@ -78,8 +77,8 @@ def execute(
     here = perform is None
     if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
         # Better before the download than after it; only an absent GPU leaves something worth doing.
-        with contextlib.suppress(host.GpuAbsent):
-            host.check(plan)
+        with contextlib.suppress(hardware.GpuAbsent):
+            check_machine(plan)
     run.start(plan, store)
     if perform is None:
         perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust)
@@ -98,6 +97,13 @@ def execute(
             model = read_model_config(result.artefact.path)
             check_fit(model, plan.precision.dtype, plan.mapping, plan.quantization, plan.gpu)
     return list(results.values())
+
+
+def check_machine(plan: Plan) -> None:
+    """Find out, before anything is downloaded, what would stop the build at its end. Raises HostError."""
+    if load_backend(plan.runtime).COMPILED:
+        hardware.matching_gpus(plan.engine_target)
+        hardware.choose_executor(plan.executor, plan.toolchain)
 
 
 def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, ...]:
@@ -136,7 +142,7 @@ def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store
 
 def satisfy(
     stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, store: Store, reporter: Reporter,
-    verify: bool = False, keep_failed: bool = False, trust: Trust = NOBODY,
+    verify: bool = False, keep_failed: bool = False, trust: Trust | None = None,
 ) -> StageResult:  # fmt: skip
     """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
@@ -146,7 +152,7 @@ def satisfy(
         return StageResult(
             stage=stage.name, makes=stage.makes, reused=True, reason="same inputs and settings", artefact=found
         )
-    trusted = trust.find(record, stage.makes, store)
+    trusted = None if trust is None else trust.find(record, stage.makes, store)
     if trusted is not None:
         artefact, by = trusted
         assert artefact.origin is not None
@@ -241,116 +247,3 @@ def status(plan: Plan, store: Store) -> list[StageStatus]:
             known[stage.makes] = artefact.manifest.content
             out.append(StageStatus(stage.name, "current", "same inputs and settings", artefact.path))
     return out
-
-
-class RunFolder:
-    """./runs/<target>/: links to the current artefacts, the plan, and the records they were made from."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def of(cls, target: str) -> RunFolder:
-        return cls(RUNS / target)
-
-    def start(self, plan: Plan, store: Store) -> None:
-        """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
-        roots = store.home / "roots"
-        roots.mkdir(parents=True, exist_ok=True)
-        absolute = str(self.path.resolve())
-        name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
-        write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
-        sync(self.path.parent)
-
-    def last(self, stage: str) -> Record | None:
-        """The record of what the stage made last; None where it made nothing that this version can read."""
-        found = self._entries().get(stage)
-        return None if found is None else found[0]
-
-    def origin(self, stage: str) -> Origin | None:
-        """Where that was brought from; None for what was made here."""
-        found = self._entries().get(stage)
-        return None if found is None else found[1]
-
-    def origins(self) -> dict[str, Origin]:
-        """Where the target's artefacts were brought from, by what their stages make; not those that were made here."""
-        return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
-
-    def imports(self) -> list[str]:
-        """A phrase for each artefact of the target that was made elsewhere."""
-        return [f"the {makes} was {origin.describe()}" for makes, origin in self.origins().items()]
-
-    def find(self, stage: str, store: Store, *, verify: bool = False) -> Artefact | None:
-        """What the stage made last, or was brought in its place, if it is whole."""
-        found = self._entries().get(stage)
-        return None if found is None else store.of(found[1]).find(found[0], verify=verify)
-
-    def fault(self, stage: str, store: Store, *, verify: bool = False) -> str | None:
-        found = self._entries().get(stage)
-        return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
-
-    def update(self, stage: Stage, artefact: Artefact) -> None:
-        raw = self._raw()
-        entry = dataclasses.asdict(artefact.manifest.record)
-        if artefact.origin is not None:
-            entry["origin"] = dataclasses.asdict(artefact.origin)
-        raw[stage.name] = entry
-        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
-        link = self.path / stage.makes
-        partial = self.path / f".{link.name}.{os.getpid()}"
-        partial.unlink(missing_ok=True)
-        partial.symlink_to(artefact.path)
-        partial.replace(link)
-        sync(self.path)
-
-    def drop_imports(self, *, keep: str) -> None:
-        """Forget what was brought from elsewhere, but for what came from the source `keep`."""
-        stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
-        raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
-        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
-        for stage in stale:
-            (self.path / MAKES[stage]).unlink(missing_ok=True)
-
-    def stages(self) -> list[str]:
-        """The stages that have made something in this version's words."""
-        return list(self._entries())
-
-    def folders(self, store: Store) -> list[Path]:
-        """The folders in the store that this run refers to. Raises OSError or ValueError where that is not known."""
-        path = self.path / "run.json"
-        if not path.exists():
-            return []
-        raw = load_json(path)
-        entries = self._entries()
-        if not isinstance(raw, dict) or raw.keys() != entries.keys():
-            raise ValueError("another version of trtpipe wrote it, or it is damaged")
-        return [store.of(origin).folder(record) for record, origin in entries.values()]
-
-    def linked(self, makes: str) -> Path:
-        """What a stage has made last, such as the repository. Raises InputDataError when there is none."""
-        link = self.path / makes
-        if not link.is_dir():
-            raise InputDataError(
-                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy="run `trtpipe build`"
-            )
-        return link.resolve()
-
-    def _entries(self) -> dict[str, tuple[Record, Origin | None]]:
-        out = {}
-        for stage, entry in self._raw().items():
-            try:
-                facts = dict(entry)
-                origin = facts.pop("origin", None)
-                out[stage] = Record(**facts), None if origin is None else Origin(**origin)
-            except (TypeError, ValueError):
-                continue  # written by another version
-        return out
-
-    def _raw(self) -> dict[str, Any]:
-        try:
-            value = load_json(self.path / "run.json")
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}

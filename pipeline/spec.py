@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts, read
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import CalibrationConfig, Mapping
@@ -105,7 +105,7 @@ class Plan:
             f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
         ]
         parts += [self.runtime] if self.runtime != _usual_runtime(self.gpu)[0] else []
-        parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != config.DEFAULT_TOOLCHAIN else []
+        parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -119,13 +119,13 @@ class Plan:
 
 def recipe_layer(path: str) -> Layer:
     """A recipe file as a layer: a path, or the name of one in configs/recipes. Raises ConfigError, UsageError."""
-    shipped = {file.stem: file for file in (config.CONFIGS / "recipes").glob("*.yaml")}
+    shipped = {file.stem: file for file in (facts.CONFIGS / "recipes").glob("*.yaml")}
     file = shipped.get(path) or Path(path)
     if not file.is_file():
         raise UsageError(
             f"no recipe '{path}'", why="it is no file and no recipe we ship", remedy=suggestion(path, shipped)
         )
-    return f"recipe {file.name}", config.read_yaml(file)
+    return f"recipe {file.name}", read.read_yaml(file)
 
 
 def set_layer(assignments: list[str]) -> Layer:
@@ -137,7 +137,7 @@ def set_layer(assignments: list[str]) -> Layer:
             raise UsageError(
                 f"--set {assignment} is not NAME=VALUE", remedy="write for example build.max_batch_size=16"
             )
-        value = config.parse_yaml_value(text, f"--set {name}")
+        value = read.parse_yaml_value(text, f"--set {name}")
         group, dot, key = name.partition(".")
         if not dot:
             layer[group] = value
@@ -159,15 +159,15 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
     assert model_name is not None
     assert gpu_name is not None
     source, revision = _string(chosen, "source"), _string(chosen, "revision")
-    model = model or config.find_model(model_name, source=source, revision=revision)
-    gpu = config.find_gpu(gpu_name)
+    model = model or facts.find_model(model_name, source=source, revision=revision)
+    gpu = facts.find_gpu(gpu_name)
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
-    precision = resolve_precision(requested, gpu, config.load_quant_recipes(), cache, group_size)
+    precision = resolve_precision(requested, gpu, facts.load_quant_recipes(), cache, group_size)
     calibration_config = _group(chosen, "calibration", CalibrationConfig)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
-    toolchain = config.find_toolchain(_release(chosen))
+    toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
@@ -236,7 +236,7 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     """Dotted name -> (value, layer) of the strongest layer that has it. Raises ConfigError for unknown names."""
     out: dict[str, tuple[Any, str]] = {}
     for label, layer in layers:
-        config.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
+        read.check_keys(layer, [*SCALARS, *GROUPS], label, _error(label))
         for key, value in layer.items():
             if key not in GROUPS:
                 if value is not None:
@@ -248,7 +248,7 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
             if not isinstance(value, dict):
                 remedy = f"name a setting, such as {key}.{fields[0]}"
                 raise _error(label)(f"{label}: {key} is no mapping", remedy=remedy)
-            config.check_keys(value, fields, f"{label}: {key}", _error(label))
+            read.check_keys(value, fields, f"{label}: {key}", _error(label))
             out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
     return out
 
@@ -257,12 +257,12 @@ def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> An
     prefix = group + "."
     data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
     labels = list(dict.fromkeys(label for name, (_, label) in chosen.items() if name.startswith(prefix)))
-    return config.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
+    return read.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
 
 
 def _error(*labels: str) -> type[TrtpipeError]:
     """A mistake in a recipe is the file's, one on the command line is the request's."""
-    return config.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
+    return read.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
 
 
 def _source_origin(given: str, model: ModelRef) -> str:

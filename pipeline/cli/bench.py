@@ -253,10 +253,10 @@ def compare(
 
 def _price_of(report: Mapping[str, Any]) -> float | None:
     """What an hour of a report's engine costs, where the file of its GPU has a price."""
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
 
     engine = report.get("engine") or {}
-    gpu = config.load_gpus().get(str(engine.get("gpu")))
+    gpu = facts.load_gpus().get(str(engine.get("gpu")))
     if gpu is None or gpu.price_per_hour is None:
         return None
     try:
@@ -345,7 +345,7 @@ def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
 
 
 def _sampling(words: list[str]) -> dict[str, Any]:
-    from trtpipe.configs.facts import parse_yaml_value
+    from trtpipe.configs.read import parse_yaml_value
     from trtpipe.engines.errors import UsageError
 
     out = {}
@@ -425,8 +425,9 @@ def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float,
 
 
 def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
+    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.serving import servers
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.pipeline.store.store import Store
 
     found = servers.find_running(Store(default_home()), server)
     return found, found.find(target)

@@ -67,7 +67,8 @@ def build(
     from trtpipe.pipeline import matrix
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.trust import Trust
-    from trtpipe.pipeline.runner import RunFolder, execute
+    from trtpipe.pipeline.run_folder import RunFolder
+    from trtpipe.pipeline.runner import execute
 
     options, store = locals(), own_store()
     on_cluster = executor == "ray"
@@ -179,10 +180,11 @@ def gc(
 ) -> None:
     """Drop artefacts that no run folder refers to, and what interrupted runs left."""
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving.references import references
     from trtpipe.pipeline.store.gc import find_garbage, remove
 
     store = own_store()
-    garbage = find_garbage(store)
+    garbage = find_garbage(store, references(store))
     console.table(("bytes", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
         remove(garbage, store)

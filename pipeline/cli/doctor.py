@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.errors import HostError, TrtpipeError
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
@@ -59,7 +59,7 @@ def _findings(store: Store) -> Iterator[Finding]:
     )
     yield _checked("docker", _docker)
     yield _hub()
-    for model in config.load_models().values():
+    for model in facts.load_models().values():
         first, *others = (source.describe() for source in model.sources)
         detail = first + "".join(f"; with --source: {other}" for other in others)
         yield Finding(subject=f"model {model.name}", state="ok", detail=detail)
@@ -113,7 +113,7 @@ def _driver() -> str:
 def _toolchains() -> str:
     """Which releases this machine's driver can run."""
     driver = read_gpus()[0].driver if visible_gpus() else ""
-    known = config.load_toolchains()
+    known = facts.load_toolchains()
     if not driver:
         raise HostError("none runs without an NVIDIA GPU", why=f"known: {', '.join(known)}")
     able = [name for name, one in known.items() if one.supports_driver(driver)]
@@ -124,7 +124,7 @@ def _toolchains() -> str:
 
 
 def _docker() -> str:
-    return DockerExecutor(config.find_toolchain(None).image).require()
+    return DockerExecutor(facts.find_toolchain(None).image).require()
 
 
 def _hub() -> Finding:

@@ -115,7 +115,7 @@ def passport(
 
     from trtpipe.pipeline import compatibility as guard
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.runner import RunFolder
+    from trtpipe.pipeline.run_folder import RunFolder
 
     found = guard.find_passport(folder)
     verdict = guard.examine(found)

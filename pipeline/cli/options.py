@@ -67,6 +67,7 @@ AllowModelCode = Annotated[
 
 def own_store() -> Store:
     """The store of whoever runs the command."""
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.store.store import Store
 
     return Store(default_home())

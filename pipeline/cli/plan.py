@@ -63,20 +63,20 @@ def _question(
 ) -> Question:  # fmt: skip
     import dataclasses
 
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.pipeline.bench.load.files import find_load
     from trtpipe.pipeline.bench.load.work import Work
     from trtpipe.pipeline.bench.results.slo import parse_objective
     from trtpipe.pipeline.planner.advice import Question
     from trtpipe.pipeline.planner.demand import Demand
 
-    name, shape = config.find_shape(model)
+    name, shape = facts.find_shape(model)
     work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
     if input_tokens is not None:
         work = dataclasses.replace(work, input_tokens=input_tokens)
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=output_tokens)
-    gpus = tuple(config.find_gpu(one) for one in _list(gpu))
+    gpus = tuple(facts.find_gpu(one) for one in _list(gpu))
     return Question(
         model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
         kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate, runtime=runtime,
@@ -97,7 +97,7 @@ def _whole(text: str) -> int:
 
 
 def _price(text: str) -> tuple[str, float]:
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
 
     name, _, value = text.partition("=")
@@ -107,4 +107,4 @@ def _price(text: str) -> tuple[str, float]:
         price = 0.0
     if not 0 < price < 1e6:
         raise UsageError(f"--price {text} is no price", remedy="give for example h100=2.5, of one GPU an hour")
-    return config.find_gpu(name).name, price
+    return facts.find_gpu(name).name, price

@@ -10,7 +10,7 @@ import typer
 from trtpipe.pipeline.cli.options import SignKey, TrustKey
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.runner import RunFolder
+    from trtpipe.pipeline.run_folder import RunFolder
 
 Url = Annotated[
     str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
@@ -27,10 +27,11 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
     sign_key: SignKey = None,
 ) -> None:  # fmt: skip
     """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
+    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer as ship
     from trtpipe.pipeline.registry.address import open_registry
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.pipeline.store.store import Store
 
     wanted = ship.choose(only)
     registry = open_registry(url)
@@ -56,11 +57,12 @@ def pull(
 
     Its repository is made here, from its engine and tokenizer: no code and no configuration is taken.
     """
+    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer as ship
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.runner import execute
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.pipeline.store.store import Store
 
     wanted, store, reporter = ship.choose(only), Store(default_home()), console.BuildReporter()
     registry = open_registry(url)
@@ -125,10 +127,11 @@ def provenance(
     """Where a target came from, as a SLSA provenance statement, or in the DSSE envelope of a signature."""
     import json
 
+    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import signed, statement
     from trtpipe.pipeline.store.folders import write_whole
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.pipeline.store.store import Store
 
     made = statement(_run(target), Store(default_home()))
     written = signed(made, sign_key)
@@ -151,10 +154,11 @@ def verify_provenance(
     trust_key: TrustKey = None,
 ) -> None:
     """Replay a target's digests, from its source to its repository, and hash every file that is here."""
+    from trtpipe.configs.home import default_home
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import read_statement, verify
-    from trtpipe.pipeline.store.store import Store, default_home
+    from trtpipe.pipeline.store.store import Store
 
     keys = trust_key or ()
     if keys and told is None:
@@ -169,7 +173,7 @@ def verify_provenance(
 
 def _run(target: str) -> RunFolder:
     from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.runner import RunFolder
+    from trtpipe.pipeline.run_folder import RunFolder
 
     run = RunFolder.of(target)
     if target != run.path.name or not run.path.is_dir():

@@ -168,15 +168,15 @@ def check(
     """
     import dataclasses
 
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.execution import hardware as host
-    from trtpipe.pipeline.runner import RUNS
+    from trtpipe.pipeline.run_folder import RUNS
     from trtpipe.triton_repo.check import check_repository, require_sound
     from trtpipe.triton_repo.check.code import foreign_code
 
     folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
-    release = None if toolchain is None else config.find_toolchain(toolchain)
+    release = None if toolchain is None else facts.find_toolchain(toolchain)
     faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
     if folder.is_dir() and not allow_model_code:
         faults += foreign_code(folder)
@@ -276,7 +276,7 @@ def k8s(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8.")] = None,
 ) -> None:
     """Write a kustomize base: Deployment or LeaderWorkerSet, Service, probes, autoscaling, disruption budget."""
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts, read
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport
     from trtpipe.pipeline.cli import console
@@ -291,8 +291,8 @@ def k8s(
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
-    made = config.build(DeployConfig, chosen, "--set", UsageError)
-    paths = write(passport, config.find_gpu(passport.gpu), made, out)
+    made = read.build(DeployConfig, chosen, "--set", UsageError)
+    paths = write(passport, facts.find_gpu(passport.gpu), made, out)
     console.table(("written",), [(path,) for path in paths])
     console.result(f"next: kubectl apply -k {out}/base   ({out}/README.md says more)")
 

@@ -27,7 +27,7 @@ def convert(
     ] = None,
 ) -> None:
     """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
     from trtpipe.engines.checkpoint.layout import EmbeddingSharding, notices
@@ -37,7 +37,7 @@ def convert(
     from trtpipe.pipeline.store.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
-    release = config.find_toolchain(toolchain).name
+    release = facts.find_toolchain(toolchain).name
     mapping = Mapping(tp_size=tp, pp_size=pp)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
     with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
@@ -74,7 +74,7 @@ def quantize(
     ] = None,
 ) -> None:
     """Quantize a plain folder with ModelOpt into another, outside the store."""
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
     from trtpipe.engines.errors import StageFailed
     from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
@@ -83,10 +83,10 @@ def quantize(
     from trtpipe.pipeline.sources import calibration
     from trtpipe.pipeline.store.folders import new_folder
 
-    recipe = with_kv_cache(find_recipe(quant, config.load_quant_recipes()), kv_cache)
+    recipe = with_kv_cache(find_recipe(quant, facts.load_quant_recipes()), kv_cache)
     recipe = with_group_size(recipe, group_size)
     wanted = None if dtype == "auto" else parse_float(dtype)
-    release = config.find_toolchain(toolchain).name
+    release = facts.find_toolchain(toolchain).name
     layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
     chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
     job.check(hf_dir, recipe, layout)
@@ -124,7 +124,7 @@ def verify(
     """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
     import tempfile
 
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
     from trtpipe.pipeline.accuracy import gate as accuracy
     from trtpipe.pipeline.accuracy import page as accuracy_page
@@ -137,7 +137,7 @@ def verify(
         measured = accuracy.measure(
             original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress
         )
-    recipe = accuracy.matching_recipe(measured, config.load_quant_recipes())
+    recipe = accuracy.matching_recipe(measured, facts.load_quant_recipes())
     report = accuracy.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
         accuracy_page.write(report, report_dir)
@@ -153,10 +153,10 @@ def recipes(as_json: Json = False) -> None:
     """List the quantization recipes, and the SMs that run them."""
     import dataclasses
 
-    from trtpipe.configs import facts as config
+    from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
 
-    known = config.load_quant_recipes().values()
+    known = facts.load_quant_recipes().values()
     if as_json:
         console.result_json([dataclasses.asdict(recipe) for recipe in known])
         return

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe import __version__
+from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError
 from trtpipe.pipeline.registry.package import plan_of
 from trtpipe.pipeline.runner import satisfy
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
-from trtpipe.pipeline.store.store import Artefact, Store, default_home
+from trtpipe.pipeline.store.store import Artefact, Store
 
 # Of a stage's progress, at most so often.
 PROGRESS_SECONDS = 0.5

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError, build, check_keys, read_yaml
+from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
 from trtpipe.engines.errors import StageFailed
 
 Where = Literal["build", "serve"]

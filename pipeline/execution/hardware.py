@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.executor import Executor
@@ -12,18 +11,10 @@ from trtpipe.engines.nvidia import Gpu, NoDriver, read_gpus
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.trtllm_build import PROGRAM
 from trtpipe.pipeline.execution.executors import DockerExecutor, LocalExecutor, find_program
-from trtpipe.pipeline.spec import Plan
 
 
 class GpuAbsent(HostError):
     """This machine has no GPU of the target's kind; all that needs none can still be done here."""
-
-
-def check(plan: Plan) -> None:
-    """Find out, before anything is downloaded, what would stop the build at its end. Raises HostError."""
-    if load_backend(plan.runtime).COMPILED:
-        matching_gpus(plan.engine_target)
-        choose_executor(plan.executor, plan.toolchain)
 
 
 def matching_gpus(target: Target) -> list[Gpu]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.folder import ModelConfig
@@ -67,7 +67,7 @@ class Question:
                 raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
         for dtype in self.dtypes:
             # A word that means nothing is refused; what one GPU does not run is said of that GPU.
-            resolve_precision(dtype, ANYTHING, config.load_quant_recipes(), self.kv_cache)
+            resolve_precision(dtype, ANYTHING, facts.load_quant_recipes(), self.kv_cache)
         for tp in self.tps:
             if tp < 1:
                 raise UsageError(f"tp is {tp}", remedy="give 1 or more")
@@ -205,7 +205,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         reason = gpu.refused or "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        precision = resolve_precision(dtype, gpu, config.load_quant_recipes(), question.kv_cache)
+        precision = resolve_precision(dtype, gpu, facts.load_quant_recipes(), question.kv_cache)
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
     made: list[Candidate] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -25,7 +25,7 @@ def planned_sizes(
     the model's shapes are not known before it is downloaded. Raises UsageError for a load that is not there.
     """
     try:
-        _, model = config.find_shape(name)
+        _, model = facts.find_shape(name)
     except UsageError:
         if "load" in chosen:
             raise

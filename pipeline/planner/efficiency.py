@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts, read
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
@@ -88,5 +88,5 @@ class Efficiency:
 
 
 def load_efficiency() -> Efficiency:
-    path = config.CONFIGS / "efficiency.yaml"
-    return config.build(Efficiency, config.read_yaml(path), path.name)
+    path = facts.CONFIGS / "efficiency.yaml"
+    return read.build(Efficiency, read.read_yaml(path), path.name)

@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from trtpipe.configs import facts as config
+from trtpipe.configs import read
+from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.gpu import GpuSpec, Measured
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.engines.process import python_command
-from trtpipe.pipeline.store.store import default_home
 
 SECONDS = 600
 HEADER = "# Written by `trtpipe probe` on this card; goes before the data sheet's figures.\n"
@@ -40,12 +41,12 @@ def probe(out: Path | None = None) -> tuple[GpuSpec, Path]:
         driver=gpu.driver, **{key: found[key] for key in FIGURES if key in found},
     )  # fmt: skip
     path = out or default_home() / "gpus" / f"{name}.yaml"
-    old = config.read_yaml(path) if path.is_file() else {}
+    old = read.read_yaml(path) if path.is_file() else {}
     plain = {key: value for key, value in dataclasses.asdict(measured).items() if value is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(HEADER + yaml.safe_dump({**facts, **old, "measured": plain}, sort_keys=False), encoding="utf-8")
     known = config.load_gpus().get(name)
-    spec = known or config.build(GpuSpec, facts, path.name)
+    spec = known or read.build(GpuSpec, facts, path.name)
     return dataclasses.replace(spec, measured=measured), path
 
 

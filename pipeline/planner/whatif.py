@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import Quantization, resolve_precision
 from trtpipe.pipeline.bench.load.work import SharedPrefix
@@ -140,7 +140,7 @@ def _recipes(option: Option) -> list[tuple[str, str | None]]:
 
 def _quantization(option: Option, name: str, cache: str | None) -> Quantization | None:
     try:
-        return quantization(resolve_precision(name, option.gpu, config.load_quant_recipes(), cache))
+        return quantization(resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache))
     except UsageError:
         return None
 
@@ -150,7 +150,7 @@ def _named(name: str, cache: str | None) -> str:
 
 
 def _requantized(option: Option, demand: Demand, name: str, cache: str | None) -> tuple[Option, Demand]:
-    precision = resolve_precision(name, option.gpu, config.load_quant_recipes(), cache)
+    precision = resolve_precision(name, option.gpu, facts.load_quant_recipes(), cache)
     made = Option.make(option.model, option.gpu, precision, option.tp, demand.lengths(), option.cost.efficiency)
     return made, demand
 

@@ -31,7 +31,7 @@ from trtpipe.pipeline.registry.package import (
     planned,
     receive,
 )
-from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import Plan
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.folders import sync

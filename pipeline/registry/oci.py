@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES
@@ -34,7 +35,6 @@ from trtpipe.pipeline.registry.base import (
 from trtpipe.pipeline.registry.oci_client import OciClient, joined
 from trtpipe.pipeline.registry.oci_upload import Upload
 from trtpipe.pipeline.registry.streams import body, continued
-from trtpipe.pipeline.store.store import default_home
 
 ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"

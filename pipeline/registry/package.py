@@ -21,7 +21,7 @@ from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
 from trtpipe.pipeline.registry.trust import ENVELOPE
-from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import Plan, resolve
 from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport

@@ -21,7 +21,7 @@ from trtpipe import __version__
 from trtpipe.engines.errors import ArtefactRefused, InputDataError
 from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.registry.signatures import PAYLOAD_TYPE, sign_statement
-from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Manifest, Record

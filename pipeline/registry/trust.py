@@ -39,9 +39,6 @@ class Trust:
         return None
 
 
-NOBODY = Trust()
-
-
 def signed(artefact: Artefact, makes: str, keys: Sequence[Path]) -> bool:
     """Whether one of `keys` has signed a provenance in which `makes` is this very artefact.
 

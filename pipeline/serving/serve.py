@@ -22,7 +22,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.runner import RUNS, RunFolder
+from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.serving import http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import Served, Server, end_watcher, find_running, forget, remember, running
 from trtpipe.pipeline.serving.tritonserver import Endpoints

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import read
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.gateway import process as gateway_process
@@ -102,7 +102,7 @@ def running(store: Store) -> list[Server]:
 
 def read_server(path: Path) -> Server:
     """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
-    server = config.build(Server, read_json(path, "record"), str(path))
+    server = read.build(Server, read_json(path, "record"), str(path))
     # By the number processes are asked for and ended, by the name files are removed.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
     if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts, read
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_model_config
@@ -45,8 +45,8 @@ class DataSet:
 
 def load_data_sets() -> dict[str, DataSet]:
     """Every data set of configs/calibration by its name."""
-    folder = config.CONFIGS / "calibration"
-    sets = [config.build(DataSet, config.read_yaml(path), path.name) for path in sorted(folder.glob("*.yaml"))]
+    folder = facts.CONFIGS / "calibration"
+    sets = [read.build(DataSet, read.read_yaml(path), path.name) for path in sorted(folder.glob("*.yaml"))]
     return {one.name: one for one in sets}
 
 
@@ -93,7 +93,7 @@ def texts(data: str) -> Iterator[str]:
     if isinstance(known, Path):
         return read_texts(known)
     if known.kind == "file":
-        path = config.CONFIGS / "calibration" / known.file
+        path = facts.CONFIGS / "calibration" / known.file
         if sha256_file(path) != known.sha256:
             raise InputDataError(f"{path} is not the file we ship", remedy="install trtpipe again")
         return read_texts(path)

@@ -16,7 +16,6 @@ either the whole artefact or nothing that is taken for one.
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import tempfile
 import time
@@ -37,11 +36,6 @@ KEY_DIGITS = 32
 READ_AGAIN_SECONDS = 7 * 86400
 # Smaller files are read every time.
 SMALL_BYTES = 1 << 20
-
-
-def default_home() -> Path:
-    """TRTPIPE_HOME, else ~/.cache/trtpipe. Absolute, since run folders link into it."""
-    return Path(os.environ.get("TRTPIPE_HOME") or "~/.cache/trtpipe").expanduser().absolute()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.attacks.hostile_servers import MODEL, TOKENS
+from tests.support.paths import ROOT
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.load.work import Work
@@ -33,7 +34,6 @@ from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.bench.run import run
 from trtpipe.pipeline.bench.selftest import write_tokenizer
 
-ROOT = Path(__file__).parents[2]
 # What the process may take for one attack beside what it has, and how long. A block of 64 KiB takes less than one.
 MOST_MB = 40.0
 MOST_SECONDS = 60.0

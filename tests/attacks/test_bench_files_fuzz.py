@@ -24,6 +24,7 @@ from tests.attacks.fuzzing import _cause
 from tests.attacks.mutations import PLACES, mutate, mutate_bytes, mutate_yaml, replace
 from tests.attacks.running import LIMIT_BYTES, LIMIT_S, Outcome, read_here
 from tests.support import bench_reports
+from tests.support.paths import DATA
 from tests.support.wires import Wire
 from tests.unit.net.test_h2 import Bench
 from trtpipe.pipeline.bench.compare.comparison import compare
@@ -51,7 +52,7 @@ from trtpipe.pipeline.net.h2 import frames
 
 QUICK = 5
 SLOW = 20_000
-DATA = Path(__file__).parents[1] / "data" / "bench"
+BENCH = DATA / "bench"
 
 
 def folder_of_files(folder: Path) -> None:
@@ -61,7 +62,7 @@ def folder_of_files(folder: Path) -> None:
     for source in ("aiperf/profile_export_aiperf.json", "aiperf/profile_export.jsonl", "genai_perf/chat.json",
                    "genai_perf/kserve.json", "vllm/chat.json", "vllm/completions.json", "vllm/rate.json"):  # fmt: skip
         (folder / source).parent.mkdir(exist_ok=True)
-        shutil.copy(DATA / source, folder / source)
+        shutil.copy(BENCH / source, folder / source)
     (folder / "tokenizer.json").write_text("{}")
     options = BenchOptions(
         targets=(Target(protocol="grpc", url="127.0.0.1:8001", model="ensemble"),),

@@ -265,7 +265,7 @@ GRPC = {
         "informational headers without end",
         slow=True,
     ),
-    "a header block without an end": Attack(endless_block, "ConnectionLost", "a header block of over"),
+    "a header block without an end": Attack(endless_block, "ConnectionLost", "a header block"),
     "a header block of megabytes": Attack(
         lambda n: after(
             frame(frames.HEADERS, 0, n, GRPC_HEAD), without_end(frame(frames.CONTINUATION, 0, n, BLOCK[:16_000]))

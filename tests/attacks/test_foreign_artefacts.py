@@ -25,7 +25,8 @@ from trtpipe.pipeline.registry import provenance
 from trtpipe.pipeline.registry import transfer as ship
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.trust import Trust
-from trtpipe.pipeline.runner import RunFolder, execute, status
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute, status
 from trtpipe.pipeline.spec import Plan
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Record

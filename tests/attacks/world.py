@@ -17,13 +17,13 @@ from unittest import mock
 from tests.attacks.running import isolated, run_here
 from tests.support import bench_reports
 from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
 from tests.support.triton_repositories import inflight, llmapi
 from trtpipe.pipeline.serving import servers
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 
-ROOT = Path(__file__).parent.parent.parent
 TARGET = "hf.cpu.fp32"
 SHAPES: dict[str, Any] = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 1,
           "vocab_size": 300, "num_hidden_layers": 1}  # fmt: skip

@@ -13,7 +13,7 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.accuracy.job import Measured, measure
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.hf.folder import read_model_config
@@ -60,7 +60,7 @@ def main() -> None:
     size = sum(path.stat().st_size for path in args.model.glob("*.safetensors"))
     lines = [row("none", "hf", None, size, plain)]
     hidden = read_model_config(args.model).hidden_size
-    for recipe in config.load_quant_recipes().values():
+    for recipe in facts.load_quant_recipes().values():
         if recipe.quant_algo is None:
             continue
         scales = args.scratch / "scales.safetensors"

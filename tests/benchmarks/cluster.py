@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell
@@ -132,7 +133,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster as Machines
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    root = Path(__file__).parents[2]
+    root = ROOT
     node = {
         "num_cpus": 16, "object_store_memory": 100 * 2**20, "include_dashboard": False,
         "env_vars": {"PYTHONPATH": str(root)},

@@ -97,7 +97,7 @@ def measure(command: list[str]) -> tuple[float, float]:
 
 
 def convert_command(source: Path, out: Path, tp: int, dtype: str = "bfloat16") -> list[str]:
-    return [sys.executable, "-m", "pipeline", "convert", str(source), str(out), "--tp", str(tp), "--dtype", dtype]
+    return [sys.executable, "-m", "trtpipe", "convert", str(source), str(out), "--tp", str(tp), "--dtype", dtype]
 
 
 def pairs(scratch: Path, size: str, rounds: int) -> Iterator[str]:

@@ -221,7 +221,7 @@ def served(scratch: Path, instances: int, tick: float) -> Iterator[tuple[tritons
     sizes = {"max_batch_size": 1024, "max_input_len": 64, "max_seq_len": TOKEN_LIMIT, "max_num_tokens": 1024}
     settings = [f"build.{name}={value}" for name, value in sizes.items()]
     settings += [f"serving.engine_instance_count={instances}"] if instances > 1 else []
-    command = [sys.executable, "-m", "pipeline", "build", "--model", str(model), "--gpu", "cpu", "--dtype", "bf16"]
+    command = [sys.executable, "-m", "trtpipe", "build", "--model", str(model), "--gpu", "cpu", "--dtype", "bf16"]
     command += [word for setting in settings for word in ("--set", setting)]
     environment = {**os.environ, "TRTPIPE_HOME": str(scratch / "home"), "PYTHONPATH": str(Path.cwd())}
     subprocess.run(command, cwd=scratch, env=environment, check=True, stdout=subprocess.DEVNULL)

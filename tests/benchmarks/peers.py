@@ -48,8 +48,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import trtpipe
 from tests.benchmarks import beside
-from trtpipe import pipeline
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 from trtpipe.pipeline.bench.mock_server.child import KnownProcess
@@ -153,7 +153,7 @@ def our_words(load: Load) -> list[str]:
 
 def tools(chosen: argparse.Namespace) -> list[Tool]:
     def ours() -> tuple[list[str], str]:
-        return beside.COMMAND[:1], f"trtpipe {pipeline.__version__}"
+        return beside.COMMAND[:1], f"trtpipe {trtpipe.__version__}"
 
     def aiperf() -> tuple[list[str], str]:
         folder = environment(chosen.venvs / f"aiperf-{chosen.aiperf}", lambda pip: pip(f"aiperf=={chosen.aiperf}"))

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from tests.support.published import Point, Serving, predicted, served, serving, throughput, together, vllm
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 
 # What is fitted, and within which bounds it has a meaning.
@@ -119,12 +119,12 @@ def write_efficiency(how: Efficiency) -> None:
         return float(f"{value:.3g}")
 
     text = yaml.safe_dump({name: short(value) for name, value in plain.items()}, sort_keys=False, width=120)
-    (config.CONFIGS / "efficiency.yaml").write_text(HEADER + text)
+    (facts.CONFIGS / "efficiency.yaml").write_text(HEADER + text)
 
 
 def _probed() -> dict[str, float]:
     """What a healthy card of the fitted kinds gives torch: our own H200, as shares of its data sheet."""
-    gpu = config.find_gpu(PROBED)
+    gpu = facts.find_gpu(PROBED)
     found = gpu.measured
     assert found is not None
     assert found.nvlink_gbs is not None

@@ -31,6 +31,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.paths import ROOT
+
 if TYPE_CHECKING:
     from docker import DockerClient
 
@@ -40,7 +42,7 @@ STOP_SECONDS = 20
 ELSEWHERE = tuple(map(Path, ("/etc/docker/key.json", "/etc/docker", "/run/docker", "/run/containerd")))
 IMAGE = "toolchain.example/trtllm:1.2"
 MEDIA = "application/vnd.docker"
-DOUBLE = Path(__file__).parent.parent / "doubles" / "trtllm_build.py"
+DOUBLE = ROOT / "tests" / "support" / "doubles" / "trtllm_build.py"
 # Not what a stand-in for trtllm-build needs.
 UNUSED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3", "tkinter",
           "turtledemo", "ensurepip"}  # fmt: skip

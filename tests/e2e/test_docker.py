@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
@@ -38,7 +39,6 @@ pytestmark = [
 ]
 pytest_plugins = ["tests.e2e.dockerd"]
 
-ROOT = Path(__file__).parent.parent.parent
 # A process of its own that runs a task which says "ready" and then takes its time.
 CHILD = """
 import signal, sys

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from pathlib import Path
 
-GOLDEN = Path(__file__).parent / "golden"
+from tests.support.paths import GOLDEN
 
 
 def check_golden(name: str, text: str) -> None:

@@ -9,11 +9,11 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.support.paths import DATA, ROOT
 from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.hf.folder import ModelConfig
@@ -23,8 +23,8 @@ from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.memory import Limits, memory
 from trtpipe.pipeline.planner.scheduler import Asked, Places, simulate
 
-FOLDER = Path(__file__).parent / "data" / "published"
-MEASURED = Path(__file__).parents[1] / "docs" / "measurements" / "h200.json"
+FOLDER = DATA / "published"
+MEASURED = ROOT / "docs" / "measurements" / "h200.json"
 FP8 = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
 # Requests of each run by prompt and answer, from the same document.
 REQUESTS = {

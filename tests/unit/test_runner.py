@@ -19,9 +19,9 @@ import pytest
 import trtpipe.engines.backends.reference
 from tests.support.factories import hf_folder
 from trtpipe.engines.errors import InputDataError, StageFailed, UsageError
-from trtpipe.pipeline import runner
 from trtpipe.pipeline.execution.hardware import GpuAbsent
-from trtpipe.pipeline.runner import RunFolder, StageResult, execute, status
+from trtpipe.pipeline.run_folder import RUNS, RunFolder
+from trtpipe.pipeline.runner import StageResult, execute, status
 from trtpipe.pipeline.spec import Plan, resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.build import BUILD
@@ -212,7 +212,7 @@ def test_an_unknown_stage_is_refused_before_anything_happens(model: Path, store:
     with pytest.raises(UsageError) as caught:
         build(plan(model), store, until="covnert")
     assert str(caught.value) == "unknown stage 'covnert'; did you mean 'convert'?"
-    assert not runner.RUNS.exists()
+    assert not RUNS.exists()
     assert not store.home.exists()
 
 

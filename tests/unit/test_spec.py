@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.golden import check_golden
-from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError
+from trtpipe.configs import facts
+from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.pipeline.spec import Plan, recipe_layer, resolve, set_layer
@@ -41,7 +41,7 @@ def test_the_demo_recipe_is_the_plan_it_was() -> None:
     check_golden("plan.json", json.dumps(made.to_json(), indent=2) + "\n")
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (config.CONFIGS / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (facts.CONFIGS / "recipes").glob("*.yaml")))
 def test_every_shipped_recipe_resolves(recipe: str) -> None:
     made = resolve([recipe_layer(recipe)])
     assert {"recipe " + recipe + ".yaml", "default"} <= {value.source for value in made.values}
@@ -149,7 +149,7 @@ def test_the_name_of_a_target_tells_its_kv_cache() -> None:
 
 def test_a_gpu_older_than_sm80_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = GpuSpec(name="v100", sm=70)
-    monkeypatch.setattr(config, "load_gpus", lambda: {"v100": old})
+    monkeypatch.setattr(facts, "load_gpus", lambda: {"v100": old})
     assert refusal(UsageError, gpu="v100") == (
         "v100 (SM70) cannot run TensorRT-LLM engines: releases since 0.16 support SM80 and newer; "
         "choose a GPU listed by `trtpipe gpus`"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError
+from trtpipe.configs import facts, read
+from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
 from trtpipe.pipeline.bench.load.lines import shown
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
@@ -48,7 +48,7 @@ class LoadFile:
 
 def names() -> list[str]:
     """The load files that are shipped."""
-    return sorted(path.stem for path in (config.CONFIGS / "load").glob("*.yaml"))
+    return sorted(path.stem for path in (facts.CONFIGS / "load").glob("*.yaml"))
 
 
 def find_load(name: str) -> LoadFile:
@@ -62,10 +62,10 @@ def find_load(name: str) -> LoadFile:
             raise UsageError(
                 f"unknown load '{name}'", why="it is no YAML file either", remedy=suggestion(name, names())
             )
-        path = config.CONFIGS / "load" / f"{name}.yaml"
-    raw = config.read_yaml(path)
-    config.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
-    plain = config.build(_Plain, raw, path.name)
+        path = facts.CONFIGS / "load" / f"{name}.yaml"
+    raw = read.read_yaml(path)
+    read.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
+    plain = read.build(_Plain, raw, path.name)
     levels = parse_levels(plain.load, f"{path.name}: load", path.parent)
     return LoadFile(
         name=plain.name or path.stem,
@@ -76,14 +76,14 @@ def find_load(name: str) -> LoadFile:
 
 
 def parse_levels(
-    raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = config.build
+    raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = read.build
 ) -> tuple[Load, ...]:
     """The levels of a `load` mapping. Raises `error` naming `where` and the mistake.
 
     build  makes an object of a class from its fields, and looks at their types where nobody has before
     """
     known = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
-    config.check_keys(raw, known, where, error)
+    read.check_keys(raw, known, where, error)
     chosen = [key for key in KINDS if key in raw]
     if len(chosen) != 1:
         found = " and ".join(chosen) if chosen else "none"
@@ -115,13 +115,13 @@ def parse_work(
     folder: Path,
     levels: tuple[Load, ...] = (),
     error: type[TrtpipeError] = ConfigError,
-    build: Build = config.build,
+    build: Build = read.build,
 ) -> Work:
     """The `work` mapping of a load of these levels. Raises `error` naming `where` and the mistake."""
     data = dict(raw)
     for key, kind in PARTS.items():
         if isinstance(data.get(key), dict):
-            config.check_keys(data[key], [field.name for field in dataclasses.fields(kind)], f"{where}: {key}", error)
+            read.check_keys(data[key], [field.name for field in dataclasses.fields(kind)], f"{where}: {key}", error)
     replays = [level for level in levels if isinstance(level, Replay)]
     if replays:
         for key in ("trace", "max_total_tokens"):
@@ -150,7 +150,7 @@ def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str,
         raise error(f"{where} must be a list of mappings")
     out = []
     for entry in value:
-        config.check_keys(entry, STAGE_KEYS, where, error)
+        read.check_keys(entry, STAGE_KEYS, where, error)
         rates = {key for key in entry if key != "duration_s"}
         if rates not in ({"rate"}, {"from", "to"}):
             raise error(f"{where}: a stage has a rate, or from and to", why=f"{shown(entry)} has neither or too much")

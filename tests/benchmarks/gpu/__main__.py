@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.benchmarks.gpu import page, sections
 from tests.benchmarks.gpu.place import Place
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
@@ -57,7 +57,7 @@ def main() -> int:
     (scratch / "reports").mkdir(exist_ok=True)
     gpus = read_gpus()
     product = gpus[0].name.replace(" ", "-")
-    gpu = next((spec.name for spec in config.load_gpus().values() if spec.product == product), None)
+    gpu = next((spec.name for spec in facts.load_gpus().values() if spec.product == product), None)
     if gpu is None:
         raise SystemExit(f"no GPU file is of {gpus[0].name}: run `trtpipe probe` first")
     kept: dict[str, Any] = json.loads(chosen.json.read_text(encoding="utf-8")) if chosen.json.exists() else {}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.gpu.loop import OUTPUT_TOKENS, PROMPT_TOKENS, WAVES
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 # Of every engine measured; calibration by the text that is shipped, for nothing can be downloaded.
 SIZES = ("build.max_batch_size=512", "build.max_input_len=512", "build.max_seq_len=1024")
 CALIBRATION = ("calibration.data=demo", "calibration.samples=64", "calibration.seq_len=256")
@@ -24,7 +24,7 @@ INPUT, OUTPUT = str(PROMPT_TOKENS), str(OUTPUT_TOKENS)
 CONNECTIONS = "8"
 # The engine process loads `measured` instead of its runtime.
 MEASURED = """
-from pipeline import tritonserver
+from trtpipe.pipeline.serving import tritonserver
 tritonserver.RUNTIMES = dict.fromkeys(tritonserver.RUNTIMES, "tests.benchmarks.gpu.measured")
 """
 

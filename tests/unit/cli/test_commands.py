@@ -24,7 +24,7 @@ from tests.unit.test_runner import SIZES, snapshot
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline import __version__
+from trtpipe import __version__
 from trtpipe.pipeline.cli import app as cli
 from trtpipe.pipeline.cli import bench as cli_bench
 from trtpipe.pipeline.serving import tritonserver

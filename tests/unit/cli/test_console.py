@@ -242,10 +242,12 @@ def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: by
     folder = os.fsencode(tmp_path) + "/mod\u00e8le".encode() + b"\xff\x1b[31m"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": locale}
     for words in ((b"inspect", folder), (b"--debug", b"inspect", folder)):
-        done = subprocess.run([*python_command("pipeline"), *words], env=environment, capture_output=True, check=False)
+        done = subprocess.run([*python_command("trtpipe"), *words], env=environment, capture_output=True, check=False)
         assert done.stderr.isascii()
         assert b"\x1b" not in done.stderr
         assert shown + b" is no checkpoint: it has no config.json" in done.stderr.replace(b"\n", b"")
-    script = r"from pipeline import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
+    script = (
+        r"from trtpipe.pipeline.cli import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
+    )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
     assert done.stdout == rb"\xb1\u2026" + b"\n"

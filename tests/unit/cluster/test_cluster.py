@@ -18,6 +18,7 @@ import pytest
 from tests.support.doubles import install_trtllm_build
 from tests.support.factories import hf_folder
 from tests.support.nvidia_smi import A100, H100
+from tests.support.paths import ROOT
 from tests.support.registries import free_port
 from tests.unit.test_runner import SIZES, Recorder, plan
 from trtpipe.engines.errors import HostError, UsageError
@@ -32,7 +33,6 @@ from trtpipe.pipeline.store.store import Store
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
-ROOT = Path(__file__).parents[1]
 # Begun while `hold` is there it says that it runs, and does nothing until whoever runs it is gone.
 HELD = """
 here=$(dirname "$0")
@@ -133,7 +133,7 @@ def test_from_the_command_line(machines: Site, in_folder: Path, tmp_path: Path) 
     sizes = [word for size in SIZES for word in ("--set", size)]
     done = subprocess.run(
         [
-            *python_command("pipeline"), "build", "--model", "tiny", "--gpu", "h100,a100,l4", "--dtype", "bf16",
+            *python_command("trtpipe"), "build", "--model", "tiny", "--gpu", "h100,a100,l4", "--dtype", "bf16",
             "--executor", "ray", "--ray", machines.ray.address, *sizes,
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TRTPIPE_HOME": str(tmp_path / "home")},

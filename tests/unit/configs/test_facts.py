@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError, find_gpu, find_model, find_shape, load_gpus, load_models, read_yaml
+from trtpipe.configs.facts import find_gpu, find_model, find_shape, load_gpus, load_models
+from trtpipe.configs.read import ConfigError, read_yaml
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource
 

@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.golden import check_golden
+from tests.support.paths import DATA
 from tests.unit.engines.test_passport import GIB, passport, target
 from trtpipe.configs.facts import find_gpu, find_toolchain
 from trtpipe.engines.errors import ArtefactRefused, TrtpipeError, UsageError
@@ -36,7 +37,6 @@ from trtpipe.pipeline.deploy.kubernetes import manifests, plan, to_yaml, write
 from trtpipe.pipeline.deploy.launch import PORTS, PRE_STOP_SECONDS
 from trtpipe.pipeline.deploy.placement import place
 
-DATA = Path(__file__).parent / "data"
 # The oldest that the base is for, the newest there is, and some between.
 VERSIONS = ("1.29", "1.32", "1.35", kubernetes_validate.latest_version())
 OURS = "registry.example.com/trtpipe:1"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError
+from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.execution import diagnosis
 from trtpipe.pipeline.execution.diagnosis import (

@@ -6,13 +6,13 @@ import contextlib
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.paths import ROOT
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.net.triton_metrics import (
     FAMILIES,
@@ -411,7 +411,7 @@ def test_rates_times_the_interval_are_what_the_counters_grew_by(after: Scrape, s
 
 # -- the list of families and what is written about it -----------------------------------------------------------------
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+DOCUMENT = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 ROWS = {row.split("`")[1]: row for row in DOCUMENT.splitlines() if row.startswith("| `nv_")}
 
 
@@ -438,6 +438,6 @@ def test_a_row_says_the_family_s_type_unit_labels_and_whether_we_publish_it(fami
 
 def test_every_family_the_figures_need_is_in_the_list() -> None:
     """Figures are derived from known families alone: those of the others never show."""
-    source = (Path(__file__).parent.parent / "pipeline" / "metrics.py").read_text(encoding="utf-8")
+    source = (ROOT / "pipeline" / "net" / "triton_metrics.py").read_text(encoding="utf-8")
     code = source.partition("KNOWN = ")[2]
     assert set(re.findall(r'"(nv_\w+)"', code)) <= set(KNOWN)

@@ -18,7 +18,8 @@ from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.registry import export as bundle
-from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import Plan
 from trtpipe.pipeline.store.store import Store
 

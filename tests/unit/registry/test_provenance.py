@@ -15,7 +15,8 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError
 from trtpipe.pipeline.registry import provenance
-from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.store.store import Store
 
 TARGET = "tiny.cpu.bf16"

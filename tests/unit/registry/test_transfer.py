@@ -28,7 +28,9 @@ from trtpipe.pipeline.registry import s3 as s3_registry
 from trtpipe.pipeline.registry import transfer as ship
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.base import Blob, Registry
-from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute
+from trtpipe.pipeline.serving.references import references
 from trtpipe.pipeline.store.gc import find_garbage
 from trtpipe.pipeline.store.store import Store
 
@@ -177,7 +179,9 @@ def test_what_broke_off_goes_on_where_it_was(
     assert not list(store.home.glob("artefacts/*/[!.]*/manifest.json")) or not (Path("runs") / TARGET).exists()
     (left,) = [file for file in (store.home / "incoming").rglob("*") if file.is_file()]
     assert left.stat().st_size == 5000
-    assert [garbage.reason for garbage in find_garbage(store)].count("left by an interrupted pull") == 1
+    assert [garbage.reason for garbage in find_garbage(store, references(store))].count(
+        "left by an interrupted pull"
+    ) == 1
 
     asked.clear()
     monkeypatch.setattr(type(weak), "read", read)

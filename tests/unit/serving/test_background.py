@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from pipeline import background
+from trtpipe.pipeline.serving import background
 
 def work(ready):
     print("begins", flush=True)

@@ -331,7 +331,7 @@ def test_offline_with_half_a_cache(server: Hub, files: dict[str, bytes], monkeyp
 def test_the_clients_own_variables_work_as_everywhere(server: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     commit = server.add(REPO, files, private=True)
     script = (
-        "from pipeline import hub\n"
+        "from trtpipe.pipeline.sources import hub\n"
         f"commit = hub.resolve_commit({REPO!r}, 'main')\n"
         f"print(hub.download({REPO!r}, commit, lambda done, total: None))\n"
     )

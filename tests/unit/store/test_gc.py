@@ -13,7 +13,8 @@ import pytest
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import NAMES, build, plan
 from trtpipe.engines.errors import HostError
-from trtpipe.pipeline.runner import RunFolder
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.serving.references import references
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store import gc
@@ -32,7 +33,7 @@ def model(in_folder: Path) -> Path:
 
 def found(store: Store) -> list[tuple[str, str]]:
     """(stage folder, why) of the garbage."""
-    return [(item.path.parent.name, item.reason) for item in gc.find_garbage(store)]
+    return [(item.path.parent.name, item.reason) for item in gc.find_garbage(store, references(store))]
 
 
 def artefacts(store: Store) -> dict[str, int]:
@@ -40,7 +41,7 @@ def artefacts(store: Store) -> dict[str, int]:
 
 
 def test_an_empty_store_has_no_garbage(store: Store) -> None:
-    assert gc.find_garbage(store) == []
+    assert gc.find_garbage(store, references(store)) == []
     assert not store.home.exists()
 
 
@@ -49,7 +50,7 @@ def test_what_a_run_refers_to_stays(store: Store, model: Path) -> None:
     assert found(store) == []
     build(plan(model, "build.max_batch_size=8"), store)
     assert found(store) == [("build", "no run refers to it"), ("package", "no run refers to it")]
-    gc.remove(gc.find_garbage(store), store)
+    gc.remove(gc.find_garbage(store, references(store)), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     assert (RunFolder.of("tiny.cpu.fp32").linked("repository") / "ensemble").is_dir()
     assert found(store) == []
@@ -62,11 +63,11 @@ def test_artefacts_that_two_runs_share_stay_as_long_as_one_does(store: Store, mo
     shutil.rmtree(RunFolder.of("tiny.cpu.fp32").path)
     gone = "no run refers to it"
     assert found(store) == [("build", gone), ("convert", gone), ("package", gone)]
-    gc.remove(gc.find_garbage(store), store)
+    gc.remove(gc.find_garbage(store, references(store)), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 1)
     shutil.rmtree("runs")
-    assert len(gc.find_garbage(store)) == 5
-    gc.remove(gc.find_garbage(store), store)
+    assert len(gc.find_garbage(store, references(store))) == 5
+    gc.remove(gc.find_garbage(store, references(store)), store)
     assert artefacts(store) == dict.fromkeys(NAMES, 0)
 
 
@@ -74,7 +75,7 @@ def test_looking_changes_nothing(store: Store, model: Path) -> None:
     build(plan(model), store)
     shutil.rmtree("runs")
     before = sorted(store.home.rglob("*"))
-    assert len(gc.find_garbage(store)) == 5
+    assert len(gc.find_garbage(store, references(store))) == 5
     assert sorted(store.home.rglob("*")) == before
 
 
@@ -84,7 +85,7 @@ def test_the_size_of_garbage_is_its_bytes(store: Store) -> None:
     (damaged / "files" / "a").write_bytes(b"12345")
     (damaged / "b").write_bytes(b"678")
     (damaged / "link").symlink_to("b")
-    (item,) = gc.find_garbage(store)
+    (item,) = gc.find_garbage(store, references(store))
     assert (item.path, item.reason, item.size) == (damaged, "damaged", 8)
 
 
@@ -96,8 +97,8 @@ def test_leftovers_go_unless_somebody_works_in_them(store: Store, model: Path) -
     left = folder.with_name(f".{folder.name}.abcdefgh")
     left.mkdir()
     with store.locked(record):
-        assert gc.find_garbage(Store(store.home)) == []
-    (item,) = gc.find_garbage(store)
+        assert gc.find_garbage(Store(store.home), references(Store(store.home))) == []
+    (item,) = gc.find_garbage(store, references(store))
     assert (item.path, item.reason) == (left, "left by an interrupted run")
 
 
@@ -109,10 +110,10 @@ def test_an_artefact_without_a_readable_manifest_goes(store: Store) -> None:
 def test_garbage_that_is_gone_already_is_no_failure(store: Store, model: Path) -> None:
     build(plan(model), store, until="convert")
     shutil.rmtree("runs")
-    garbage = gc.find_garbage(store)
+    garbage = gc.find_garbage(store, references(store))
     shutil.rmtree(garbage[0].path)
     gc.remove(garbage, store)
-    assert gc.find_garbage(store) == []
+    assert gc.find_garbage(store, references(store)) == []
 
 
 def a_root(store: Store) -> Path:
@@ -137,7 +138,7 @@ def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
     build(plan(model), store, until="download")
     place(store).write_text(content)
     with pytest.raises(HostError, match="cannot be read, so nothing is dropped"):
-        gc.find_garbage(store)
+        gc.find_garbage(store, references(store))
 
 
 def test_a_run_folder_that_may_not_be_looked_into_stops_it(
@@ -153,7 +154,7 @@ def test_a_run_folder_that_may_not_be_looked_into_stops_it(
 
     monkeypatch.setattr(Path, "stat", refused)
     with pytest.raises(HostError, match=r"cpu\.fp32 cannot be read, so nothing is dropped: Permission denied; make"):
-        gc.find_garbage(store)
+        gc.find_garbage(store, references(store))
 
 
 def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_what_a_running_server_serves_stays(store: Store, model: Path, monkeypat
         log=Path("x.log"),
         endpoints=endpoints,
     )
-    monkeypatch.setattr(gc, "running", lambda store: [server])
+    monkeypatch.setattr("trtpipe.pipeline.serving.references.running", lambda store: [server])
     shutil.rmtree("runs")
     assert [stage for stage, _ in found(store)] == ["build", "convert", "download", "tokenizer"]
 

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+from trtpipe.configs.home import default_home
 from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 from trtpipe.pipeline.store.manifest import Origin, Record, read_manifest
-from trtpipe.pipeline.store.store import Artefact, Store, default_home
+from trtpipe.pipeline.store.store import Artefact, Store
 
 RECORD = Record(stage="convert", stage_version=1, inputs={}, settings={"dtype": "bfloat16"}, tools={})
 CONTENT = {"config.json": b"{}", "rank0.safetensors": b"weights" * 1000, "deep/er/x": b""}
@@ -360,7 +362,7 @@ def test_threads_that_ask_for_one_artefact_make_it_once(store: Store) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
-from pipeline import store as module
+from trtpipe.pipeline.store import store as module
 from trtpipe.pipeline.store.digests import Digests
 from trtpipe.pipeline.store.manifest import Manifest
 from tests.unit.store.test_store import RECORD, fill
@@ -394,7 +396,6 @@ with store.locked(RECORD):
     if store.find(RECORD) is None:
         store.make(RECORD, work)
 """
-ROOT = Path(__file__).parent.parent
 
 
 def child(*arguments: object) -> subprocess.Popen[bytes]:

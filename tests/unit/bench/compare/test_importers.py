@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from tests.support.bench_reports import level, lines, report, save
+from tests.support.paths import DATA
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare import request_files as raw
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 
-DATA = Path(__file__).parent / "data" / "bench"
-AIPERF = DATA / "aiperf" / "profile_export_aiperf.json"
-CHAT, KSERVE = DATA / "genai_perf" / "chat.json", DATA / "genai_perf" / "kserve.json"
-VLLM_CHAT, VLLM_RATE, VLLM = (DATA / "vllm" / f"{name}.json" for name in ("chat", "rate", "completions"))
+BENCH = DATA / "bench"
+AIPERF = BENCH / "aiperf" / "profile_export_aiperf.json"
+CHAT, KSERVE = BENCH / "genai_perf" / "chat.json", BENCH / "genai_perf" / "kserve.json"
+VLLM_CHAT, VLLM_RATE, VLLM = (BENCH / "vllm" / f"{name}.json" for name in ("chat", "rate", "completions"))
 ALL = (AIPERF, CHAT, KSERVE, VLLM_CHAT, VLLM_RATE, VLLM)
 
 

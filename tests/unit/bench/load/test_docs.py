@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
 from trtpipe.pipeline.bench.load.files import names
 from trtpipe.pipeline.bench.load.loads import ARRIVALS, Closed, Open, Replay, Staged
 from trtpipe.pipeline.bench.load.prompt_files import LENGTHS, PROMPTS, SAMPLING
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
 from trtpipe.pipeline.bench.results.slo import ALIASES
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "loads.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", PAGE))))
 # The one that `find_load` sets.

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.support.small_tokenizers import make
-from trtpipe.configs import facts as config
-from trtpipe.configs.facts import ConfigError
+from trtpipe.configs import facts
+from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
 from trtpipe.pipeline.bench.load.files import find_load, names, parse_levels, parse_work
@@ -54,7 +54,7 @@ def test_every_shipped_load_can_be_made(name: str, tmp_path: Path) -> None:
 
 def test_the_shipped_trace_is_replayed_with_its_own_prompts() -> None:
     found = find_load("trace")
-    assert found.work.trace == config.CONFIGS / "load" / "trace.jsonl"
+    assert found.work.trace == facts.CONFIGS / "load" / "trace.jsonl"
     assert found.levels[0] == Replay(trace=found.work.trace, max_total_tokens=4096, warmup_s=5)
     assert [level.speedup for level in found.levels if isinstance(level, Replay)] == [1, 2]
 
@@ -176,9 +176,9 @@ def test_options_are_read_as_a_file_is_and_refused_as_the_command_s() -> None:
 
 
 def test_another_trace_in_the_place_of_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = yaml.safe_load((config.CONFIGS / "load" / "trace.yaml").read_text())
+    raw = yaml.safe_load((facts.CONFIGS / "load" / "trace.yaml").read_text())
     raw["load"]["trace"] = "mine.jsonl"
-    shutil.copy(config.CONFIGS / "load" / "trace.jsonl", tmp_path / "mine.jsonl")
+    shutil.copy(facts.CONFIGS / "load" / "trace.jsonl", tmp_path / "mine.jsonl")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(raw))
     # From the folder above: what is beside the file is not in the working folder.
     monkeypatch.chdir(tmp_path.parent)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.engines.accuracy import job, worker
 from trtpipe.engines.accuracy.distributions import Distributions
 from trtpipe.engines.accuracy.job import LayerError, Measured, Saturation
@@ -494,7 +494,7 @@ def test_everything_fails_when_nothing_is_left() -> None:
 )
 def test_the_recipe_of_a_measured_model(algo: str | None, cache: str | None, name: str) -> None:
     found = measured(quant_algo=algo, kv_cache_quant_algo=cache)
-    recipe = accuracy.matching_recipe(found, config.load_quant_recipes())
+    recipe = accuracy.matching_recipe(found, facts.load_quant_recipes())
     assert (recipe.name, recipe.kv_cache_quant_algo) == (name, cache and KvCacheQuantAlgo(cache))
 
 

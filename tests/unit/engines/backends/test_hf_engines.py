@@ -20,7 +20,8 @@ from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.passport import read_passport
-from trtpipe.pipeline.runner import RunFolder, execute
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import Plan, resolve
 from trtpipe.pipeline.store.store import Store
 

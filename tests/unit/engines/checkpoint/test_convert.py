@@ -463,7 +463,7 @@ def test_writes_that_end_early_are_continued(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.process
 def test_a_file_that_may_not_grow_so_large_is_refused_and_the_next_run_is_whole(in_folder: Path) -> None:
     hf_folder(in_folder / "hf")
-    trtpipe = [sys.executable, "-m", "pipeline", *COMMAND]
+    trtpipe = [sys.executable, "-m", "trtpipe", *COMMAND]
     # 20 kB: room for config.json, not for a rank file of 46 kB.
     limited = ["sh", "-c", 'ulimit -f 40; exec "$@"', "sh", *trtpipe]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)

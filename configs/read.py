@@ -1,0 +1,86 @@
+"""Strict reader of YAML files: unknown keys are errors that offer the nearest spelling."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.yaml_input import YamlError, load_yaml, parse_yaml
+
+_T = TypeVar("_T")
+
+
+class ConfigError(InputDataError):
+    """A YAML file with a syntax error, an unknown key, or a value of the wrong type."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
+    try:
+        value = load_yaml(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML", why=str(error)) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not a mapping")
+    return value
+
+
+def parse_yaml_value(text: str, what: str) -> Any:
+    """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
+    try:
+        return parse_yaml(text)
+    except YamlError as error:
+        raise UsageError(f"{what} is not a YAML value", why=str(error)) from None
+
+
+def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeError] = ConfigError) -> _T:
+    """Validate `data` into the frozen dataclass `cls`; `where` names the file and the key for messages.
+
+    Raises `error` for an unknown key (with the nearest spelling), a missing one, or a wrong type.
+    """
+    # Imported here: pydantic costs more than a tenth of a second, which `trtpipe --help` must not pay.
+    import pydantic
+
+    check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
+    try:
+        # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
+        return typing.cast(
+            _T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data, default=_path), strict=True)
+        )
+    except pydantic.ValidationError as invalid:
+        first = invalid.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
+    except (TypeError, ValueError) as unsaid:  # a date, a set, or an anchor that holds itself: YAML, yet no JSON
+        raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
+
+
+def _path(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+@functools.cache
+def _adapter(cls: type[Any]) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(cls)
+
+
+def check_keys(
+    data: dict[str, Any], known: typing.Iterable[str], where: str, error: type[TrtpipeError] = ConfigError
+) -> None:
+    names = list(known)
+    for key in data:
+        if key not in names:
+            raise error(f"{where}: unknown key '{key}'", remedy=suggestion(str(key), names))

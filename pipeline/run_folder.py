@@ -1,0 +1,133 @@
+"""The folder of a target, ./runs/<target>/: links to its artefacts, its settings, the records of its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import load_json
+from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.stages import MAKES, Stage
+from trtpipe.pipeline.store.folders import sync, write_whole
+from trtpipe.pipeline.store.manifest import Origin, Record
+from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
+
+RUNS = Path("runs")
+
+
+class RunFolder:
+    """./runs/<target>/: links to the current artefacts, the plan, and the records they were made from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of(cls, target: str) -> RunFolder:
+        return cls(RUNS / target)
+
+    def start(self, plan: Plan, store: Store) -> None:
+        """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        roots = store.home / "roots"
+        roots.mkdir(parents=True, exist_ok=True)
+        absolute = str(self.path.resolve())
+        name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
+        write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
+        sync(self.path.parent)
+
+    def last(self, stage: str) -> Record | None:
+        """The record of what the stage made last; None where it made nothing that this version can read."""
+        found = self._entries().get(stage)
+        return None if found is None else found[0]
+
+    def origin(self, stage: str) -> Origin | None:
+        """Where that was brought from; None for what was made here."""
+        found = self._entries().get(stage)
+        return None if found is None else found[1]
+
+    def origins(self) -> dict[str, Origin]:
+        """Where the target's artefacts were brought from, by what their stages make; not those that were made here."""
+        return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
+
+    def imports(self) -> list[str]:
+        """A phrase for each artefact of the target that was made elsewhere."""
+        return [f"the {makes} was {origin.describe()}" for makes, origin in self.origins().items()]
+
+    def find(self, stage: str, store: Store, *, verify: bool = False) -> Artefact | None:
+        """What the stage made last, or was brought in its place, if it is whole."""
+        found = self._entries().get(stage)
+        return None if found is None else store.of(found[1]).find(found[0], verify=verify)
+
+    def fault(self, stage: str, store: Store, *, verify: bool = False) -> str | None:
+        found = self._entries().get(stage)
+        return None if found is None else store.of(found[1]).fault(found[0], verify=verify)
+
+    def update(self, stage: Stage, artefact: Artefact) -> None:
+        raw = self._raw()
+        entry = dataclasses.asdict(artefact.manifest.record)
+        if artefact.origin is not None:
+            entry["origin"] = dataclasses.asdict(artefact.origin)
+        raw[stage.name] = entry
+        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
+        link = self.path / stage.makes
+        partial = self.path / f".{link.name}.{os.getpid()}"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(artefact.path)
+        partial.replace(link)
+        sync(self.path)
+
+    def drop_imports(self, *, keep: str) -> None:
+        """Forget what was brought from elsewhere, but for what came from the source `keep`."""
+        stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
+        raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
+        write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
+        for stage in stale:
+            (self.path / MAKES[stage]).unlink(missing_ok=True)
+
+    def stages(self) -> list[str]:
+        """The stages that have made something in this version's words."""
+        return list(self._entries())
+
+    def folders(self, store: Store) -> list[Path]:
+        """The folders in the store that this run refers to. Raises OSError or ValueError where that is not known."""
+        path = self.path / "run.json"
+        if not path.exists():
+            return []
+        raw = load_json(path)
+        entries = self._entries()
+        if not isinstance(raw, dict) or raw.keys() != entries.keys():
+            raise ValueError("another version of trtpipe wrote it, or it is damaged")
+        return [store.of(origin).folder(record) for record, origin in entries.values()]
+
+    def linked(self, makes: str) -> Path:
+        """What a stage has made last, such as the repository. Raises InputDataError when there is none."""
+        link = self.path / makes
+        if not link.is_dir():
+            raise InputDataError(
+                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy="run `trtpipe build`"
+            )
+        return link.resolve()
+
+    def _entries(self) -> dict[str, tuple[Record, Origin | None]]:
+        out = {}
+        for stage, entry in self._raw().items():
+            try:
+                facts = dict(entry)
+                origin = facts.pop("origin", None)
+                out[stage] = Record(**facts), None if origin is None else Origin(**origin)
+            except (TypeError, ValueError):
+                continue  # written by another version
+        return out
+
+    def _raw(self) -> dict[str, Any]:
+        try:
+            value = load_json(self.path / "run.json")
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
