@@ -21,10 +21,10 @@ import pytest
 
 from tests.support.factories import CONFIG, hf_folder, write_tokenizer
 from tests.unit.test_runner import SIZES, snapshot
+from trtpipe import __version__
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
-from trtpipe import __version__
 from trtpipe.pipeline.cli import app as cli
 from trtpipe.pipeline.cli import bench as cli_bench
 from trtpipe.pipeline.serving import tritonserver
