@@ -22,18 +22,20 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers, and those that look at a clock, have the machine to themselves.
+# Real servers, and tests that look at a clock, have the machine to themselves.
 ALONE := real or clock
-test: check unit ## everything: the checks, the unit tests, and the real model on a real tritonserver (a quarter of an hour)
+SHARED := -n auto --dist loadfile -m 'not ($(ALONE) or slow)'
+test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
+	$(BIN)/python -m pytest $(SHARED)
 	$(BIN)/python -m pytest -m '($(ALONE)) and not slow'
 
-unit: $(READY) ## tests without real servers (minutes)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m 'not ($(ALONE) or slow)'
+unit: $(READY) ## tests of each module, without real servers (minutes)
+	$(BIN)/python -m pytest $(SHARED) tests/unit
 
-# Status 5 is pytest's for no test at all.
-test-slow: $(READY) ## the long forms of attacks and fuzzers, which `make test` runs for seconds
-	$(BIN)/python -m pytest --timeout 3600 -n auto -m 'slow and not ($(ALONE))' || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))' || [ $$? -eq 5 ]
+test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, which `make test` runs for seconds
+	$(BIN)/python -m pytest -n auto --dist loadfile -m hypothesis --hypothesis-profile thorough
+	$(BIN)/python -m pytest --timeout 3600 -n auto -m 'slow and not ($(ALONE))'
+	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu

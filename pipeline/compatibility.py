@@ -8,7 +8,7 @@ from pathlib import Path
 from trtpipe.configs import facts
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import NAME, Passport, objections, read_passport, remarks
-from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.run_folder import RUNS
 from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
@@ -46,7 +46,7 @@ def find_passport(folder: Path) -> Passport:
 
 def examine(passport: Passport) -> Verdict:
     """Compare a passport with this machine."""
-    gpus = host.visible_gpus()
+    gpus = hardware.visible_gpus()
     floor = ""
     against: list[str] = []
     if passport.toolchain is not None:

@@ -27,8 +27,9 @@ from trtpipe.pipeline.bench.mock_server.clock import Timing
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A test on a busy machine is slow, not wrong.
-settings.register_profile("trtpipe", deadline=None)
+# A test on a busy machine is slow, not wrong. `make test-slow` runs the thorough profile.
+settings.register_profile("trtpipe", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=400)
 settings.load_profile("trtpipe")
 
 

@@ -7,8 +7,8 @@ user's folder named `trtpipe`, or a file `json.py`, would run in place of ours. 
 first, 3.10 has nothing. A process that starts here finds the package that this file is in, and looks for nothing in
 the current folder. Its Python may be of another environment, where trtpipe is not installed.
 
-With PYTHONPATH=. Python itself imports `sitecustomize`, and on 3.10 more, from the current folder before the first
-line here; child processes are started without that entry.
+With PYTHONPATH=. Python itself imports `sitecustomize`, on 3.10 more, and a package named `trtpipe`, from the current
+folder before the first line here; child processes are started without that entry.
 """
 
 # Python has loaded both before any program starts. Another import, of __future__ too, would be looked up.

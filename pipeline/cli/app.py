@@ -13,25 +13,13 @@ import typer
 
 from trtpipe import __version__
 from trtpipe.pipeline.cli import (
-    bench as cli_bench,
-)
-from trtpipe.pipeline.cli import (
-    build as cli_build,
-)
-from trtpipe.pipeline.cli import (
-    facts as cli_facts,
-)
-from trtpipe.pipeline.cli import (
-    plan as cli_plan,
-)
-from trtpipe.pipeline.cli import (
-    registry as cli_registry,
-)
-from trtpipe.pipeline.cli import (
-    serve as cli_serve,
-)
-from trtpipe.pipeline.cli import (
-    weights as cli_weights,
+    bench,
+    build,
+    facts,
+    plan,
+    registry,
+    serve,
+    weights,
 )
 
 if TYPE_CHECKING:
@@ -66,17 +54,17 @@ def _root(
 
 # As `--help` lists them.
 for _command in (
-    cli_build.build, cli_plan.plan, cli_build.settings, cli_build.status, cli_weights.convert, cli_weights.quantize,
-    cli_weights.verify, cli_weights.recipes, cli_weights.inspect, cli_weights.restore, cli_serve.serve, cli_serve.ps,
-    cli_serve.logs, cli_serve.reload, cli_serve.stop, cli_serve.check, cli_serve.top, cli_serve.monitoring,
-    cli_serve.generate, cli_bench.compare, cli_facts.models, cli_facts.gpus, cli_facts.probe, cli_facts.toolchains,
-    cli_facts.passport, cli_build.export, cli_build.import_, cli_registry.push, cli_registry.pull, cli_registry.search,
-    cli_registry.provenance, cli_registry.verify_provenance, cli_build.gc,
-    cli_build.scrub, cli_facts.doctor,
+    build.build, plan.plan, build.settings, build.status, weights.convert, weights.quantize,
+    weights.verify, weights.recipes, weights.inspect, weights.restore, serve.serve, serve.ps,
+    serve.logs, serve.reload, serve.stop, serve.check, serve.top, serve.monitoring,
+    serve.generate, bench.compare, facts.models, facts.gpus, facts.probe, facts.toolchains,
+    facts.passport, build.export, build.import_, registry.push, registry.pull, registry.search,
+    registry.provenance, registry.verify_provenance, build.gc,
+    build.scrub, facts.doctor,
 ):  # fmt: skip
     app.command(name=_command.__name__.strip("_").replace("_", "-"))(_command)
-app.add_typer(cli_bench.app, name="bench")
-app.add_typer(cli_serve.deploy, name="deploy")
+app.add_typer(bench.app, name="bench")
+app.add_typer(serve.deploy, name="deploy")
 
 
 def main() -> None:

@@ -268,17 +268,17 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
     """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
-    from trtpipe.engines.hf import chat_template as chat
+    from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.bench.run import run
     from trtpipe.pipeline.cli import console
 
     _check_place(report)
-    template = chat.read_template(options.tokenizer.parent)
-    render = None if template is None else chat.compile_template(options.tokenizer.parent, template)
+    template = chat_template.read_template(options.tokenizer.parent)
+    render = None if template is None else chat_template.compile_template(options.tokenizer.parent, template)
     with console.bench_progress() as progress:
         measured = run(options, render, progress)
     # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
-    from trtpipe.pipeline.bench.results import summary as told
+    from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
 
     if options.wiring.transport != "own" and not measured.partial:
@@ -299,7 +299,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
             measured.engine["content"] = made.record.inputs["engine"]
     console.bench_table(measured)  # also where no report can be written
     places = write_report(measured, report)
-    for line in told.notes(measured):
+    for line in summary.notes(measured):
         console.note(line)
     for search in measured.searches:
         console.result(search.said())
@@ -307,7 +307,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     gc.freeze()  # the process ends, and would first look through all it has, for a tenth of a second
     if measured.interrupted:
         raise KeyboardInterrupt
-    refusal = told.refusal(measured, report)
+    refusal = summary.refusal(measured, report)
     if refusal is not None:
         raise refusal
 

@@ -89,15 +89,15 @@ def toolchains(as_json: Json = False) -> None:
 
     from trtpipe.configs import facts as config
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.execution import hardware as host
+    from trtpipe.pipeline.execution import hardware
 
     known = config.load_toolchains().values()
-    gpus = host.visible_gpus()
+    gpus = hardware.visible_gpus()
     if as_json:
-        console.result_json([{**dataclasses.asdict(one), "runs_here": host.able(one, gpus)} for one in known])
+        console.result_json([{**dataclasses.asdict(one), "runs_here": hardware.able(one, gpus)} for one in known])
         return
     rows = [
-        (t.name, t.image, t.tensorrt, t.cuda, t.driver, t.python, " ".join(t.runtimes), host.able(t, gpus))
+        (t.name, t.image, t.tensorrt, t.cuda, t.driver, t.python, " ".join(t.runtimes), hardware.able(t, gpus))
         for t in known
     ]
     console.table(("toolchain", "image", "TensorRT", "CUDA", "driver", "Python", "runtimes", "runs here"), rows)
@@ -113,12 +113,12 @@ def passport(
     """Print what an engine was built for and by, and whether this machine can run it; fails when it cannot."""
     import dataclasses
 
-    from trtpipe.pipeline import compatibility as guard
+    from trtpipe.pipeline import compatibility
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.run_folder import RunFolder
 
-    found = guard.find_passport(folder)
-    verdict = guard.examine(found)
+    found = compatibility.find_passport(folder)
+    verdict = compatibility.examine(found)
     facts = dataclasses.asdict(found)
     imported = RunFolder.of(folder.name).imports() if str(folder) == folder.name else []
     if as_json:

@@ -29,14 +29,14 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
     """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.store.store import Store
 
-    wanted = ship.choose(only)
+    wanted = transfer.choose(only)
     registry = open_registry(url)
     with console.BuildReporter().stage("push", target) as progress:
-        shipped = ship.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
+        shipped = transfer.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
         f"{console.size(shipped.there)} was there",
@@ -59,15 +59,15 @@ def pull(
     """
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.runner import execute
     from trtpipe.pipeline.store.store import Store
 
-    wanted, store, reporter = ship.choose(only), Store(default_home()), console.BuildReporter()
+    wanted, store, reporter = transfer.choose(only), Store(default_home()), console.BuildReporter()
     registry = open_registry(url)
     with reporter.stage("pull", target) as progress:
-        shipped = ship.pull(
+        shipped = transfer.pull(
             target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
         )
     console.result(
@@ -93,11 +93,11 @@ def search(
     import dataclasses
 
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.registry import transfer as ship
+    from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
 
     registry = open_registry(url)
-    found = ship.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
+    found = transfer.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
     if as_json:
         console.result_json([dataclasses.asdict(one) for one in found])
         return
@@ -110,7 +110,7 @@ def search(
         ("target", "model", "runs on", "precision", "runtime", "tp", "pp", "size", "holds"),
         [
             (
-                one.target, one.model, one.passport.target(), ship.precision(one.passport),
+                one.target, one.model, one.passport.target(), transfer.precision(one.passport),
                 " ".join(filter(None, (one.passport.runtime, one.passport.toolchain))), one.passport.tp_size,
                 one.passport.pp_size, console.size(one.size), ", ".join(one.artefacts),
             )

@@ -16,7 +16,7 @@ def serve(
     server: Annotated[
         str, typer.Option(help="auto, local (this environment's tritonserver) or docker (the toolchain's image).")
     ] = "auto",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    hardware: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
@@ -46,7 +46,7 @@ def serve(
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
-        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        server=server, host=hardware, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
@@ -170,14 +170,14 @@ def check(
 
     from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.execution import hardware as host
+    from trtpipe.pipeline.execution import hardware
     from trtpipe.pipeline.run_folder import RUNS
     from trtpipe.triton_repo.check import check_repository, require_sound
     from trtpipe.triton_repo.check.code import foreign_code
 
     folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
     release = None if toolchain is None else facts.find_toolchain(toolchain)
-    faults = check_repository(folder, toolchain=release, gpus=host.visible_gpus() if here else None)
+    faults = check_repository(folder, toolchain=release, gpus=hardware.visible_gpus() if here else None)
     if folder.is_dir() and not allow_model_code:
         faults += foreign_code(folder)
     if as_json:
@@ -237,7 +237,7 @@ def generate(
 
     On a terminal, control characters in it are shown as escapes.
     """
-    from trtpipe.engines.hf import chat_template as chat
+    from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import servers
     from trtpipe.pipeline.serving.generate import Sampling, stream
@@ -248,9 +248,9 @@ def generate(
     )  # fmt: skip
     found = servers.find_running(own_store(), server)
     served = found.find(target)
-    template = None if raw else chat.read_template(served.tokenizer)
+    template = None if raw else chat_template.read_template(served.tokenizer)
     if template is not None:
-        prompt = chat.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
+        prompt = chat_template.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
     for piece in stream(found.endpoints.grpc_url, prompt, sampling, model=served.front):
         console.text(piece)
     console.text("\n")

@@ -126,21 +126,18 @@ def verify(
 
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
-    from trtpipe.pipeline.accuracy import gate as accuracy
-    from trtpipe.pipeline.accuracy import page as accuracy_page
+    from trtpipe.pipeline.accuracy import gate, page
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.sources import calibration
 
     chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
     ids = calibration.samples(original, chosen)
     with tempfile.TemporaryDirectory() as scratch, console.BuildReporter().stage("verify", str(quantized)) as progress:
-        measured = accuracy.measure(
-            original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress
-        )
-    recipe = accuracy.matching_recipe(measured, facts.load_quant_recipes())
-    report = accuracy.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+        measured = gate.measure(original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress)
+    recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
+    report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
-        accuracy_page.write(report, report_dir)
+        page.write(report, report_dir)
     if as_json:
         console.result_json(report.to_dict())
     else:

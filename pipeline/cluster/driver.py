@@ -23,7 +23,7 @@ from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
 from trtpipe.engines.model_source import FolderSource, GgufSource
 from trtpipe.pipeline.cluster.needs import Needs, needs
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell, artefact, run_stage
-from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.matrix import Outcome, require_distinct
 from trtpipe.pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
 from trtpipe.pipeline.spec import Plan
@@ -158,7 +158,7 @@ class Cluster:
     def _run(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> Answer:
         wanted = needs(stage, plan, self._largest)
         if wanted.accelerator and not self._largest.get(f"accelerator_type:{wanted.accelerator}"):
-            raise host.GpuAbsent(
+            raise hardware.GpuAbsent(
                 f"no machine of the cluster has {plan.gpu.describe()}",
                 why=f"building asks for the accelerator type {wanted.accelerator}",
                 remedy="add one to the cluster",
@@ -275,9 +275,9 @@ def _mark(folder: Path) -> FileLock:
 
 
 def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
+    hardware, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
+        socket.create_connection((hardware.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
     except OSError:
         return False
     return True
@@ -285,6 +285,6 @@ def _listens(address: str) -> bool:
 
 def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
     """A far end's error, as one of here."""
-    found = host.GpuAbsent if kind == "GpuAbsent" else getattr(trtpipe.engines.errors, kind, HostError)
+    found = hardware.GpuAbsent if kind == "GpuAbsent" else getattr(trtpipe.engines.errors, kind, HostError)
     made: TrtpipeError = found(what, why=why, remedy=remedy)
     return made

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trtpipe.configs import facts as config
+from trtpipe.configs import facts
 from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
 from trtpipe.engines.errors import StageFailed
 
@@ -69,7 +69,7 @@ class Diagnosis:
 
 def load_failures(where: Where) -> tuple[Failure, ...]:
     """The facts about failed builds or failed servers, in the order they are tried. Raises ConfigError."""
-    return _load(config.CONFIGS / "failures" / f"{where}.yaml")
+    return _load(facts.CONFIGS / "failures" / f"{where}.yaml")
 
 
 def diagnose(text: str, where: Where) -> Diagnosis | None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trtpipe.pipeline.pages import plots
-from trtpipe.pipeline.pages import render as pages
+from trtpipe.pipeline.pages import plots, render
 from trtpipe.pipeline.pages.plots import Figure
 from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice, Candidate
@@ -22,7 +21,7 @@ def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
     made = [tables.options(found), tables.memory(found), tables.refusals(found)]
     if changes:
         made.append(tables.changes(found.candidates[0].name, changes))
-    page = pages.render(
+    page = render.render(
         "plan.html.j2", title=f"Plan for {found.question.model}", load=tables.load(found), remarks=found.remarks,
         figures=list(_figures(found)), tables=[one for one in made if one.rows],
     )  # fmt: skip

@@ -15,7 +15,7 @@ from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
 from trtpipe.engines.quantization import FLOAT_NAMES
-from trtpipe.pipeline import compatibility as guard
+from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.registry.base import Blob, Registry
 from trtpipe.pipeline.registry.export import Bundle
 from trtpipe.pipeline.registry.fetch import Counter, Fetch, damaged
@@ -231,7 +231,7 @@ def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
 
 
 def _require_fit(index: Index) -> None:
-    verdict = guard.examine(passport_of(index))
+    verdict = compatibility.examine(passport_of(index))
     if verdict.objections:
         size = sum(file["size"] for file in index["artefacts"]["engine"]["files"])
         raise ArtefactRefused(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
-from trtpipe.pipeline import compatibility as guard
+from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
@@ -101,7 +101,7 @@ def imports(target: str, repository: Path) -> tuple[str, ...]:
 def check_passport(repository: Path) -> Passport:
     """Refuse an engine that this machine cannot run. Raises ArtefactRefused."""
     passport = read_passport(repository / ENGINE_FOLDER)
-    guard.examine(passport).require(repository / ENGINE_FOLDER)
+    compatibility.examine(passport).require(repository / ENGINE_FOLDER)
     return passport
 
 
@@ -138,7 +138,7 @@ def launch(
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
         called = name if (RUNS / name / "repository").is_dir() else str(repository)
-        guard.require_trusted(called, repository, store, allow_code=options.allow_model_code)
+        compatibility.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
@@ -340,7 +340,7 @@ def reload(
         fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
     for one in server.served:
         if one.name in fresh:
-            guard.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
+            compatibility.require_trusted(one.name, fresh[one.name], store, allow_code=allow_model_code)
             _require_same_kind(one, fresh[one.name])
     served = tuple(
         replace(one, repository=fresh[one.name], imported=imports(target or one.name, fresh[one.name]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from trtpipe.configs import read
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
-from trtpipe.pipeline.gateway import process as gateway_process
+from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
@@ -24,7 +24,7 @@ from trtpipe.triton_repo.render import TOKENIZER_FOLDER
 # Of Linux, where it is configured highest.
 MAX_PID = 1 << 22
 # How long a watchdog may take to end its server and gateway.
-WATCHER_SECONDS = tritonserver.STOP_SECONDS + gateway_process.STOP_SECONDS + 5
+WATCHER_SECONDS = tritonserver.STOP_SECONDS + process.STOP_SECONDS + 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def running(store: Store) -> list[Server]:
             out.append(server)
         else:
             if server.gateway_pid is not None:
-                gateway_process.end(server.gateway_pid)
+                process.end(server.gateway_pid)
             forget(store, server)
     return out
 

@@ -20,7 +20,7 @@ from types import FrameType
 from trtpipe.engines.errors import InputDataError, StageFailed
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.net import triton_metrics as metrics
+from trtpipe.pipeline.net import triton_metrics
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.serve import LaunchOptions, end, launch
@@ -162,7 +162,7 @@ def _queued(server: Server, models: Iterable[str]) -> bool:
     import httpx
 
     try:
-        scrape = metrics.parse(httpx.get(server.endpoints.metrics_url, timeout=ASK_SECONDS).text, 0.0)
+        scrape = triton_metrics.parse(httpx.get(server.endpoints.metrics_url, timeout=ASK_SECONDS).text, 0.0)
     except (httpx.HTTPError, InputDataError):
         return False
     return any(scrape.total(PENDING, model=model) for model in models)

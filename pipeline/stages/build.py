@@ -15,7 +15,7 @@ from trtpipe.engines.executor import Executor
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import Passport, make_passport
 from trtpipe.pipeline.accuracy.gate import JSON_NAME
-from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import disabled_features
 from trtpipe.pipeline.execution.executors import LocalExecutor
 from trtpipe.pipeline.spec import Plan
@@ -85,8 +85,8 @@ class Build:
         made: dict[str, str] = {}
         executor: Executor = LocalExecutor()
         if backend.COMPILED:
-            made = host.facts(host.require_gpu(target, rank_bytes))
-            executor = host.choose_executor(settings.executor, target.toolchain)
+            made = hardware.facts(hardware.require_gpu(target, rank_bytes))
+            executor = hardware.choose_executor(settings.executor, target.toolchain)
             executor.prepare(job.progress)
         workshop = Workshop(executor=executor, log=job.log, show=job.show)
         engine, where = backend.build(checkpoint, job.out, settings.build, target, workshop)

@@ -7,8 +7,7 @@ from typing import Any
 
 from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.quantization import QuantRecipe
-from trtpipe.pipeline.accuracy import gate as accuracy
-from trtpipe.pipeline.accuracy import page as accuracy_page
+from trtpipe.pipeline.accuracy import gate, page
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import Plan
 from trtpipe.pipeline.stages.base import Job
@@ -35,8 +34,8 @@ class Verify:
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return {
             "thresholds": vars(settings.recipe.thresholds),
-            "rows": accuracy.ROWS,
-            "seq_len": accuracy.SEQ_LEN,
+            "rows": gate.ROWS,
+            "seq_len": gate.SEQ_LEN,
             "accept_accuracy": settings.accept,
         }
 
@@ -50,16 +49,16 @@ class Verify:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""
         settings: Settings = job.settings
         model = job.inputs["model"]
-        rows = CalibrationConfig(data=calibration.HELDOUT, samples=accuracy.ROWS, seq_len=accuracy.SEQ_LEN)
-        measured = accuracy.measure(
+        rows = CalibrationConfig(data=calibration.HELDOUT, samples=gate.ROWS, seq_len=gate.SEQ_LEN)
+        measured = gate.measure(
             model, job.inputs["checkpoint"], calibration.samples(model, rows), log=job.log, progress=job.progress
         )
-        report = accuracy.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
-        accuracy_page.write(report, job.out)
+        report = gate.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
+        page.write(report, job.out)
         if report.failures and not settings.accept:
             # What a failed stage made is thrown away, and this is what one wants to look at.
             kept = job.log.with_suffix(".accuracy")
-            accuracy_page.write(report, kept)
+            page.write(report, kept)
             raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
         return {"notices": [*notices, report.line()]}

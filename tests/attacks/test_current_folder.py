@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def here(trap: Trap) -> Callable[..., str]:
     """`here("convert", ..)` runs trtpipe in the trap, with no PYTHONPATH and with two that name it."""
 
     def run(*words: str, pythonpath: str | None = None) -> str:
+        if pythonpath is not None:  # with it Python looks there for the package of the command itself
+            shutil.rmtree(trap.folder / "trtpipe", ignore_errors=True)
         return trap.run([str(trap.trtpipe), *words], pythonpath)
 
     return run

@@ -20,9 +20,7 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError
 from trtpipe.pipeline.compatibility import require_trusted
-from trtpipe.pipeline.registry import export as bundle
-from trtpipe.pipeline.registry import provenance
-from trtpipe.pipeline.registry import transfer as ship
+from trtpipe.pipeline.registry import export, provenance, transfer
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.trust import Trust
 from trtpipe.pipeline.run_folder import RunFolder
@@ -119,10 +117,10 @@ def weights(run: RunFolder) -> bytes:
 
 
 def test_zeroed_weights_with_an_honest_record_are_never_reused(honest: Store, wanted: Plan, tmp_path: Path) -> None:
-    hostile = zeroed(bundle.pack(TARGET, honest, tmp_path / "out.tar"))
+    hostile = zeroed(export.pack(TARGET, honest, tmp_path / "out.tar"))
     right = weights(RunFolder.of(TARGET))
     store = victim(tmp_path)
-    arrived = bundle.unpack(hostile, store)
+    arrived = export.unpack(hostile, store)
     assert not any(weights(RunFolder.of(TARGET))[-100:]), "the attack is what it says"
     assert arrived.artefacts["checkpoint"].manifest.record == honest_record(honest)
 
@@ -152,9 +150,9 @@ def honest_record(store: Store) -> Record:
 
 
 def test_trust_is_given_by_name(honest: Store, wanted: Plan, tmp_path: Path) -> None:
-    path = bundle.pack(TARGET, honest, tmp_path / "out.tar")
+    path = export.pack(TARGET, honest, tmp_path / "out.tar")
     store = victim(tmp_path)
-    bundle.unpack(path, store)
+    export.unpack(path, store)
     results = {one.stage: one for one in execute(wanted, store, Recorder(), trust=Trust(origins=(str(path),)))}
     assert results["convert"].reused
     assert results["convert"].reason == f"imported from {path}, not built here; its origin is trusted by name"
@@ -166,9 +164,9 @@ def test_trust_is_given_by_a_verified_signature(
     honest: Store, wanted: Plan, tmp_path: Path, keys: tuple[Path, Path]
 ) -> None:
     private, public = keys
-    path = bundle.pack(TARGET, honest, tmp_path / "out.tar", sign_key=private)
+    path = export.pack(TARGET, honest, tmp_path / "out.tar", sign_key=private)
     store = victim(tmp_path)
-    bundle.unpack(path, store, trust_keys=(public,))
+    export.unpack(path, store, trust_keys=(public,))
     results = {one.stage: one for one in execute(wanted, store, Recorder(), trust=Trust(keys=(public,)))}
     assert results["convert"].reason.endswith("not built here; its provenance is signed by a trusted key")
 
@@ -182,33 +180,33 @@ def test_trust_is_given_by_a_verified_signature(
     index = {**json.loads(content["trtpipe.json"]), "provenance": signed}
     content["trtpipe.json"] = json.dumps(index).encode()
     with pytest.raises(ArtefactRefused, match="the provenance does not hold: the checkpoint is"):
-        bundle.unpack(written(tmp_path / "mixed.tar", content), Store(tmp_path / "third"))
+        export.unpack(written(tmp_path / "mixed.tar", content), Store(tmp_path / "third"))
     with pytest.raises(ArtefactRefused, match=r"plain\.tar|the provenance is not signed"):
-        bundle.unpack(tmp_path / "plain.tar", Store(tmp_path / "third"), trust_keys=(public,))
+        export.unpack(tmp_path / "plain.tar", Store(tmp_path / "third"), trust_keys=(public,))
 
 
 def test_a_signed_target_comes_through_a_registry(honest: Store, tmp_path: Path, keys: tuple[Path, Path]) -> None:
     private, public = keys
     shelf = open_registry(str(tmp_path / "shelf"))
-    ship.push(TARGET, shelf, honest, sign_key=private)
+    transfer.push(TARGET, shelf, honest, sign_key=private)
     store = victim(tmp_path)
-    ship.pull(TARGET, shelf, store, trust_keys=(public,))
+    transfer.pull(TARGET, shelf, store, trust_keys=(public,))
     path = tmp_path / "shelf" / "targets" / f"{TARGET}.json"
     index = json.loads(path.read_text())
     index["provenance"]["signatures"][0]["sig"] = index["provenance"]["signatures"][0]["sig"][::-1]
     path.write_text(json.dumps(index))
     with pytest.raises(TrtpipeError):
-        ship.pull(TARGET, shelf, Store(tmp_path / "third"), trust_keys=(public,))
+        transfer.pull(TARGET, shelf, Store(tmp_path / "third"), trust_keys=(public,))
 
 
 def test_two_origins_are_never_mixed_in_one_target(honest: Store, tmp_path: Path) -> None:
     shelf = open_registry(str(tmp_path / "shelf"))
-    ship.push(TARGET, shelf, honest)
-    path = bundle.pack(TARGET, honest, tmp_path / "out.tar")
+    transfer.push(TARGET, shelf, honest)
+    path = export.pack(TARGET, honest, tmp_path / "out.tar")
     store = victim(tmp_path)
-    ship.pull(TARGET, shelf, store)
-    arrived = bundle.unpack(path, store)
-    assert bundle.imported(TARGET, store) == arrived
+    transfer.pull(TARGET, shelf, store)
+    arrived = export.unpack(path, store)
+    assert export.imported(TARGET, store) == arrived
     assert {origin.source for origin in RunFolder.of(TARGET).origins().values()} == {str(path)}
     assert not (RunFolder.of(TARGET).path / "engine").exists()
 
@@ -225,10 +223,10 @@ def test_two_origins_are_never_mixed_in_one_target(honest: Store, tmp_path: Path
 def test_code_does_not_travel(
     honest: Store, tmp_path: Path, name: str, error: type[TrtpipeError], message: str
 ) -> None:
-    hostile = replaced(bundle.pack(TARGET, honest, tmp_path / "out.tar"), name, b"import os")
+    hostile = replaced(export.pack(TARGET, honest, tmp_path / "out.tar"), name, b"import os")
     store = victim(tmp_path)
     with pytest.raises(error, match=message):
-        bundle.unpack(hostile, store)
+        export.unpack(hostile, store)
     assert not list(store.home.rglob("files/*"))
 
 
@@ -237,9 +235,9 @@ def test_settings_of_a_runtime_are_those_that_are_written_here(in_folder: Path, 
     asked = plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16", runtime=runtime)
     sender, shelf = Store(tmp_path / "sender"), open_registry(str(tmp_path / "shelf"))
     execute(asked, sender, Recorder())
-    ship.push(asked.target, shelf, sender)
+    transfer.push(asked.target, shelf, sender)
     store = victim(tmp_path)
-    ship.pull(asked.target, shelf, store, any_machine=True)
+    transfer.pull(asked.target, shelf, store, any_machine=True)
 
     (settings,) = RunFolder.of(asked.target).linked("engine").glob("*.yaml")
     text = settings.read_bytes() + b"trust_remote_code: true\n"
@@ -249,7 +247,7 @@ def test_settings_of_a_runtime_are_those_that_are_written_here(in_folder: Path, 
     path.write_text(json.dumps(with_file(json.loads(path.read_text()), settings.name, text)))
     third = Store(tmp_path / "third")
     with pytest.raises(ArtefactRefused, match=f"the engine's {settings.name} is not what trtpipe .* writes for its"):
-        ship.pull(asked.target, shelf, third, any_machine=True)
+        transfer.pull(asked.target, shelf, third, any_machine=True)
     assert not list((third.home / "imported" / "build").glob("[!.]*"))
 
 
@@ -339,24 +337,24 @@ def test_a_repository_of_ones_own_that_was_changed_is_refused(honest: Store) -> 
 
 
 def test_a_tar_whose_member_is_larger_than_it_says_stops_at_once(honest: Store, tmp_path: Path) -> None:
-    content = members(bundle.pack(TARGET, honest, tmp_path / "out.tar"))
+    content = members(export.pack(TARGET, honest, tmp_path / "out.tar"))
     content["checkpoint/rank0.safetensors"] += bytes(200 << 20)
     path = written(tmp_path / "large.tar", content)
     store = victim(tmp_path)
     with pytest.raises(InputDataError, match=r"checkpoint/rank0\.safetensors has \d+ bytes: the index says"):
-        bundle.unpack(path, store)
+        export.unpack(path, store)
     content["trtpipe.json"] = b" " * (33 << 20) + content["trtpipe.json"]
     with pytest.raises(InputDataError, match=r"trtpipe\.json is damaged: it has more than 33,554,432 bytes"):
-        bundle.unpack(written(path, content), store)
+        export.unpack(written(path, content), store)
 
 
 def test_a_tar_that_lacks_what_a_build_reads_has_nothing_downloaded(honest: Store, tmp_path: Path) -> None:
-    content = members(bundle.pack(TARGET, honest, tmp_path / "out.tar"))
+    content = members(export.pack(TARGET, honest, tmp_path / "out.tar"))
     index = json.loads(content["trtpipe.json"])
     del index["artefacts"]["tokenizer"]
     content["trtpipe.json"] = json.dumps(index).encode()
     with pytest.raises(InputDataError, match="holds no tokenizer; export the target again"):
-        bundle.unpack(written(tmp_path / "less.tar", content), victim(tmp_path))
+        export.unpack(written(tmp_path / "less.tar", content), victim(tmp_path))
 
 
 def test_a_record_of_another_build_does_not_fit_a_signature(

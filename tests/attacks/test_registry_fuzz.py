@@ -28,8 +28,7 @@ from tests.unit.registry.test_transfer import TARGET, content
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.net import http_limits
-from trtpipe.pipeline.registry import oci_client, oci_upload, parts, s3, s3_session, streams
-from trtpipe.pipeline.registry import transfer as ship
+from trtpipe.pipeline.registry import oci_client, oci_upload, parts, s3, s3_session, streams, transfer
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.store.store import Store
@@ -275,14 +274,14 @@ def attempt(seed: int, wire: Wire, url: str, made: Store, before: dict[str, byte
     try:
         registry = open_registry(url)
         if what == "search":
-            ship.search(registry)
+            transfer.search(registry)
         elif what == "push":
-            ship.push(TARGET, registry, made)
+            transfer.push(TARGET, registry, made)
         else:
             home = Path.cwd()
             os.chdir(folder)
             try:
-                ship.pull(TARGET, registry, Store(folder / "home"))
+                transfer.pull(TARGET, registry, Store(folder / "home"))
             finally:
                 os.chdir(home)
     except TrtpipeError as error:
@@ -306,7 +305,7 @@ def fuzz(kind: str, seeds: range, made: Store, tmp_path: Path, monkeypatch: pyte
     runs = Path("runs").absolute()
     before = {name: data for name, data in content(runs / TARGET).items() if name.startswith(("tokenizer/", "engine/"))}
     with fuzzed(kind, wire, tmp_path, monkeypatch) as (url, base):
-        ship.push(TARGET, open_registry(url), made)
+        transfer.push(TARGET, open_registry(url), made)
         shorten(monkeypatch)
         for seed in seeds:
             folder = tmp_path / "elsewhere"

@@ -19,7 +19,7 @@ from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job
-from trtpipe.pipeline.accuracy import gate as accuracy
+from trtpipe.pipeline.accuracy import gate
 from trtpipe.pipeline.sources import calibration
 
 GROUP_SIZES = (128, 64)
@@ -54,7 +54,7 @@ def main() -> None:
     samples = calibration.samples(
         args.model, CalibrationConfig(data="demo", samples=args.samples, seq_len=args.seq_len)
     )
-    heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=accuracy.SEQ_LEN)
+    heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=gate.SEQ_LEN)
     rows = calibration.samples(args.model, heldout)
     plain = measure(args.model, args.model, rows, log=log)
     size = sum(path.stat().st_size for path in args.model.glob("*.safetensors"))
@@ -85,7 +85,7 @@ def main() -> None:
             f"{datetime.now(timezone.utc):%Y-%m-%d}, {args.model.name}, {versions}, ModelOpt "
             f"{importlib.metadata.version('nvidia-modelopt')}, on a CPU. Calibrated on {args.samples} rows of "
             f"{args.seq_len} tokens of the shipped text, measured on",
-            f"{ROWS} rows of {accuracy.SEQ_LEN} tokens of the held-out one. Written by "
+            f"{ROWS} rows of {gate.SEQ_LEN} tokens of the held-out one. Written by "
             "`python -m tests.benchmarks.accuracy`. Seconds are calibration's.",
             "",
             "| recipe | format | s | MB | perplexity | ratio | mean KL | p99 KL | top-1 % | worst layer |",

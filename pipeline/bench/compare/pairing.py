@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.bench.compare import request_files as raw
+from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import Resampler, repeats
 from trtpipe.pipeline.bench.compare.conditions import ALIASES, VALUE
 from trtpipe.pipeline.bench.compare.differences import level_differences, load_differences
@@ -55,7 +55,7 @@ class Side:
 
     @cached_property
     def _requests(self) -> dict[int, Records]:
-        return raw.by_level(read_records(self.path, self.report) or ())
+        return request_files.by_level(read_records(self.path, self.report) or ())
 
     @property
     def has_records(self) -> bool:
@@ -140,7 +140,7 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
             continue
         for number, level in enumerate(side.levels):
             found = side.requests(number)
-            rates = raw.whole_run_rates(found) if found is not None else {}
+            rates = request_files.whole_run_rates(found) if found is not None else {}
             level["metrics"] |= {name: {"value": rates.get(name), "interval": None} for name in theirs}
         side.report["metrics"] |= theirs
 

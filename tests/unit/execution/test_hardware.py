@@ -14,8 +14,7 @@ from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.nvidia import NoDriver, read_gpus
 from trtpipe.engines.quantization import UNQUANTIZED
-from trtpipe.pipeline.execution import executors
-from trtpipe.pipeline.execution import hardware as host
+from trtpipe.pipeline.execution import executors, hardware
 from trtpipe.pipeline.execution.executors import DockerExecutor, LocalExecutor
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 
@@ -63,33 +62,33 @@ def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoDriver):
         read_gpus()
     with pytest.raises(GpuAbsent) as error:
-        host.matching_gpus(target())
+        hardware.matching_gpus(target())
     assert str(error.value) == "an engine for h100 (SM90) is built on that GPU: this machine has no NVIDIA driver"
-    assert host.visible_gpus() == ()
-    assert host.able(find_toolchain(None), ()) == "no NVIDIA GPU here"
+    assert hardware.visible_gpus() == ()
+    assert hardware.able(find_toolchain(None), ()) == "no NVIDIA GPU here"
 
 
 def test_another_card_is_named_beside_the_one_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi.install(monkeypatch, tmp_path, A100, A100)
     with pytest.raises(GpuAbsent) as error:
-        host.matching_gpus(target())
+        hardware.matching_gpus(target())
     assert str(error.value) == (
         "an engine for h100 (SM90) is built on that GPU: this machine has NVIDIA A100-SXM4-80GB (SM80)"
     )
-    assert [gpu.index for gpu in host.matching_gpus(target("a100"))] == [0, 1]
+    assert [gpu.index for gpu in hardware.matching_gpus(target("a100"))] == [0, 1]
 
 
 def test_a_driver_too_old_for_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi.install(monkeypatch, tmp_path, H100, driver="575.57.08")
     with pytest.raises(HostError) as error:
-        host.matching_gpus(target())
+        hardware.matching_gpus(target())
     assert not isinstance(error.value, GpuAbsent)
     assert str(error.value) == (
         "TensorRT-LLM 1.2.1 needs driver 590.44.01, and this machine has 575.57.08; choose with --toolchain one that "
         "`trtpipe toolchains` calls able to run, or update the driver"
     )
-    assert host.matching_gpus(target(release="1.0"))
-    able = {name: host.able(one, read_gpus()) for name, one in load_toolchains().items()}
+    assert hardware.matching_gpus(target(release="1.0"))
+    able = {name: hardware.able(one, read_gpus()) for name, one in load_toolchains().items()}
     assert able == {
         "1.2.1": "no: driver 575.57.08 is older", "1.1.0": "no: driver 575.57.08 is older", "1.0.0": "yes",
         "0.21.0": "yes",
@@ -98,15 +97,15 @@ def test_a_driver_too_old_for_the_release(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_card_too_small_and_one_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi.install(monkeypatch, tmp_path, H100, total=81920, used=61440)
-    assert host.require_gpu(target(), 19 * GIB).index == 0
+    assert hardware.require_gpu(target(), 19 * GIB).index == 0
     with pytest.raises(HostError) as error:
-        host.require_gpu(target(), 21 * GIB)
+        hardware.require_gpu(target(), 21 * GIB)
     assert str(error.value) == (
         "GPU 0 has 20.0 GiB free, and the weights of a rank take 21.0: other programs use 60.0 GiB of it; "
         "end them (`nvidia-smi` lists them)"
     )
     with pytest.raises(HostError) as error:
-        host.require_gpu(target(), 131 * GIB)
+        hardware.require_gpu(target(), 131 * GIB)
     assert str(error.value) == (
         "the weights of a rank take 131.0 GiB, and NVIDIA H100 80GB HBM3 (SM90) has 80.0; "
         "spread them with --tp or --pp, or take a smaller --dtype"
@@ -115,24 +114,24 @@ def test_a_card_too_small_and_one_that_is_full(tmp_path: Path, monkeypatch: pyte
 
 def refusal(name: str) -> str:
     with pytest.raises(HostError) as error:
-        host.choose_executor(name, find_toolchain(None))
+        hardware.choose_executor(name, find_toolchain(None))
     return str(error.value)
 
 
 def test_the_executor_that_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toolchain = find_toolchain(None)
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    assert isinstance(host.choose_executor("local", toolchain), LocalExecutor)
+    assert isinstance(hardware.choose_executor("local", toolchain), LocalExecutor)
     assert refusal("docker").startswith("Docker cannot be reached at unix://")
     auto = refusal("auto")
     assert auto.startswith("this machine has neither trtllm-build nor Docker: Docker cannot be reached at ")
     assert auto.endswith("install Docker with NVIDIA's Container Toolkit, or tensorrt-llm==1.2.1 here")
     monkeypatch.setattr(DockerExecutor, "require", lambda self: "1.0")
-    chosen = host.choose_executor("auto", toolchain)
+    chosen = hardware.choose_executor("auto", toolchain)
     assert isinstance(chosen, DockerExecutor)
     assert chosen.image == toolchain.image
     (tmp_path / "trtllm-build").write_text("")
     (tmp_path / "trtllm-build").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert executors.find_program("trtllm-build") == str(tmp_path / "trtllm-build")
-    assert isinstance(host.choose_executor("auto", toolchain), LocalExecutor)
+    assert isinstance(hardware.choose_executor("auto", toolchain), LocalExecutor)

@@ -46,8 +46,7 @@ from tests.support.gateways import (
     write_model,
 )
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
-from trtpipe.pipeline.gateway import process as gateway_process
-from trtpipe.pipeline.gateway import upstream
+from trtpipe.pipeline.gateway import process, upstream
 from trtpipe.pipeline.gateway.app import build
 from trtpipe.pipeline.gateway.board import ROW_BYTES, Board
 from trtpipe.pipeline.gateway.failure import Failure, of_status, of_text
@@ -858,7 +857,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(InputDataError, match=r"^.* holds no tokenizer that can be read") as caught:
         Gateway.start(options(tmp_path, port=0))
     with pytest.raises(InputDataError) as again:
-        gateway_process.start(options(tmp_path, port=0), tmp_path / "log")
+        process.start(options(tmp_path, port=0), tmp_path / "log")
     assert str(again.value) == str(caught.value)
     assert "Traceback" not in (tmp_path / "log").read_text()
 
@@ -870,7 +869,7 @@ def test_a_gateway_whose_port_is_taken_says_so_in_its_own_words(folder: Path, tm
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(HostError) as caught:
-            gateway_process.start(options(folder, port=port), tmp_path / "log")
+            process.start(options(folder, port=port), tmp_path / "log")
     assert str(caught.value) == (
         f"port {port} on 127.0.0.1 cannot be taken: Address already in use; stop what listens there, or choose "
         "another port"

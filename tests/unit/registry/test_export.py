@@ -17,7 +17,7 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
-from trtpipe.pipeline.registry import export as bundle
+from trtpipe.pipeline.registry import export
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import Plan
@@ -57,7 +57,7 @@ def rewritten(path: Path, edit: Edit) -> Path:
 
 
 def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
-    path = bundle.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
+    path = export.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)
     assert list(content) == [
         "trtpipe.json", "tokenizer/generation_config.json", "tokenizer/tokenizer.json",
@@ -71,14 +71,14 @@ def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
     assert draft["rank_bytes"] == len(content["checkpoint/rank0.safetensors"])
     assert str(tmp_path) not in content["trtpipe.json"].decode().replace(index["model"]["source"]["path"], "")
     # The same target packs to the same bytes.
-    assert bundle.pack("tiny.h100.bf16", made[1], tmp_path / "again.tar").read_bytes() == path.read_bytes()
+    assert export.pack("tiny.h100.bf16", made[1], tmp_path / "again.tar").read_bytes() == path.read_bytes()
 
 
 def test_it_is_finished_where_neither_model_nor_store_is(
     made: tuple[Plan, Store], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, store = made
-    path = bundle.pack(first.target, store, tmp_path / "out.tar")
+    path = export.pack(first.target, store, tmp_path / "out.tar")
     checkpoint = RunFolder.of(first.target).linked("checkpoint")
     before = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
     shutil.rmtree(in_folder / "tiny")
@@ -86,16 +86,16 @@ def test_it_is_finished_where_neither_model_nor_store_is(
     shutil.rmtree(store.home)
 
     elsewhere = Store(tmp_path / "elsewhere")
-    arrived = bundle.unpack(path, elsewhere)
+    arrived = export.unpack(path, elsewhere)
     # But for where each value comes from.
     assert replace(arrived.plan, values=()) == replace(first, values=())
     assert {file.name: file.read_bytes() for file in arrived.artefacts["checkpoint"].path.iterdir()} == before
     run = RunFolder.of(first.target)
     assert run.linked("checkpoint") == arrived.artefacts["checkpoint"].path
-    assert bundle.imported(first.target, elsewhere) == arrived
+    assert export.imported(first.target, elsewhere) == arrived
     # A second time nothing is written.
     stamps = {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()}
-    assert bundle.unpack(path, elsewhere).artefacts == arrived.artefacts
+    assert export.unpack(path, elsewhere).artefacts == arrived.artefacts
     assert {file: file.stat().st_mtime_ns for file in elsewhere.home.rglob("*") if file.is_file()} == stamps
 
     recorder = Recorder()
@@ -146,35 +146,35 @@ DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
 def test_damage_is_named_and_nothing_of_it_is_kept(
     made: tuple[Plan, Store], tmp_path: Path, edit: Edit, kind: type[TrtpipeError], message: str
 ) -> None:
-    path = rewritten(bundle.pack(made[0].target, made[1], tmp_path / "out.tar"), edit)
+    path = rewritten(export.pack(made[0].target, made[1], tmp_path / "out.tar"), edit)
     elsewhere = Store(tmp_path / "elsewhere")
     with pytest.raises(kind, match=message) as error:
-        bundle.unpack(path, elsewhere)
+        export.unpack(path, elsewhere)
     assert error.value.what.startswith(str(path))
     if "digest" not in message or "damaged" in message:
         assert not list(elsewhere.home.glob("artefacts/convert/*"))
 
 
 def test_a_copy_cut_short(made: tuple[Plan, Store], tmp_path: Path) -> None:
-    path = bundle.pack(made[0].target, made[1], tmp_path / "out.tar")
+    path = export.pack(made[0].target, made[1], tmp_path / "out.tar")
     whole = path.read_bytes()
     for size in (0, 100, 600, len(whole) // 2):
         path.write_bytes(whole[:size])
         # Also where nothing of it is needed, since all is there.
         for store in (Store(tmp_path / "elsewhere"), made[1]):
             with pytest.raises(InputDataError, match="copy it again"):
-                bundle.unpack(path, store)
+                export.unpack(path, store)
 
 
 def test_what_is_not_there(made: tuple[Plan, Store], tmp_path: Path) -> None:
     _, store = made
     with pytest.raises(UsageError, match=r"there is no target 'other' in \./runs"):
-        bundle.pack("other", store, tmp_path / "out.tar")
+        export.pack("other", store, tmp_path / "out.tar")
     with pytest.raises(UsageError, match=r"'tiny\.h100\.bf16' is neither an export nor an imported target"):
-        bundle.imported("tiny.h100.bf16", store)
+        export.imported("tiny.h100.bf16", store)
     with pytest.raises(InputDataError, match="cannot be read: No such file"):
-        bundle.unpack(tmp_path / "none.tar", store)
+        export.unpack(tmp_path / "none.tar", store)
     shutil.rmtree(store.home / "artefacts" / "convert")
     with pytest.raises(InputDataError, match=r"has lost its checkpoint: .* has it no longer; run `trtpipe build`"):
-        bundle.pack("tiny.h100.bf16", store, tmp_path / "out.tar")
+        export.pack("tiny.h100.bf16", store, tmp_path / "out.tar")
     assert not list(tmp_path.glob("*.tar*"))

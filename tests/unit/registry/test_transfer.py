@@ -23,9 +23,8 @@ from tests.support.factories import hf_folder
 from tests.support.hub_server import Hub
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError, UsageError
-from trtpipe.pipeline.registry import oci_upload, parts
+from trtpipe.pipeline.registry import oci_upload, parts, transfer
 from trtpipe.pipeline.registry import s3 as s3_registry
-from trtpipe.pipeline.registry import transfer as ship
 from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.base import Blob, Registry
 from trtpipe.pipeline.run_folder import RunFolder
@@ -122,14 +121,14 @@ def test_what_arrives_is_what_was_sent(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(Path("runs") / TARGET)
-    sent = ship.push(TARGET, registry(), made)
+    sent = transfer.push(TARGET, registry(), made)
     assert sent.artefacts == ("tokenizer", "engine")
     assert sent.there == 0
-    assert ship.push(TARGET, registry(), made).moved == 0, "all of it is there"
+    assert transfer.push(TARGET, registry(), made).moved == 0, "all of it is there"
     assert registry().targets() == [TARGET]
 
     store = elsewhere(tmp_path, monkeypatch)
-    got = ship.pull(TARGET, registry(), store)
+    got = transfer.pull(TARGET, registry(), store)
     after = content(Path("runs") / TARGET)
     assert after == {name: data for name, data in before.items() if name.startswith(("tokenizer/", "engine/"))}
     assert got.moved == sent.moved
@@ -137,7 +136,7 @@ def test_what_arrives_is_what_was_sent(
     execute(got.arrived.plan, store, Recorder(), given=got.arrived.artefacts)
     repository = {name: data for name, data in before.items() if name.startswith("repository/")}
     assert {name: data for name, data in content(Path("runs") / TARGET).items() if name in repository} == repository
-    again = ship.pull(TARGET, registry(), store)
+    again = transfer.pull(TARGET, registry(), store)
     assert (again.moved, again.artefacts) == (0, got.artefacts)
     assert not list((store.home / "incoming").iterdir())
 
@@ -145,22 +144,22 @@ def test_what_arrives_is_what_was_sent(
 def test_a_checkpoint_alone(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made, ("checkpoint", "tokenizer", "engine"))
+    transfer.push(TARGET, registry(), made, ("checkpoint", "tokenizer", "engine"))
     store = elsewhere(tmp_path, monkeypatch)
-    assert ship.pull(TARGET, registry(), store, ("checkpoint",)).artefacts == ("checkpoint",)
+    assert transfer.pull(TARGET, registry(), store, ("checkpoint",)).artefacts == ("checkpoint",)
     assert sorted(path.name for path in (Path("runs") / TARGET / "checkpoint").iterdir()) == [
         "config.json", "rank0.safetensors",
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"has no scales of tiny\.cpu\.bf16; there are: tokenizer, che|checkpoint, t"):
-        ship.pull(TARGET, registry(), store, ("scales",))
+        transfer.pull(TARGET, registry(), store, ("scales",))
     with pytest.raises(UsageError, match="nothing of a target is called 'repository'"):
-        ship.choose("repository")
+        transfer.choose("repository")
 
 
 def test_what_broke_off_goes_on_where_it_was(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made)
+    transfer.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
     weak = registry()
     asked: list[tuple[str, int]] = []
@@ -175,7 +174,7 @@ def test_what_broke_off_goes_on_where_it_was(
 
     monkeypatch.setattr(type(weak), "read", breaking)
     with pytest.raises(HostError, match="the line is cut"):
-        ship.pull(TARGET, weak, store)
+        transfer.pull(TARGET, weak, store)
     assert not list(store.home.glob("artefacts/*/[!.]*/manifest.json")) or not (Path("runs") / TARGET).exists()
     (left,) = [file for file in (store.home / "incoming").rglob("*") if file.is_file()]
     assert left.stat().st_size == 5000
@@ -190,7 +189,7 @@ def test_what_broke_off_goes_on_where_it_was(
         "read",
         lambda self, blob, start=0: (asked.append((blob.sha256, start)), read(self, blob, start))[1],
     )
-    ship.pull(TARGET, registry(), store)
+    transfer.pull(TARGET, registry(), store)
     assert min(start for sha256, start in asked if sha256 == left.name) == 5000
 
 
@@ -202,7 +201,7 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
         install_trtllm_build(tmp_path / "bin")
         store = Store(tmp_path / "home")
         execute(plan(hf_folder(in_folder / "tiny"), gpu="h100", dtype="bf16"), store, Recorder())
-        ship.push("tiny.h100.bf16", registry(), store)
+        transfer.push("tiny.h100.bf16", registry(), store)
     store = elsewhere(tmp_path, monkeypatch)
     nvidia_smi.install(monkeypatch, tmp_path / "other", nvidia_smi.A100)
     weak = registry()
@@ -212,7 +211,7 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
         type(weak), "read", lambda self, blob, *rest: (asked.append(blob.size), read(self, blob, *rest))[1]
     )
     with pytest.raises(ArtefactRefused) as error:
-        ship.pull("tiny.h100.bf16", weak, store)
+        transfer.pull("tiny.h100.bf16", weak, store)
     assert error.value.what == "the engine of tiny.h100.bf16 does not run on this machine"
     assert "it is for h100 (SM90), and this machine has NVIDIA A100-SXM4-80GB (SM80)" in str(error.value)
     assert "nothing of its 0.0 GB was fetched; pull it where it runs, or with --any-machine" in str(error.value)
@@ -222,14 +221,14 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
     ]  # fmt: skip
     assert asked == [passport], "it alone"
     assert not (Path("runs") / "tiny.h100.bf16").exists()
-    ship.pull("tiny.h100.bf16", registry(), store, any_machine=True)
+    transfer.pull("tiny.h100.bf16", registry(), store, any_machine=True)
     assert (Path("runs") / "tiny.h100.bf16" / "engine" / "rank0.engine").is_file()
 
 
 def test_a_file_that_is_not_what_its_digest_says(
     made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ship.push(TARGET, registry(), made)
+    transfer.push(TARGET, registry(), made)
     store = elsewhere(tmp_path, monkeypatch)
     weak = registry()
     read = type(weak).read
@@ -240,29 +239,29 @@ def test_a_file_that_is_not_what_its_digest_says(
 
     monkeypatch.setattr(type(weak), "read", flipped)
     with pytest.raises(InputDataError, match="is damaged: its digest is another; pull again"):
-        ship.pull(TARGET, weak, store)
+        transfer.pull(TARGET, weak, store)
     assert not [file for file in store.home.rglob("*") if file.is_file() and file.suffix == ".safetensors"]
     assert not (Path("runs") / TARGET).exists()
 
 
 def test_looking_for_a_target(made: Store, registry: Callable[[], Registry]) -> None:
-    assert ship.search(registry()) == []
-    ship.push(TARGET, registry(), made)
-    (found,) = ship.search(registry())
+    assert transfer.search(registry()) == []
+    transfer.push(TARGET, registry(), made)
+    (found,) = transfer.search(registry())
     assert (found.target, found.model, found.passport.gpu) == (TARGET, "tiny", "cpu")
     assert sorted(found.artefacts) == ["engine", "tokenizer"]
-    assert ship.precision(found.passport) == "bfloat16"
-    assert [len(ship.search(registry(), model=word)) for word in ("TINY", "llama")] == [1, 0]
-    assert [len(ship.search(registry(), gpu=word)) for word in ("cpu", "h100")] == [1, 0]
-    assert [len(ship.search(registry(), dtype=word)) for word in ("bf16", "bfloat16", "fp8")] == [1, 1, 0]
+    assert transfer.precision(found.passport) == "bfloat16"
+    assert [len(transfer.search(registry(), model=word)) for word in ("TINY", "llama")] == [1, 0]
+    assert [len(transfer.search(registry(), gpu=word)) for word in ("cpu", "h100")] == [1, 0]
+    assert [len(transfer.search(registry(), dtype=word)) for word in ("bf16", "bfloat16", "fp8")] == [1, 1, 0]
 
 
 def test_a_target_that_is_not_there(made: Store, registry: Callable[[], Registry]) -> None:
     with pytest.raises(UsageError, match="has no target 'other'; push one with `trtpipe push`"):
-        ship.pull("other", registry(), made)
-    ship.push(TARGET, registry(), made)
+        transfer.pull("other", registry(), made)
+    transfer.push(TARGET, registry(), made)
     with pytest.raises(UsageError, match=rf"has no target 'tiny.cpu.bf61'; did you mean '{TARGET}'\?"):
-        ship.pull("tiny.cpu.bf61", registry(), made)
+        transfer.pull("tiny.cpu.bf61", registry(), made)
 
 
 def test_a_push_hashes_what_it_sends(made: Store, tmp_path: Path) -> None:
@@ -273,7 +272,7 @@ def test_a_push_hashes_what_it_sends(made: Store, tmp_path: Path) -> None:
     engine.write_bytes(text)
     os.utime(engine, ns=(stamp, stamp))
     with pytest.raises(InputDataError, match=f"{TARGET} has lost its engine: config.json has changed; run `trtp"):
-        ship.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
+        transfer.push(TARGET, open_registry(str(tmp_path / "shelf")), made)
     assert not (tmp_path / "shelf" / "targets").exists()
 
 
@@ -376,25 +375,25 @@ def test_a_file_that_somebody_has_removed(
 
 def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
-    ship.push(TARGET, open_registry(str(shelf)), made)
+    transfer.push(TARGET, open_registry(str(shelf)), made)
     blob = max((shelf / "blobs").iterdir(), key=lambda file: file.stat().st_size)
     blob.unlink()
     old, young = (blob.with_name(f"{blob.name}.{word * 32}") for word in "ab")
     for partial, age_s in ((old, 2 * 86400), (young, 60)):
         partial.write_bytes(b"half")
         os.utime(partial, (time.time() - age_s,) * 2)
-    ship.push(TARGET, open_registry(str(shelf)), made)
+    transfer.push(TARGET, open_registry(str(shelf)), made)
     assert (blob.exists(), old.exists(), young.exists()) == (True, False, True)
 
 
 def test_somebody_elses_files_beside_ours_are_left_alone(made: Store, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
-    ship.push(TARGET, open_registry(str(shelf)), made)
+    transfer.push(TARGET, open_registry(str(shelf)), made)
     (shelf / "targets" / "other.json").write_text("{}")
     (shelf / "targets" / "broken.json").write_text("{")
-    assert [found.target for found in ship.search(open_registry(str(shelf)))] == [TARGET]
+    assert [found.target for found in transfer.search(open_registry(str(shelf)))] == [TARGET]
     with pytest.raises(InputDataError, match=r"broken at .* is damaged"):
-        ship.pull("broken", open_registry(str(shelf)), made)
+        transfer.pull("broken", open_registry(str(shelf)), made)
 
 
 def change(index: dict[str, Any], place: str, value: Any) -> None:
@@ -442,7 +441,7 @@ def test_an_index_that_is_not_to_be_believed(made: Store, tmp_path: Path, place:
     """Whoever can write to a registry writes nothing here: names in an index become paths."""
     shelf, victim = tmp_path / "shelf", tmp_path / "victim"
     victim.write_text("mine")
-    ship.push(TARGET, open_registry(str(shelf)), made)
+    transfer.push(TARGET, open_registry(str(shelf)), made)
     file = shelf / "targets" / f"{TARGET}.json"
     index = json.loads(file.read_text())
     change(index, place, str(victim) if value == "VICTIM" else value)
@@ -450,26 +449,26 @@ def test_an_index_that_is_not_to_be_believed(made: Store, tmp_path: Path, place:
     shutil.rmtree("runs")
     store = Store(tmp_path / "fresh")
     with pytest.raises((InputDataError, ArtefactRefused), match=why):
-        ship.pull(TARGET, open_registry(str(shelf)), store)
+        transfer.pull(TARGET, open_registry(str(shelf)), store)
     assert victim.read_text() == "mine"
     assert not Path("runs").exists()
     assert not list(tmp_path.rglob("out*"))
-    assert len(ship.search(open_registry(str(shelf)))) <= 1, "it does not keep others from being found"
+    assert len(transfer.search(open_registry(str(shelf)))) <= 1, "it does not keep others from being found"
 
 
 def test_what_is_pushed_later_comes_to_what_is_there(made: Store, tmp_path: Path) -> None:
     there = open_registry(str(tmp_path / "shelf"))
-    ship.push(TARGET, there, made)
+    transfer.push(TARGET, there, made)
     passport = there.index(TARGET)["passport"]
-    ship.push(TARGET, there, made, ("checkpoint",))
+    transfer.push(TARGET, there, made, ("checkpoint",))
     index = there.index(TARGET)
     assert sorted(index["artefacts"]) == ["checkpoint", "engine", "tokenizer"]
     assert index["passport"] == passport
     with pytest.raises(UsageError, match=f"{TARGET} has no scales; it has: checkpoint"):
-        ship.push(TARGET, there, made, ("checkpoint", "scales"))
+        transfer.push(TARGET, there, made, ("checkpoint", "scales"))
     # Of another build nothing stays.
     execute(plan(hf_folder(Path("tiny"), seed=1), gpu="cpu", dtype="bf16"), made, Recorder())
-    ship.push(TARGET, there, made, ("tokenizer", "checkpoint"))
+    transfer.push(TARGET, there, made, ("tokenizer", "checkpoint"))
     assert sorted(there.index(TARGET)["artefacts"]) == ["checkpoint", "tokenizer"]
 
 
@@ -477,10 +476,10 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     from trtpipe.pipeline.registry import provenance
 
     shelf = str(tmp_path / "shelf")
-    ship.push(TARGET, open_registry(shelf), made)
+    transfer.push(TARGET, open_registry(shelf), made)
     lines = provenance.verify(RunFolder.of(TARGET), made).lines
     store = elsewhere(tmp_path, monkeypatch)
-    ship.pull(TARGET, open_registry(shelf), store)
+    transfer.pull(TARGET, open_registry(shelf), store)
     found = provenance.verify(RunFolder.of(TARGET), store)
     brought = f", imported from {shelf}, not built here"
     told = [line + brought if line.startswith(("tokenizer", "engine")) else line for line in lines]
@@ -497,7 +496,7 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
     (Path(shelf) / "targets" / f"{TARGET}.json").write_text(json.dumps(index))
     shutil.rmtree("runs")
     with pytest.raises(ArtefactRefused, match="the provenance does not hold: the engine is 000000000000, its files gi"):
-        ship.pull(TARGET, open_registry(shelf), store)
+        transfer.pull(TARGET, open_registry(shelf), store)
 
 
 @pytest.mark.parametrize(
@@ -525,7 +524,7 @@ def test_nobody_at_the_far_end(made: Store, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     for url in (f"oci://127.0.0.1:{port}/team/models", "s3://models/there"):
         with pytest.raises(HostError, match=f"{url} c"):
-            ship.push(TARGET, open_registry(url), made)
+            transfer.push(TARGET, open_registry(url), made)
 
 
 @pytest.mark.parametrize("kind", ["basic", "token"])
@@ -546,8 +545,8 @@ def test_credentials_of_docker_login(
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
         url = f"oci://{address}/team/models"
         if status is None:
-            ship.push(TARGET, open_registry(url), made)
-            assert [found.target for found in ship.search(open_registry(url))] == [TARGET]
+            transfer.push(TARGET, open_registry(url), made)
+            assert [found.target for found in transfer.search(open_registry(url))] == [TARGET]
             return
         begun = time.monotonic()
         with pytest.raises(HostError, match=rf"{url} .*run `docker login {address}`"):
@@ -567,11 +566,11 @@ def test_a_bucket_that_is_not_there_is_not_made(
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(HostError, match=r"s3://modles/x cannot be reached or written: .*bucket"):
-        ship.push(TARGET, open_registry("s3://modles/x"), made)
+        transfer.push(TARGET, open_registry("s3://modles/x"), made)
 
 
 def test_a_push_to_the_hub_is_one_commit_of_a_private_repository(made: Store, hub: Hub) -> None:
-    ship.push(TARGET, open_registry("hf://team/models"), made)
+    transfer.push(TARGET, open_registry("hf://team/models"), made)
     repository = hub.repositories["team/models"]
     assert repository.private
     before, after = repository.commits.values()

@@ -1009,7 +1009,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Repository:
     return inflight(tmp_path_factory.mktemp("sound") / "models")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(FILES),
     start=st.floats(0, 1),
@@ -1033,7 +1033,7 @@ def test_damaged_files_are_faults_and_never_exceptions(
         path.write_bytes(before)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     settings_=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

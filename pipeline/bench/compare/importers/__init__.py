@@ -15,13 +15,9 @@ from typing import Any, Protocol
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare.importers import (
-    aiperf as foreign_aiperf,
-)
-from trtpipe.pipeline.bench.compare.importers import (
-    genai_perf as foreign_genai_perf,
-)
-from trtpipe.pipeline.bench.compare.importers import (
-    vllm as foreign_vllm,
+    aiperf,
+    genai_perf,
+    vllm,
 )
 from trtpipe.pipeline.bench.compare.json_files import read_lines, read_objects
 from trtpipe.pipeline.bench.compare.request_files import MOST_LEVELS, checked
@@ -65,7 +61,7 @@ TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
 MOST_METRICS = 1000
 # What a folder of results is looked through for.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
-TOOLS: tuple[_Tool, ...] = (foreign_aiperf, foreign_genai_perf, foreign_vllm)
+TOOLS: tuple[_Tool, ...] = (aiperf, genai_perf, vllm)
 KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join(
     f"{tool.NAME} ({tool.VERSIONS})" for tool in TOOLS
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.bench.compare.importers import schema as form
+from trtpipe.pipeline.bench.compare.importers import schema
 from trtpipe.pipeline.bench.compare.json_files import read_lines
 
 # Characters.
@@ -67,7 +67,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
     endpoint, run = config["endpoint"], value.get("run_info") or {}
     metrics, definitions = _metrics(value, per_chunk_usage=bool(endpoint.get("per_chunk_usage")))
     prompts: dict[str, Any] = (config.get("datasets") or [{}])[0].get("prompts") or {}
-    level = form.level(
+    level = schema.level(
         endpoint["type"],
         _load(config["phases"]),
         metrics,
@@ -76,7 +76,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
         window_s=_average(value, "benchmark_duration"),
         token_count_source="usage" if endpoint.get("use_server_token_count") else "tokenizer",
     )
-    return form.report(
+    return schema.report(
         NAME,
         value["aiperf_version"],
         [level],
@@ -132,15 +132,15 @@ def _metrics(
         if tag == "inter_token_latency" and per_chunk_usage:
             name, formula = _AFTER_FIRST_CHUNK
         if tag in _WHOLE_RUN:
-            name, formula = _RENAMED.get(tag, tag) + form.WHOLE_RUN, _WHOLE_RUN[tag] + _DURATION
+            name, formula = _RENAMED.get(tag, tag) + schema.WHOLE_RUN, _WHOLE_RUN[tag] + _DURATION
         percent = name == "error_rate"
-        definitions[name] = form.definition("" if percent else entry["unit"], formula)
+        definitions[name] = schema.definition("" if percent else entry["unit"], formula)
         if "p50" in entry and tag not in _WHOLE_RUN:
             known = {_STATISTICS.get(key, key): number for key, number in entry.items()}
-            metrics[name] = form.distribution({key: known[key] for key in form.STATISTICS if key in known})
+            metrics[name] = schema.distribution({key: known[key] for key in schema.STATISTICS if key in known})
         else:
             number = entry.get("avg")
-            metrics[name] = form.rate(number / 100 if percent and number is not None else number)
+            metrics[name] = schema.rate(number / 100 if percent and number is not None else number)
     return metrics, definitions
 
 
@@ -156,8 +156,8 @@ def _average(value: dict[str, Any], tag: str) -> float | None:
 
 def _requests(value: dict[str, Any]) -> dict[str, int | None]:
     # A run without errors leaves out their number, and one with nothing else that of the successes.
-    total = form.whole(_average(value, "completed_request_count"))
-    good, bad = form.whole(_average(value, "request_count")), form.whole(_average(value, "error_request_count"))
+    total = schema.whole(_average(value, "completed_request_count"))
+    good, bad = schema.whole(_average(value, "request_count")), schema.whole(_average(value, "error_request_count"))
     if total is not None:
         good = total - (bad or 0) if good is None else good
         bad = total - good
@@ -167,7 +167,7 @@ def _requests(value: dict[str, Any]) -> dict[str, int | None]:
         "measured": total,
         "succeeded": good,
         "failed": bad,
-        "warmup": form.whole(_average(warmup or {}, "request_count")) if has_warmup else 0,
+        "warmup": schema.whole(_average(warmup or {}, "request_count")) if has_warmup else 0,
     }
 
 
@@ -179,19 +179,19 @@ def _error(entry: dict[str, Any]) -> dict[str, Any]:
 def _failure(details: dict[str, Any]) -> dict[str, str]:
     code = details.get("code")
     kind = f"http {code}" if code is not None and 100 <= code < 600 else details.get("type") or "error"
-    return form.failure(kind, details["message"])
+    return schema.failure(kind, details["message"])
 
 
 def _load(phases: list[dict[str, Any]]) -> dict[str, Any]:
     measured = [phase for phase in phases if phase.get("kind") != "warmup"]
     if len(measured) != 1:
-        return form.opened("several phases", None)
+        return schema.opened("several phases", None)
     (phase,) = measured
     if phase["type"] == "concurrency":
-        return form.closed(phase.get("concurrency", 1))
+        return schema.closed(phase.get("concurrency", 1))
     if phase.get("rate_series") is not None:
-        return form.opened("stages", None)
-    return form.opened(
+        return schema.opened("stages", None)
+    return schema.opened(
         _ARRIVALS.get(phase["type"], phase["type"]),
         phase.get("rate"),
         burstiness=phase.get("smoothness"),
@@ -215,8 +215,8 @@ def _record(line: dict[str, Any]) -> dict[str, Any]:
             stamps.append(sent + round(at * 1e6))
     failed = _failure(error) if error else None
     if failed is None and meta.get("was_cancelled"):
-        failed = form.failure("Cancelled", "cancelled during the run")
-    return form.record(
+        failed = schema.failure("Cancelled", "cancelled during the run")
+    return schema.record(
         meta.get("x_request_id") or str(meta["session_num"]),
         warmup=meta["benchmark_phase"] == "warmup",
         sent_ns=sent,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trtpipe.pipeline.bench.compare.importers import schema as form
+from trtpipe.pipeline.bench.compare.importers import schema
 
 NAME = "genai-perf"
 VERSIONS = "0.0.16"
@@ -46,17 +46,17 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
     endpoint, inputs = config["endpoint"], config["input"]
     metrics, definitions = _metrics(value)
     protocol = _protocol(endpoint)
-    level = form.level(
+    level = schema.level(
         protocol,
         _load(config["perf_analyzer"]["stimulus"]),
         metrics,
         requests={
-            "succeeded": form.whole(value.get("request_count", {}).get("avg")),
+            "succeeded": schema.whole(value.get("request_count", {}).get("avg")),
             "warmup": _told(config["perf_analyzer"].get("warmup_request_count")),
         },
         token_count_source="tokenizer",
     )
-    return form.report(
+    return schema.report(
         NAME,
         None,
         [level],
@@ -92,14 +92,14 @@ def _metrics(value: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str
         if tag in value:
             entry = value[tag]
             known = {key: entry[key] for key in _STATISTICS if key in entry}
-            metrics[name] = form.distribution({"mean": entry["avg"], **known})
-            definitions[name] = form.definition(entry["unit"], formula)
+            metrics[name] = schema.distribution({"mean": entry["avg"], **known})
+            definitions[name] = schema.definition(entry["unit"], formula)
     for tag, formula in _WHOLE_RUN.items():
         if tag in value:
             number = value[tag]["avg"]
             # A goodput that could not be computed is written as -1.
-            metrics[tag + form.WHOLE_RUN] = form.rate(number if number >= 0 else None)
-            definitions[tag + form.WHOLE_RUN] = form.definition(value[tag]["unit"], formula)
+            metrics[tag + schema.WHOLE_RUN] = schema.rate(number if number >= 0 else None)
+            definitions[tag + schema.WHOLE_RUN] = schema.definition(value[tag]["unit"], formula)
     return metrics, definitions
 
 
@@ -111,8 +111,8 @@ def _protocol(endpoint: dict[str, Any]) -> str:
 
 def _load(stimulus: Any) -> dict[str, Any]:
     if isinstance(stimulus, dict) and "concurrency" in stimulus:
-        return form.closed(stimulus["concurrency"])
+        return schema.closed(stimulus["concurrency"])
     if isinstance(stimulus, dict) and "request_rate" in stimulus:
         # perf_analyzer's default; another distribution is not written down.
-        return form.opened("constant", stimulus["request_rate"])
-    return form.opened("trace" if stimulus == "fixed_schedule" else str(stimulus), None)
+        return schema.opened("constant", stimulus["request_rate"])
+    return schema.opened("trace" if stimulus == "fixed_schedule" else str(stimulus), None)

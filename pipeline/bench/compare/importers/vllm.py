@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from trtpipe.pipeline.bench.compare.importers import schema as form
+from trtpipe.pipeline.bench.compare.importers import schema
 
 NAME = "vllm bench serve"
 VERSIONS = "0.25 to 0.32"
@@ -57,7 +57,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
         level["repeat"] = sum(earlier["load"] == level["load"] for earlier in levels)
         levels.append(level)
     chat = any(_BACKENDS.get(value["backend"]) is _CHAT for value in values)
-    return form.report(
+    return schema.report(
         NAME,
         None,
         levels,
@@ -84,19 +84,19 @@ def _level(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dic
     metrics: dict[str, dict[str, Any]] = {}
     for short, (name, formula) in _BACKENDS.get(value["backend"], _other(value["backend"])).items():
         if f"mean_{short}_ms" in value:
-            metrics[name] = form.distribution(_statistics(value, short))
-            definitions[name] = form.definition("ms", formula)
+            metrics[name] = schema.distribution(_statistics(value, short))
+            definitions[name] = schema.definition("ms", formula)
     for tag, (ours, unit, formula) in _RATES.items():
         if tag in value:
-            metrics[ours + form.WHOLE_RUN] = form.rate(value[tag])
-            definitions[ours + form.WHOLE_RUN] = form.definition(unit, formula + _DURATION)
+            metrics[ours + schema.WHOLE_RUN] = schema.rate(value[tag])
+            definitions[ours + schema.WHOLE_RUN] = schema.definition(unit, formula + _DURATION)
     for name, tag in _LENGTHS.items():
-        metrics[name] = form.distribution({"n": completed, "mean": value[tag] / completed if completed else None})
-        definitions[name] = form.definition("tokens", f"{tag} / successful requests")
+        metrics[name] = schema.distribution({"n": completed, "mean": value[tag] / completed if completed else None})
+        definitions[name] = schema.definition("tokens", f"{tag} / successful requests")
     total = None if failed is None else completed + failed
-    metrics["error_rate"] = form.rate(failed / total if failed is not None and total else None)
-    definitions["error_rate"] = form.definition("", "failed / all requests")
-    return form.level(
+    metrics["error_rate"] = schema.rate(failed / total if failed is not None and total else None)
+    definitions["error_rate"] = schema.definition("", "failed / all requests")
+    return schema.level(
         {"openai-chat": "chat", "openai": "completions", "vllm": "completions"}.get(value["backend"], value["backend"]),
         _load(value),
         metrics,
@@ -113,7 +113,7 @@ def _other(backend: str) -> dict[str, tuple[str, str]]:
 
 def _statistics(value: dict[str, Any], short: str) -> dict[str, float | None]:
     found = {"mean": value[f"mean_{short}_ms"], "p50": value[f"median_{short}_ms"], "std": value[f"std_{short}_ms"]}
-    for statistic in form.STATISTICS:
+    for statistic in schema.STATISTICS:
         if f"{statistic}_{short}_ms" in value:
             found[statistic] = value[f"{statistic}_{short}_ms"]
     # Of no values at all, vLLM writes 0.
@@ -123,12 +123,12 @@ def _statistics(value: dict[str, Any], short: str) -> dict[str, float | None]:
 def _load(value: dict[str, Any]) -> dict[str, Any]:
     requested, places = value["request_rate"], value.get("max_concurrency")
     if value.get("ramp_up_strategy"):
-        return form.opened("stages", None)
+        return schema.opened("stages", None)
     if requested == "inf":
-        return form.opened("all at once", None) if places is None else form.closed(places)
+        return schema.opened("all at once", None) if places is None else schema.closed(places)
     burstiness = value.get("burstiness")
     poisson = burstiness in (1, None)
-    return form.opened(
+    return schema.opened(
         "poisson" if poisson else "gamma",
         requested,
         burstiness=None if poisson else burstiness,
@@ -151,7 +151,7 @@ def _failure(told: str) -> dict[str, str]:
     """A traceback, whose last line says what happened, or the reason phrase of an HTTP answer."""
     last = (told.strip().splitlines() or ["no answer"])[-1]
     kind, colon, message = last.partition(": ")
-    return form.failure(kind.rpartition(".")[2], message) if colon else form.failure(last, last)
+    return schema.failure(kind.rpartition(".")[2], message) if colon else schema.failure(last, last)
 
 
 def _date(told: str | None) -> str | None:
@@ -172,7 +172,7 @@ def _records(number: int, value: dict[str, Any]) -> list[dict[str, Any]]:
         times = [] if ttft == 0 else list(accumulate([ttft, *gaps]))
         ended = latency if latency is not None else times[-1] if times else 0.0
         out.append(
-            form.record(
+            schema.record(
                 f"{number}-{place}",
                 level=number,
                 sent_ns=round(start * 1e9),

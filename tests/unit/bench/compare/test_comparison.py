@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.bench_reports import LATE, failed, level, line, lines, report, save, saved
 from trtpipe.engines.errors import InputDataError, UsageError
-from trtpipe.pipeline.bench.compare import request_files as raw
+from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import RESAMPLES, Resampler, repeats
 from trtpipe.pipeline.bench.compare.comparison import Cell, Comparison, compare
 from trtpipe.pipeline.cli import app as cli
@@ -72,7 +72,7 @@ def test_ratios_of_known_times(tmp_path: Path) -> None:
 def test_intervals_are_those_of_resampling_by_hand() -> None:
     """Percentiles of one value a request come from a Beta distribution, those of gaps from groups of ranks."""
     requests = lines(400, seed=3, spread=0.5, tokens=12)
-    resampler = Resampler(raw.by_level(requests)[0], closed=True, seed=(0,))
+    resampler = Resampler(request_files.by_level(requests)[0], closed=True, seed=(0,))
     ttft = np.array([(one["stamps_ns"][0] - one["sent_ns"]) / 1e6 for one in requests])
     gaps = np.array([np.diff(one["stamps_ns"]) / 1e6 for one in requests])
     picked = np.random.default_rng(9).integers(0, 400, (2_000, 400))
@@ -108,7 +108,7 @@ def test_of_a_percentile_that_few_requests_do_not_bound_nothing_is_said(tmp_path
 
 def test_a_rate_varies_as_the_requests_do() -> None:
     requests = lines(40, seed=3, spread=0.5)
-    found = raw.by_level(requests)[0]
+    found = request_files.by_level(requests)[0]
     tokens, seconds = np.full(40, 8.0), np.array([(one["end_ns"] - one["sent_ns"]) / 1e9 for one in requests])
     picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
     expected = tokens[picked].sum(axis=1) / seconds[picked].sum(axis=1)
@@ -124,7 +124,7 @@ def test_a_rate_varies_as_the_requests_do() -> None:
 
 
 def test_large_levels_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = raw.by_level(lines(50, seed=4))[0]
+    found = request_files.by_level(lines(50, seed=4))[0]
     whole = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
     monkeypatch.setattr("trtpipe.pipeline.bench.compare.bootstrap._AT_ONCE", 50 * 300)
     blocks = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)

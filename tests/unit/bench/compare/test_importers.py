@@ -17,7 +17,7 @@ import pytest
 from tests.support.bench_reports import level, lines, report, save
 from tests.support.paths import DATA
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.bench.compare import request_files as raw
+from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.comparison import compare
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 
@@ -99,12 +99,12 @@ def test_aiperf_s_requests_give_its_own_figures_by_our_definitions() -> None:
     assert found is not None
     assert [one["warmup"] for one in found].count(True) == 2
     assert [one["failure"]["kind"] for one in found if one["failure"]] == ["http 503"] * 3
-    requests = raw.by_level(found)[0]
+    requests = request_files.by_level(found)[0]
     assert (len(requests), int(requests.failed.sum())) == (20, 3)
     metrics = only_level(value)["metrics"]
     ours = ("time_to_first_token", "request_latency", "time_per_output_token", "inter_chunk_latency")
     for name in (*ours, "output_token_throughput_per_user", "input_sequence_length", "output_sequence_length"):
-        again = raw.values(requests, name)
+        again = request_files.values(requests, name)
         assert again is not None
         assert len(again.values) == metrics[name]["n"], name
         assert np.mean(again.values) == pytest.approx(metrics[name]["mean"], rel=1e-5), name
@@ -213,11 +213,11 @@ def test_vllm_s_completions_have_our_names() -> None:
     assert metrics["output_sequence_length"]["mean"] == 6
     assert metrics["request_goodput_whole_run"]["value"] is None
     assert metrics["error_rate"]["value"] == 0.2
-    requests = raw.by_level(read_records(VLLM, value) or [])[0]
+    requests = request_files.by_level(read_records(VLLM, value) or [])[0]
     assert (len(requests), int(requests.failed.sum())) == (10, 2)
     # It takes the first token's time and the first gap's start by two looks at the clock.
     for name in ("time_to_first_token", "time_per_output_token", "inter_chunk_latency"):
-        again = raw.values(requests, name)
+        again = request_files.values(requests, name)
         assert again is not None
         assert np.mean(again.values) == pytest.approx(metrics[name]["mean"], rel=1e-4), name
         assert np.percentile(again.values, 99) == pytest.approx(metrics[name]["p99"], rel=1e-4), name
@@ -234,8 +234,8 @@ def test_vllm_s_chat_counts_the_role_chunk_and_is_named_so() -> None:
     }  # fmt: skip
     assert not {"time_to_first_token", "time_per_output_token", "inter_chunk_latency", "request_latency"} & set(metrics)
     assert any("role chunk" in note for note in value["notes"])
-    requests = raw.by_level(read_records(VLLM_CHAT, value) or [])[0]
-    again = raw.values(requests, "inter_chunk_latency_with_role_chunk")
+    requests = request_files.by_level(read_records(VLLM_CHAT, value) or [])[0]
+    again = request_files.values(requests, "inter_chunk_latency_with_role_chunk")
     assert again is not None
     assert np.mean(again.values) == pytest.approx(metrics["inter_chunk_latency_with_role_chunk"]["mean"], rel=1e-6)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
@@ -39,7 +39,6 @@ def tokens(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text).ids)
 
 
-@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), lengths=st.lists(st.integers(4, 200), min_size=1, max_size=20))
 def test_a_text_has_exactly_the_tokens_asked_for(tokenizer: Tokenizer, seed: int, lengths: list[int]) -> None:
     made = Texts(tokenizer, seed).prompts(lengths, rng(seed))
@@ -109,7 +108,6 @@ answers = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
 )
 
 
-@settings(max_examples=60)
 @given(answer=answers, new=st.integers(1, 9), before=st.integers(2, 20))
 def test_the_next_prompt_of_a_conversation_is_counted_as_a_whole(
     tokenizer: Tokenizer, answer: str, new: int, before: int

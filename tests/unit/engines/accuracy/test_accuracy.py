@@ -28,7 +28,7 @@ from trtpipe.engines.checkpoint.layout import EmbeddingSharding
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Thresholds
 from trtpipe.engines.quantize.worker import work as quantize
-from trtpipe.pipeline.accuracy import gate as accuracy
+from trtpipe.pipeline.accuracy import gate
 from trtpipe.pipeline.accuracy import page as accuracy_page
 from trtpipe.pipeline.accuracy.gate import Report
 from trtpipe.pipeline.cli import console
@@ -139,7 +139,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     monkeypatch.setattr(job, "run_worker", run)
 
     def measure(original: Path, other: Path, rows: Any = ROWS, **options: Any) -> Measured:
-        return accuracy.measure(original, other, rows, device="cpu", log=tmp_path / "log", **options)
+        return gate.measure(original, other, rows, device="cpu", log=tmp_path / "log", **options)
 
     return measure
 
@@ -306,7 +306,7 @@ def test_progress_ends_at_the_bytes_of_both(llama: Path, compare: Compare) -> No
 
 @pytest.mark.process
 def test_in_a_process_of_its_own(llama: Path, tmp_path: Path) -> None:
-    found = accuracy.measure(llama, llama, ROWS[:1], device="cpu", log=tmp_path / "log")
+    found = gate.measure(llama, llama, ROWS[:1], device="cpu", log=tmp_path / "log")
     assert (found.mean_kl, found.device) == (0, "cpu")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".accuracy")] == []
 
@@ -494,7 +494,7 @@ def test_everything_fails_when_nothing_is_left() -> None:
 )
 def test_the_recipe_of_a_measured_model(algo: str | None, cache: str | None, name: str) -> None:
     found = measured(quant_algo=algo, kv_cache_quant_algo=cache)
-    recipe = accuracy.matching_recipe(found, facts.load_quant_recipes())
+    recipe = gate.matching_recipe(found, facts.load_quant_recipes())
     assert (recipe.name, recipe.kv_cache_quant_algo) == (name, cache and KvCacheQuantAlgo(cache))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.factories import cast_by_torch, hf_folder, read_tensors, write_safetensors
@@ -108,7 +108,6 @@ def hf_tensors(folder: Path) -> Tensors:
 
 
 @given(case=models(), shards=st.sampled_from([1, 3]), block=st.sampled_from([1, 64, 1 << 24]))
-@settings(max_examples=40)
 def test_all_ranks_together_are_the_source(case: tuple[dict[str, Any], int, int], shards: int, block: int) -> None:
     overrides, tp, pp = case
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.factories import hf_folder, read_tensors
@@ -42,7 +42,6 @@ def change(path: Path, tensor: str, element: int = 0) -> None:
 
 
 @given(case=models(), tied=st.booleans(), embedding=st.sampled_from(EmbeddingSharding))
-@settings(max_examples=40, deadline=None)
 def test_there_and_back_again(case: tuple[dict[str, Any], int, int], tied: bool, embedding: EmbeddingSharding) -> None:
     overrides, tp, pp = case
     if embedding is EmbeddingSharding.HIDDEN:

@@ -179,7 +179,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(content=mutated())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_is_read_truly_or_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     tensors: list[TensorEntry] = []

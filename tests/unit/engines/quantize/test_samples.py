@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -80,7 +80,6 @@ TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=1,
 
 
 @given(texts=TEXTS, bos=st.booleans(), seed=st.integers(0, 2**70), data=st.data())
-@settings(max_examples=100, deadline=None)
 def test_rows_together_are_the_beginning_of_the_texts_in_some_order(
     texts: list[str], bos: bool, seed: int, data: st.DataObject
 ) -> None:
@@ -101,7 +100,6 @@ def test_rows_together_are_the_beginning_of_the_texts_in_some_order(
 
 
 @given(rows=st.integers(1, 30), more=st.integers(0, 10))
-@settings(max_examples=50, deadline=None)
 def test_fewer_rows_are_the_first_of_more(rows: int, more: int) -> None:
     texts = [f"text number {index}" for index in range(60)]
     assert np.array_equal(sampled(texts, rows + more, 16)[:rows], sampled(texts, rows, 16))

@@ -35,6 +35,11 @@ pytestmark = [
 ]
 
 
+def slow(value: object) -> Any:
+    """A compilation takes seconds."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +67,7 @@ def calls(rows: int) -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("cache_algo", [None, *KvCacheQuantAlgo])
+@pytest.mark.parametrize("cache_algo", [slow(None), KvCacheQuantAlgo.FP8, slow(KvCacheQuantAlgo.INT8)])
 def test_keys_and_values_are_rotated_and_kept_where_they_belong(cache_algo: KvCacheQuantAlgo | None) -> None:
     turned, kept = 2, 2
     one = torch.ones(1)
@@ -103,7 +108,8 @@ def bits(result: Any) -> list[list[int]]:
     return [part for one in result for part in bits(one)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+# One row is compiled apart, any other number together.
+@pytest.mark.parametrize("rows", [slow(1), 2, slow(5)])
 def test_compiled_they_compute_the_same(rows: int, cache: Path) -> None:
     for function, arguments in calls(rows):
         plain = function(*arguments)

@@ -72,7 +72,11 @@ def logits(runtime: Runtime) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(
     ("embedding", "pp", "tied"),
-    [(EmbeddingSharding.NONE, 2, False), (EmbeddingSharding.VOCABULARY, 1, True), (EmbeddingSharding.HIDDEN, 1, True)],
+    [
+        (EmbeddingSharding.NONE, 2, False),
+        pytest.param(EmbeddingSharding.VOCABULARY, 1, True, marks=pytest.mark.slow),
+        (EmbeddingSharding.HIDDEN, 1, True),
+    ],
 )
 def test_apart_they_compute_the_same_numbers(tmp_path: Path, embedding: EmbeddingSharding, pp: int, tied: bool) -> None:
     folder = engine(tmp_path, embedding, pp=pp, tied=tied)

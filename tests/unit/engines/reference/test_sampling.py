@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpipe.engines.engine_process.request import Request, SamplingParams
@@ -109,7 +109,6 @@ def test_every_step_draws_anew() -> None:
     assert len(set(tokens)) > 40
 
 
-@settings(max_examples=50)
 @given(
     st.lists(
         st.fixed_dictionaries(
