@@ -13,7 +13,7 @@ from typing import Any
 from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.runner import StageResult
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 
 # Options that take a list.
@@ -24,7 +24,7 @@ LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")
 class Outcome:
     """How a target ended: what it has made, and the failure that ended it, if any."""
 
-    plan: Plan
+    plan: BuildSpec
     results: tuple[StageResult, ...]
     error: TrtpipeError | None
 
@@ -53,7 +53,7 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**options, **dict(zip(lists, row, strict=True))} for row in rows]
 
 
-def build_all(plans: list[Plan], build: Callable[[Plan], list[StageResult]]) -> list[Outcome]:
+def build_all(plans: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:
     """Build one target after the other; one that fails does not keep the others from it. Raises as
     `require_distinct`."""
     require_distinct(plans)
@@ -66,7 +66,7 @@ def build_all(plans: list[Plan], build: Callable[[Plan], list[StageResult]]) -> 
     return out
 
 
-def require_distinct(plans: list[Plan]) -> None:
+def require_distinct(plans: list[BuildSpec]) -> None:
     """Raise UsageError for two targets of one name, which would be each other's run folder."""
     names = [plan.target for plan in plans]
     twice = next((name for name in names if names.count(name) > 1), None)

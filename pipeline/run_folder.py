@@ -11,7 +11,7 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import MAKES, Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record
@@ -30,7 +30,7 @@ class RunFolder:
     def of(cls, target: str) -> RunFolder:
         return cls(RUNS / target)
 
-    def start(self, plan: Plan, store: Store) -> None:
+    def start(self, plan: BuildSpec, store: Store) -> None:
         """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")

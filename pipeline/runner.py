@@ -16,7 +16,7 @@ from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Job, Stage, stages_of
 from trtpipe.pipeline.store.manifest import Record, differences
 from trtpipe.pipeline.store.store import Artefact, Store
@@ -36,7 +36,9 @@ class StageResult:
 class Perform(Protocol):
     """Has a stage run, or its artefact found; `last` is the record it ran with the last time in this run folder."""
 
-    def __call__(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> StageResult: ...
+    def __call__(
+        self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None
+    ) -> StageResult: ...
 
 
 class Trust(Protocol):
@@ -61,7 +63,7 @@ class Reporter(Protocol):
 
 
 def execute(
-    plan: Plan, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
+    plan: BuildSpec, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
     trust: Trust | None = None,
 ) -> list[StageResult]:  # fmt: skip
@@ -99,7 +101,7 @@ def execute(
     return list(results.values())
 
 
-def check_machine(plan: Plan) -> None:
+def check_machine(plan: BuildSpec) -> None:
     """Find out, before anything is downloaded, what would stop the build at its end. Raises HostError."""
     if load_backend(plan.runtime).COMPILED:
         hardware.matching_gpus(plan.engine_target)
@@ -128,7 +130,7 @@ def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tu
     return tuple(out)
 
 
-def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store) -> Record:
+def wanted_record(stage: Stage, plan: BuildSpec, inputs: dict[str, str], store: Store) -> Record:
     """The record this plan asks for; `inputs` are content digests of the stages it reads."""
     settings = stage.settings(plan)
     return Record(
@@ -141,8 +143,8 @@ def wanted_record(stage: Stage, plan: Plan, inputs: dict[str, str], store: Store
 
 
 def satisfy(
-    stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, store: Store, reporter: Reporter,
-    verify: bool = False, keep_failed: bool = False, trust: Trust | None = None,
+    stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *,
+    store: Store, reporter: Reporter, verify: bool = False, keep_failed: bool = False, trust: Trust | None = None,
 ) -> StageResult:  # fmt: skip
     """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
@@ -214,7 +216,7 @@ class StageStatus:
     path: Path | None
 
 
-def status(plan: Plan, store: Store) -> list[StageStatus]:
+def status(plan: BuildSpec, store: Store) -> list[StageStatus]:
     """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it.
 
     What was imported is used by `build --from`; a plain build makes its own.

@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BuildSpec:
     """Everything a run needs to know.
 
     settings  what resolves to this plan again, on any machine: scalars as they were given, groups as they turned out
@@ -148,7 +148,7 @@ def set_layer(assignments: list[str]) -> Layer:
     return "--set", layer
 
 
-def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
+def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError.
 
     `model` is taken as it is: of an imported target its source need not be on this machine.
@@ -225,7 +225,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> Plan:
         group, dot, name = value.name.partition(".")
         if dot and value.value is not None:
             grouped.setdefault(group, {})[name] = value.value
-    return Plan(
+    return BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
         runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
         serving=serving, settings={**plain, **grouped}, values=tuple(values),

@@ -20,7 +20,7 @@ import uvloop
 from hypothesis import settings
 
 from tests.support.factories import write_tokenizer
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 
 # Without a GPU its kernels run number by number. Triton asks when it is first imported.
@@ -92,9 +92,9 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServerProcess]:
     """The server of known timing: 10 ms to the first token, 2 ms between tokens."""
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path_factory.mktemp("known") / "truth.jsonl")
+    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path_factory.mktemp("known") / "truth.jsonl")
     yield server
     server.stop()
 

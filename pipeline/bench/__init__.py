@@ -1,20 +1,15 @@
-"""Measuring a server of language models: Triton over gRPC and HTTP, and whatever speaks OpenAI's API, by one set of
-definitions.
+"""Load tester of language model servers: Triton over gRPC and HTTP, and servers of OpenAI's API.
 
-    options     what is asked for
-    work/       when requests leave, and what they ask
-    wire/       their bytes, and how these reach the server
-    exchange    one request while the clock runs: bytes and stamps
-    closed_loop, open_loop  when they leave, by absolute time (alarm); driver is what both have in common
-    records     exchanges, read after the run, as columns
-    metrics     records -> numbers; slo, series and verdict judge and draw them; server_side is the server's own word
-    report      all of it as a value; files writes it, page/ draws it
-    level, hand    one load over one protocol; what a process does of it (share)
-    processes, hosts  hands in processes of their own, and on other machines
-    search, repeats   the highest load that meets objectives; figures over repeated runs
-    run         all levels in order, by one hand or several
-    against/    reports side by side
-    known/      a server of known timing; selftest holds the client against it
+    options.py    what a benchmark is asked to do, checked
+    run.py        one run: every load point in order, by one worker or several; search.py, the highest load within SLOs
+    run.py        one run: every load point in order, by one worker or several; search.py, the highest load that is good
+    protocols/    codecs (bytes of requests and answers) and senders (which move them)
+    loop/         closed and open loops: requests in flight, started at absolute times
+    workers/      the processes that drive a load
+    monitors/     the server's metrics and this machine's GPUs, read beside the load
+    results/      records -> metrics -> report; its files and page
+    compare/      reports side by side, those of other tools too (importers/)
+    mock_server/  a server of known timing; selftest.py measures the client against it
 
-Knows URLs, nothing about engines or stores. Importing this package loads none of it.
+It knows URLs, nothing about engines or stores. Importing this package loads none of it.
 """

@@ -18,13 +18,13 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.load.workload import Render
 from trtpipe.pipeline.bench.loop.driver import Live
 from trtpipe.pipeline.bench.loop.load_point import Driven, evaluate
-from trtpipe.pipeline.bench.monitors.server import Beside
+from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.results.digest import digest
-from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult, SearchResult
+from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.search import BEHIND, Found, Search, Trial, Unmeasurable, find
 from trtpipe.pipeline.bench.workers.share import Share
-from trtpipe.pipeline.bench.workers.worker import Hand, OwnHand, Watch
+from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch, Worker
 
 _T = TypeVar("_T")
 
@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 NOTHING = Live(elapsed_s=0, warmed=0, done=0, failed=0, in_flight=0, responses=0, first_ns=())
 # Requests, one after the other, that tell a search where to begin.
 ALONE = 8
-# Several hands begin together so long after the last has been told: the first must not begin alone.
+# Several workers begin together so long after the last was told to: the first must not begin alone.
 TOGETHER_NS = 200_000_000
 
 
 def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
     """`render` is the model's chat template; with several workers it is pickled.
 
-    Raises what a hand does before the first level has a result; after it the report has what there is, and `broken`.
+    Raises what a worker does before the first level has a result; after it the report has what there is, and `broken`.
     """
     import uvloop
 
@@ -71,7 +71,7 @@ def _now() -> str:
 
 
 class _Session:
-    """Holds the hands, so that an interrupt finds them."""
+    """Holds the workers, so that an interrupt finds them."""
 
     def __init__(
         self, options: BenchOptions, report: BenchReport, render: Render | None,
@@ -81,18 +81,18 @@ class _Session:
         self._report = report
         self._render = render
         self._progress = progress
-        self._hands: list[Hand] = []
+        self._workers: list[Worker] = []
 
     def interrupt(self) -> None:
         self._report.interrupted = True
-        for hand in self._hands:
-            hand.interrupt()
+        for worker in self._workers:
+            worker.interrupt()
 
     async def run(self) -> None:
         options = self._options
         try:
             self._take_hands()
-            self._report.endpoints += (await _all(hand.connect() for hand in self._hands))[0]
+            self._report.endpoints += (await _all(worker.connect() for worker in self._workers))[0]
             for number, target in enumerate(options.targets):
                 if options.search is not None:
                     await self._search(number, target, options.search)
@@ -103,32 +103,32 @@ class _Session:
                             return
                         await self._measure(number, target, load, repeat)
         finally:
-            await _all(hand.close() for hand in self._hands)
+            await _all(worker.close() for worker in self._workers)
 
     def _take_hands(self) -> None:
         options, render = self._options, self._render
         shares = [Share(index, options.shares) for index in range(options.shares)]
         if options.hosts:
-            from trtpipe.pipeline.bench.workers.ray import RayHand, check_reach, nodes
+            from trtpipe.pipeline.bench.workers.ray import RayWorker, check_reach, nodes
 
             chosen = nodes(options.ray, options.hosts)
             check_reach(options, chosen)
             self._report.hosts = [node.address for node in chosen]
             for share in shares:
-                self._hands.append(RayHand(chosen[share.index % len(chosen)], options, render, share))
+                self._workers.append(RayWorker(chosen[share.index % len(chosen)], options, render, share))
         elif len(shares) == 1:
-            self._hands.append(OwnHand(options, render))
+            self._workers.append(LocalWorker(options, render))
         else:
-            from trtpipe.pipeline.bench.workers.processes import ProcessHand
+            from trtpipe.pipeline.bench.workers.processes import ProcessWorker
 
             for share in shares:
-                self._hands.append(ProcessHand(options, render, share))
+                self._workers.append(ProcessWorker(options, render, share))
 
     async def _search(self, number: int, target: Target, search: Search) -> None:
         if self._report.interrupted:
             return
 
-        async def measure(load: Load, repeat: int) -> tuple[LevelResult, Trial]:
+        async def measure(load: Load, repeat: int) -> tuple[LoadPointResult, Trial]:
             for _ in range(search.repeats):  # a busy moment of the client's is no reason to end
                 result = await self._measure(number, target, load, repeat)
                 if self._report.interrupted:
@@ -144,7 +144,7 @@ class _Session:
             except UsageError as error:  # so few a second that none is due
                 raise Unmeasurable(f"at {rate:g} requests/s {error.what}") from None
 
-        async def alone() -> LevelResult:
+        async def alone() -> LoadPointResult:
             shares = self._options.shares
             result, trial = await measure(Closed(concurrency=shares, requests=ALONE * shares), 0)
             if not trial.passed and trial.clear:
@@ -161,20 +161,20 @@ class _Session:
             found = Found(ended=str(why))
         self._report.searches.append(SearchResult(protocol=target.protocol, search=search, found=found))
 
-    async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LevelResult:
+    async def _measure(self, number: int, target: Target, load: Load, repeat: int) -> LoadPointResult:
         watching = (
             None if self._progress is None else _Watching(self._progress, target.protocol, load, self._options.work)
         )
-        watches: Sequence[Watch | None] = [None] * len(self._hands)
+        watches: Sequence[Watch | None] = [None] * len(self._workers)
         if watching is not None:
-            watches = watching.of(len(self._hands))
-        pairs = list(zip(self._hands, watches, strict=True))
-        await _all(hand.prepare(number, load, repeat, watch) for hand, watch in pairs)
+            watches = watching.of(len(self._workers))
+        pairs = list(zip(self._workers, watches, strict=True))
+        await _all(worker.prepare(number, load, repeat, watch) for worker, watch in pairs)
         if watching is not None:
             watching.begin()
-        beside = Beside(target.url, target.metrics_url)
+        beside = ServerMonitor(target.url, target.metrics_url)
         with beside:
-            start = monotonic_ns() + TOGETHER_NS if len(self._hands) > 1 else 0
+            start = monotonic_ns() + TOGETHER_NS if len(self._workers) > 1 else 0
             driven, broken = await self._drive(start)
         if beside.unread and target.metrics_url is not None:
             self._report.unread_metrics[target.metrics_url] = beside.unread
@@ -191,12 +191,12 @@ class _Session:
         return result
 
     async def _drive(self, start_ns: int) -> tuple[Driven, TrtpipeError | None]:
-        """All hands together. Where one fails the others end too, and the level is what they have, with that error."""
-        drives = [asyncio.ensure_future(hand.drive(start_ns)) for hand in self._hands]
+        """Drive all workers. Where one fails the others end too; the load point has what they got, and the error."""
+        drives = [asyncio.ensure_future(worker.drive(start_ns)) for worker in self._workers]
         await asyncio.wait(drives, return_when=asyncio.FIRST_EXCEPTION)
         if not all(drive.done() for drive in drives) and not self._report.interrupted:
-            for hand in self._hands:
-                hand.interrupt()
+            for worker in self._workers:
+                worker.interrupt()
         await asyncio.wait(drives)
         errors = [error for error in (drive.exception() for drive in drives) if error is not None]
         parts = [drive.result() for drive in drives if drive.exception() is None]
@@ -208,7 +208,7 @@ class _Session:
         return replace(merged, stopped=str(errors[0]), interrupted=self._report.interrupted), errors[0]
 
 
-def served(result: LevelResult) -> float | None:
+def served(result: LoadPointResult) -> float | None:
     """Requests/s that were answered; None of a level so short that much of what it asked ends after it anyway."""
     usual = result.metrics["request_latency"]["p10"]
     if usual is None or result.window_s is None or result.window_s * (1 - BEHIND) < usual / 1e3:
@@ -237,15 +237,15 @@ class _Watching:
         self._total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
         self._began_ns = 0
 
-    def of(self, hands: int) -> Sequence[Watch]:
-        """A callback for each hand; what they say is added up."""
-        last: list[Live | None] = [None] * hands
+    def of(self, workers: int) -> Sequence[Watch]:
+        """A callback for each worker; the sum of what they say is passed on."""
+        last: list[Live | None] = [None] * workers
 
         def watch(index: int, live: Live) -> None:
             last[index] = live
             self.tell("running", Live.sum(filter(None, last)))
 
-        return [partial(watch, index) for index in range(hands)]
+        return [partial(watch, index) for index in range(workers)]
 
     def tell(self, state: str, live: Live) -> None:
         self._progress(Progress(protocol=self._protocol, label=self._label, total=self._total, live=live, state=state))
@@ -254,7 +254,7 @@ class _Watching:
         self.tell("begun", NOTHING)
         self._began_ns = monotonic_ns()
 
-    def end(self, result: LevelResult) -> None:
+    def end(self, result: LoadPointResult) -> None:
         succeeded, failed = (result.requests[name] for name in ("succeeded", "failed"))
         took = (monotonic_ns() - self._began_ns) / 1e9
         self.tell("ended", replace(NOTHING, elapsed_s=took, done=succeeded + failed, failed=failed))

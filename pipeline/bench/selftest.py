@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.load.work import Work
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.mock_server.script import Truth
 from trtpipe.pipeline.bench.options import BenchOptions, Target
@@ -90,7 +90,7 @@ def _measure(
 ) -> Finding:
     with tempfile.TemporaryDirectory() as scratch, _apart() as core:
         folder = Path(scratch)
-        server = KnownProcess.start(timing, folder / "truth.jsonl", cpu=core)
+        server = MockServerProcess.start(timing, folder / "truth.jsonl", cpu=core)
         try:
             url = f"127.0.0.1:{server.grpc_port}" if protocol == "grpc" else f"http://127.0.0.1:{server.http_port}"
             api = "/v1" if protocol in ("completions", "chat") else ""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.matrix import Outcome
     from trtpipe.pipeline.registry.export import Bundle
     from trtpipe.pipeline.runner import StageResult
-    from trtpipe.pipeline.spec import Plan
+    from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.pipeline.store.store import Store
 
 
@@ -86,7 +86,7 @@ def build(
     else:
         plans = [_plan(one) for one in matrix.combinations(options)]
 
-    def make(plan: Plan) -> list[StageResult]:
+    def make(plan: BuildSpec) -> list[StageResult]:
         if len(plans) > 1:
             console.note(plan.target)
         return execute(
@@ -212,7 +212,7 @@ def scrub() -> None:
         )
 
 
-def _plan(options: dict[str, Any]) -> Plan:
+def _plan(options: dict[str, Any]) -> BuildSpec:
     """The plan of a command's options: the recipe below, then options, then --set."""
     from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
 
@@ -239,7 +239,7 @@ def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
 
 
 def _build_on_cluster(
-    plans: list[Plan], store: Store, address: str | None, exchange: str | None, until: str | None
+    plans: list[BuildSpec], store: Store, address: str | None, exchange: str | None, until: str | None
 ) -> list[Outcome]:
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cluster.driver import Cluster

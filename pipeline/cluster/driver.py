@@ -26,7 +26,7 @@ from trtpipe.pipeline.cluster.work import Answer, Order, Tell, artefact, run_sta
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.matrix import Outcome, require_distinct
 from trtpipe.pipeline.runner import Reporter, StageResult, execute, satisfy, wanted_record
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
@@ -92,11 +92,13 @@ class Cluster:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def build(self, plans: list[Plan], reporter: Callable[[Plan], Reporter], until: str | None) -> list[Outcome]:
+    def build(
+        self, plans: list[BuildSpec], reporter: Callable[[BuildSpec], Reporter], until: str | None
+    ) -> list[Outcome]:
         """Every target, side by side; one that fails does not keep the others from it. Raises as `require_distinct`."""
         require_distinct(plans)
 
-        def one(plan: Plan) -> Outcome:
+        def one(plan: BuildSpec) -> Outcome:
             told = reporter(plan)
             try:
                 perform = partial(self._perform, reporter=told)
@@ -123,7 +125,7 @@ class Cluster:
         self._ray.shutdown()
 
     def _perform(
-        self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
+        self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
     ) -> StageResult:
         digests = {name: one.manifest.content for name, one in inputs.items()}
         record = wanted_record(stage, plan, digests, self._store)
@@ -155,7 +157,7 @@ class Cluster:
             return result(reused=True, reason="made for another target", artefact=here)
         return result(reused=answer.reused, reason=f"{answer.reason}, on {answer.node}", artefact=here)
 
-    def _run(self, stage: Stage, plan: Plan, inputs: dict[str, Artefact], last: Record | None) -> Answer:
+    def _run(self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None) -> Answer:
         wanted = needs(stage, plan, self._largest)
         if wanted.accelerator and not self._largest.get(f"accelerator_type:{wanted.accelerator}"):
             raise hardware.GpuAbsent(

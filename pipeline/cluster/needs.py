@@ -9,7 +9,7 @@ from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
 
 # Stages that compute with torch: on a GPU where the cluster has one.
@@ -44,7 +44,7 @@ class Needs:
         return all(resources.get(name, 0) >= least for name, least in wanted.items())
 
 
-def needs(stage: Stage, plan: Plan, largest: dict[str, float]) -> Needs:
+def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
     """`largest` is what the best machine of the cluster has of each: nothing asks for more, but for GPUs."""
     cpus = min(CORES.get(stage.name, 1), int(largest.get("CPU", 1)))
     memory = min(MEMORY.get(stage.name, GIB // 4), int(largest.get("memory", GIB)) // 2)

@@ -17,10 +17,10 @@ from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import error_to_json
 from trtpipe.pipeline.errors import translate
 from trtpipe.pipeline.gateway.app import build
-from trtpipe.pipeline.gateway.board import Board
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.prompts import ForkServer
 from trtpipe.pipeline.gateway.server import Server, most_connections
+from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 
 
 def main(spec: dict[str, Any]) -> int:
@@ -28,7 +28,7 @@ def main(spec: dict[str, Any]) -> int:
     try:
         forks = ForkServer(options)
         forks.start()  # beside this process, which loads the same files
-        board = Board(Path(spec["board"]), spec["index"], options.workers)
+        board = SharedCounters(Path(spec["board"]), spec["index"], options.workers)
         most = most_connections(tls=options.tls_cert is not None)
         app, connections = build(options, board, forks, most_connections=most)
         listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)

@@ -16,8 +16,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trtpipe.pipeline.gateway.board import Board
 from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
 from trtpipe.pipeline.gateway.upstream import EngineRequest, Generation, Upstream
 
@@ -169,7 +169,7 @@ class Answer(Response):
     """The response to one request."""
 
     def __init__(
-        self, order: Order, text: Text, upstream: Upstream, board: Board, arrived: float, deadline: float
+        self, order: Order, text: Text, upstream: Upstream, board: SharedCounters, arrived: float, deadline: float
     ) -> None:
         """`arrived` and `deadline` are times on the loop's clock."""
         self.order = order

@@ -17,13 +17,13 @@ from starlette.exceptions import HTTPException
 
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer, Order
-from trtpipe.pipeline.gateway.board import Board
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.preparation import no_model
 from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
+from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
 from trtpipe.pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
@@ -37,7 +37,7 @@ LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
 class Gateway:
     """What the routes share."""
 
-    def __init__(self, options: GatewayOptions, board: Board, forks: ForkServer) -> None:
+    def __init__(self, options: GatewayOptions, board: SharedCounters, forks: ForkServer) -> None:
         """Raises InputDataError for keys or a tokenizer that cannot be read."""
         self.options = options
         self.board = board
@@ -175,7 +175,7 @@ def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, g
 
 
 def build(
-    options: GatewayOptions, board: Board, forks: ForkServer, *, most_connections: int
+    options: GatewayOptions, board: SharedCounters, forks: ForkServer, *, most_connections: int
 ) -> tuple[FastAPI, Connections]:
     """The application and the limits of its connections. Raises InputDataError for unreadable keys or tokenizers."""
     gateway = Gateway(options, board, forks)

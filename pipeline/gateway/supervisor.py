@@ -54,7 +54,7 @@ class Gateway:
         options = replace(options, port=port.getsockname()[1])
         descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
         board = Path(name)
-        from trtpipe.pipeline.gateway.board import ROW_BYTES
+        from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES
 
         os.ftruncate(descriptor, ROW_BYTES * options.workers)
         os.close(descriptor)

@@ -32,7 +32,7 @@ from trtpipe.pipeline.registry.package import (
     receive,
 )
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.folders import sync
 from trtpipe.pipeline.store.manifest import Origin
@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 class Bundle:
     """What has arrived: the plan to go on with, and the artefacts under the names of what their stages make."""
 
-    plan: Plan
+    plan: BuildSpec
     artefacts: dict[str, Artefact]
 
 

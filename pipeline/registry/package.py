@@ -22,7 +22,7 @@ from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
 from trtpipe.pipeline.registry.trust import ENVELOPE
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import Plan, resolve
+from trtpipe.pipeline.spec import BuildSpec, resolve
 from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport
 from trtpipe.pipeline.store.digests import combined
@@ -90,7 +90,7 @@ def check_index(index: Any, where: str, again: str = "export") -> Index:
     return dict(index)
 
 
-def planned(index: Index, where: str) -> Plan:
+def planned(index: Index, where: str) -> BuildSpec:
     """The plan of a checked index, which is of the target that it names, and whose artefacts are that plan's.
 
     Raises InputDataError where it is not so: from their names paths are made.
@@ -141,7 +141,7 @@ def passport_of(index: Index) -> Passport:
     return passport_from(index["passport"])
 
 
-def plan_of(index: Mapping[str, Any]) -> Plan:
+def plan_of(index: Mapping[str, Any]) -> BuildSpec:
     return resolve([("export", index["settings"])], model=ModelRef.from_json(index["model"]))
 
 
@@ -179,7 +179,7 @@ def receive(
         return found
 
 
-def link(plan: Plan, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
+def link(plan: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
     """The run folder of the plan's target, with links to these artefacts and what is told of their provenance."""
     run = RunFolder.of(plan.target)
     run.start(plan, store)
@@ -223,7 +223,7 @@ def check_files(name: str, entry: dict[str, Any], where: str) -> None:
         raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
 
 
-def refuse_settings(plan: Plan, where: str) -> Callable[[Path], None]:
+def refuse_settings(plan: BuildSpec, where: str) -> Callable[[Path], None]:
     """An inspection of an engine: its settings file must be the one that is written here for that plan."""
 
     def inspect(engine: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.pipeline.stages.build import BUILD, BUILD_VERIFIED
 from trtpipe.pipeline.stages.calibrate import CALIBRATE
@@ -21,7 +21,7 @@ MAKES = {
 }
 
 
-def stages_of(plan: Plan) -> tuple[Stage, ...]:
+def stages_of(plan: BuildSpec) -> tuple[Stage, ...]:
     """The pipeline for a plan: its precision decides how the checkpoint is made."""
     recipe = plan.precision.recipe
     # The tokenizer comes before the engine, which may have to wait for another machine.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import Digests
 
 # Called with (bytes done, bytes in all).
@@ -44,7 +44,7 @@ class Stage(Protocol):
     version: int
     inputs: tuple[str, ...]
 
-    def settings(self, plan: Plan) -> Any:
+    def settings(self, plan: BuildSpec) -> Any:
         """The stage's slice of the plan: a frozen dataclass, and all that the stage gets to see."""
 
     def hashed(self, settings: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trtpipe.pipeline.accuracy.gate import JSON_NAME
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import disabled_features
 from trtpipe.pipeline.execution.executors import LocalExecutor
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 from trtpipe.pipeline.store.store import Artefact
@@ -47,7 +47,7 @@ class Build:
     def __init__(self, inputs: tuple[str, ...]) -> None:
         self.inputs = inputs
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         return Settings(
             runtime=plan.runtime,
             target=plan.engine_target,
@@ -100,7 +100,7 @@ class Build:
         return {"notices": [f"trtllm-build turned a feature off: {line}" for line in off]}
 
 
-def draft_passport(plan: Plan, checkpoint: Artefact) -> Passport:
+def draft_passport(plan: BuildSpec, checkpoint: Artefact) -> Passport:
     """The passport that the plan's engine will have, but for where it is built and what was measured."""
     return _passport(BUILD.settings(plan), checkpoint.path, checkpoint.manifest.content, {}, None)
 

@@ -11,7 +11,7 @@ from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.sources import calibration
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 
@@ -33,7 +33,7 @@ class Calibrate:
     version = 1
     inputs: tuple[str, ...] = ("model",)
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         assert plan.precision.recipe is not None
         return Settings(
             recipe=plan.precision.recipe, dtype=plan.precision.dtype, calibration=plan.calibration, mapping=plan.mapping

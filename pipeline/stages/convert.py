@@ -11,7 +11,7 @@ from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.layout import notices
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 
@@ -32,7 +32,7 @@ class Convert:
     version = 3
     inputs: tuple[str, ...] = ("model",)
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         return Settings(
             form=load_backend(plan.runtime).FORM,
             dtype=plan.precision.dtype,

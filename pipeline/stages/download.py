@@ -15,7 +15,7 @@ from trtpipe.engines.hf.gguf_file import check_gguf
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import python_command, run, run_worker
 from trtpipe.pipeline.sources import hub
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 
@@ -28,7 +28,7 @@ class Download:
     version = 1
     inputs: tuple[str, ...] = ()
 
-    def settings(self, plan: Plan) -> Source:
+    def settings(self, plan: BuildSpec) -> Source:
         return plan.model.source
 
     def hashed(self, settings: Source) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import Engine
 from trtpipe.engines.passport import read_passport, require_target
 from trtpipe.engines.toolchain import Toolchain
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 from trtpipe.triton_repo.check import check_repository, require_sound
@@ -31,7 +31,7 @@ class Package:
     version = 5
     inputs: tuple[str, ...] = ("tokenizer", "engine")
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         return Settings(serving=plan.serving, runtime=plan.runtime, target=plan.engine_target)
 
     def hashed(self, settings: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from trtpipe.engines.checkpoint.layout import notices
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization
 from trtpipe.pipeline.stages.convert import hashed_form
@@ -35,7 +35,7 @@ class Quantize:
     def __init__(self, inputs: tuple[str, ...]) -> None:
         self.inputs = inputs
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         assert plan.precision.recipe is not None
         return Settings(
             recipe=plan.precision.recipe,

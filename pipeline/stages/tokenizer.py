@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 
@@ -17,7 +17,7 @@ class Tokenizer:
     version = 1
     inputs: tuple[str, ...] = ("model",)
 
-    def settings(self, plan: Plan) -> None:
+    def settings(self, plan: BuildSpec) -> None:
         return None
 
     def hashed(self, settings: None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.pipeline.accuracy import gate, page
 from trtpipe.pipeline.sources import calibration
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 
@@ -27,7 +27,7 @@ class Verify:
     version = 1
     inputs: tuple[str, ...] = ("model", "checkpoint")
 
-    def settings(self, plan: Plan) -> Settings:
+    def settings(self, plan: BuildSpec) -> Settings:
         assert plan.precision.recipe is not None
         return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, accept=plan.accept_accuracy)
 

@@ -35,7 +35,7 @@ from trtpipe.pipeline.bench.load.loads import Closed, Open, Replay
 from trtpipe.pipeline.bench.load.prompt_files import read_conversations, read_prompts
 from trtpipe.pipeline.bench.load.trace import read_trace
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.monitors.server import summarise
 from trtpipe.pipeline.bench.options import BenchOptions, Target
 from trtpipe.pipeline.bench.protocols.http1 import HttpConnection, HttpSender
@@ -155,7 +155,7 @@ def answered_http(name: str, codec: Any) -> Callable[[Path], None]:
         connection = HttpConnection(sender)
         connection.connection_made(Wire())
         sender.release(connection)
-        asked = Exchange("r", b"POST / HTTP/1.1\r\n\r\n", input_tokens=1, max_tokens=8)
+        asked = InFlightRequest("r", b"POST / HTTP/1.1\r\n\r\n", input_tokens=1, max_tokens=8)
         sender.start([asked])
         data = (folder / name).read_bytes()
         for start in range(0, len(data), 4096):
@@ -169,7 +169,7 @@ def answered_http(name: str, codec: Any) -> Callable[[Path], None]:
 
 def answered_grpc(folder: Path) -> None:
     bench = Bench()
-    asked = Exchange("r", b"ask", input_tokens=1, max_tokens=8)
+    asked = InFlightRequest("r", b"ask", input_tokens=1, max_tokens=8)
     try:
         bench.connection.start(
             "/m", b"", on_data=asked.receive, max_bytes=asked.limit, max_message=asked.response_limit,

@@ -25,7 +25,7 @@ from trtpipe.pipeline.registry.address import open_registry
 from trtpipe.pipeline.registry.trust import Trust
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute, status
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.scrub import scrub
@@ -37,12 +37,12 @@ Members = dict[str, bytes]
 
 
 @pytest.fixture
-def wanted(in_folder: Path) -> Plan:
+def wanted(in_folder: Path) -> BuildSpec:
     return plan(hf_folder(in_folder / "tiny"), gpu="cpu", dtype="bf16")
 
 
 @pytest.fixture
-def honest(wanted: Plan, tmp_path: Path) -> Store:
+def honest(wanted: BuildSpec, tmp_path: Path) -> Store:
     """The store of whoever sends the target."""
     store = Store(tmp_path / "sender")
     execute(wanted, store, Recorder())
@@ -116,7 +116,9 @@ def weights(run: RunFolder) -> bytes:
     return (run.linked("checkpoint") / "rank0.safetensors").read_bytes()
 
 
-def test_zeroed_weights_with_an_honest_record_are_never_reused(honest: Store, wanted: Plan, tmp_path: Path) -> None:
+def test_zeroed_weights_with_an_honest_record_are_never_reused(
+    honest: Store, wanted: BuildSpec, tmp_path: Path
+) -> None:
     hostile = zeroed(export.pack(TARGET, honest, tmp_path / "out.tar"))
     right = weights(RunFolder.of(TARGET))
     store = victim(tmp_path)
@@ -149,7 +151,7 @@ def honest_record(store: Store) -> Record:
     return Record(**json.loads((folder / "manifest.json").read_text())["record"])
 
 
-def test_trust_is_given_by_name(honest: Store, wanted: Plan, tmp_path: Path) -> None:
+def test_trust_is_given_by_name(honest: Store, wanted: BuildSpec, tmp_path: Path) -> None:
     path = export.pack(TARGET, honest, tmp_path / "out.tar")
     store = victim(tmp_path)
     export.unpack(path, store)
@@ -161,7 +163,7 @@ def test_trust_is_given_by_name(honest: Store, wanted: Plan, tmp_path: Path) -> 
 
 
 def test_trust_is_given_by_a_verified_signature(
-    honest: Store, wanted: Plan, tmp_path: Path, keys: tuple[Path, Path]
+    honest: Store, wanted: BuildSpec, tmp_path: Path, keys: tuple[Path, Path]
 ) -> None:
     private, public = keys
     path = export.pack(TARGET, honest, tmp_path / "out.tar", sign_key=private)
@@ -358,7 +360,7 @@ def test_a_tar_that_lacks_what_a_build_reads_has_nothing_downloaded(honest: Stor
 
 
 def test_a_record_of_another_build_does_not_fit_a_signature(
-    honest: Store, wanted: Plan, keys: tuple[Path, Path]
+    honest: Store, wanted: BuildSpec, keys: tuple[Path, Path]
 ) -> None:
     """The bytes are the signer's, and the record claims them for another model."""
     from trtpipe.pipeline.registry.signatures import sign_statement

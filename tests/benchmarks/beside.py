@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.mock_server.script import Truth
 
@@ -48,7 +48,7 @@ class Run:
 
 def run(
     timing: Timing,
-    words: Callable[[KnownProcess], Sequence[str]],
+    words: Callable[[MockServerProcess], Sequence[str]],
     scratch: Path,
     *,
     watch: Callable[[subprocess.Popen[bytes]], None],
@@ -57,7 +57,7 @@ def run(
 ) -> Run:
     """Run the command that `words` gives for a server; `watch` looks at it meanwhile, in a thread of its own."""
     client, *_, core = sorted(os.sched_getaffinity(0)) * 2
-    server = KnownProcess.start(timing, scratch / "truth.jsonl", cpu=core)
+    server = MockServerProcess.start(timing, scratch / "truth.jsonl", cpu=core)
     said = scratch / "said.log"
     # As an installed command has it: its modules are compiled once. Where Python may not keep them every start does it.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

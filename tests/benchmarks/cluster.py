@@ -34,7 +34,7 @@ from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell
 from trtpipe.pipeline.registry.package import plan_of
 from trtpipe.pipeline.runner import wanted_record
-from trtpipe.pipeline.spec import Plan, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
@@ -71,16 +71,16 @@ def simulated(scale: float, order: Order, tell: Tell) -> Answer:
     return Answer(record=dataclasses.asdict(record), reused=False, reason="simulated", node=os.uname().nodename)
 
 
-def matrix(models: list[Path]) -> list[Plan]:
+def matrix(models: list[Path]) -> list[BuildSpec]:
     return [target(model, gpu, dtype, tp=tp) for model in models for dtype in DTYPES for gpu in GPUS for tp in RANKS]
 
 
-def target(model: Path, gpu: str, dtype: str, *settings: str, **options: Any) -> Plan:
+def target(model: Path, gpu: str, dtype: str, *settings: str, **options: Any) -> BuildSpec:
     layer = {"model": str(model), "gpu": gpu, "dtype": dtype, **options}
     return resolve([("option", layer), set_layer([*SIZES, *settings])])
 
 
-def bound(plans: list[Plan]) -> float:
+def bound(plans: list[BuildSpec]) -> float:
     """Seconds that no schedule beats; see above."""
     chains = {plan.target: [stage.name for stage in stages_of(plan)] for plan in plans}
     before = {
@@ -105,7 +105,7 @@ def bound(plans: list[Plan]) -> float:
     return max(found)
 
 
-def run(address: str, plans: list[Plan], scale: float, folder: Path) -> tuple[float, Counter[str]]:
+def run(address: str, plans: list[BuildSpec], scale: float, folder: Path) -> tuple[float, Counter[str]]:
     """(seconds, how often each stage ran on the cluster)."""
     ran: list[str] = []
     cluster = Cluster(

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.net.h2.pool import Pool
 from trtpipe.pipeline.net.h2.status import Status
@@ -93,7 +93,7 @@ def measure(protocol: str, streams: int, itl_ms: float, seconds: float, core: in
     timing = Timing(ttft_s=TTFT_S, itl_s=itl_ms / 1e3)
     tokens = round(seconds * 1e3 / itl_ms)
     with tempfile.TemporaryDirectory() as folder:
-        server = KnownProcess.start(timing, Path(folder) / "truth", cpu=core)
+        server = MockServerProcess.start(timing, Path(folder) / "truth", cpu=core)
         client = over_grpc if protocol == "grpc" else over_http
         port = server.grpc_port if protocol == "grpc" else server.http_port
         watched = psutil.Process(server.pid)

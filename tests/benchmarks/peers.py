@@ -52,7 +52,7 @@ import trtpipe
 from tests.benchmarks import beside
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.mock_server.script import Truth
 from trtpipe.pipeline.bench.results.report import host
@@ -310,7 +310,7 @@ def measure(tool: Tool, command: list[str], protocol: str, streams: int, request
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "?"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
-        def words(server: KnownProcess) -> list[str]:
+        def words(server: MockServerProcess) -> list[str]:
             grpc, http = f"127.0.0.1:{server.grpc_port}", f"http://127.0.0.1:{server.http_port}"
             return [*command, *tool.words(Load(protocol, streams, requests, grpc, http, folder))]
 

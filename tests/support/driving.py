@@ -15,12 +15,12 @@ from typing import Any
 
 from trtpipe.pipeline.bench.load.arrivals import slot_starts
 from trtpipe.pipeline.bench.load.loads import Closed
-from trtpipe.pipeline.bench.load.workload import Ask, Asks, ReadAnswer
+from trtpipe.pipeline.bench.load.workload import Asks, ReadAnswer, RequestSpec
 from trtpipe.pipeline.bench.loop.closed import ClosedLoop
 from trtpipe.pipeline.bench.loop.driver import Driver, Limits
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
-from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.protocols.transport import Answer
 from trtpipe.pipeline.bench.workers.share import Share
 
@@ -30,7 +30,7 @@ PATIENT = Limits(request_s=3600, token_s=3600, failures=5)
 NOBODY = Failure("ConnectFailed", "nobody there")
 
 
-def drive(loop: asyncio.AbstractEventLoop, driver: Driver, start_ns: int = 0) -> list[Exchange]:
+def drive(loop: asyncio.AbstractEventLoop, driver: Driver, start_ns: int = 0) -> list[InFlightRequest]:
     # The limit is for a level that never ends; none of them waits for anything.
     loop.run_until_complete(asyncio.wait_for(driver.run(start_ns), 30))
     return driver.ended
@@ -40,13 +40,13 @@ class Sender:
     """Keeps what it is given."""
 
     def __init__(self) -> None:
-        self.batches: list[list[Exchange]] = []
-        self.flying: list[Exchange] = []
-        self.cancelled: list[Exchange] = []
+        self.batches: list[list[InFlightRequest]] = []
+        self.flying: list[InFlightRequest] = []
+        self.cancelled: list[InFlightRequest] = []
         self.most = 0
 
     @property
-    def started(self) -> list[Exchange]:
+    def started(self) -> list[InFlightRequest]:
         return [exchange for batch in self.batches for exchange in batch]
 
     def described(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Sender:
     async def close(self) -> None:
         pass
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         now = monotonic_ns()
         if batch:
             self.batches.append(list(batch))
@@ -67,11 +67,11 @@ class Sender:
             self.flying.append(exchange)
         self.most = max(self.most, len(self.flying))
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: InFlightRequest) -> None:
         self.flying.remove(exchange)
         self.cancelled.append(exchange)
 
-    def answer(self, exchange: Exchange, failure: Failure | None = None) -> None:
+    def answer(self, exchange: InFlightRequest, failure: Failure | None = None) -> None:
         """End a request with one response, or with a failure."""
         stamp = monotonic_ns()
         self.flying.remove(exchange)
@@ -83,16 +83,16 @@ class Sender:
 class Quick(Sender):
     """Answers in the next turn of the loop, one after the other; `failing` says which fail."""
 
-    def __init__(self, failing: Callable[[Exchange], bool] = lambda _: False) -> None:
+    def __init__(self, failing: Callable[[InFlightRequest], bool] = lambda _: False) -> None:
         super().__init__()
         self.failing = failing
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         super().start(batch)
         for exchange in batch:
             asyncio.get_running_loop().call_soon(self.reply, exchange)
 
-    def reply(self, exchange: Exchange) -> None:
+    def reply(self, exchange: InFlightRequest) -> None:
         if exchange in self.flying:
             self.answer(exchange, NOBODY if self.failing(exchange) else None)
 
@@ -104,16 +104,16 @@ class Simulated(Sender):
     before the turn after it.
     """
 
-    def __init__(self, *, unit_ns: int = MS, failing: Callable[[Exchange], bool] = lambda _: False) -> None:
+    def __init__(self, *, unit_ns: int = MS, failing: Callable[[InFlightRequest], bool] = lambda _: False) -> None:
         super().__init__()
         self.left_ns: dict[str, int] = {}  # by the clock
         self._unit_ns = unit_ns
         self._failing = failing
-        self._ends: list[tuple[int, int, Exchange]] = []
+        self._ends: list[tuple[int, int, InFlightRequest]] = []
         self._numbers = count()
         self._wound = False
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         super().start(batch)
         for exchange in batch:
             assert exchange.sent_ns is not None
@@ -143,16 +143,16 @@ class Simulated(Sender):
         self._wind()
 
 
-def asks(max_tokens: int = 8) -> Iterator[Exchange]:
+def asks(max_tokens: int = 8) -> Iterator[InFlightRequest]:
     for number in count():
-        yield Exchange(f"r{number}", b"", input_tokens=2, max_tokens=max_tokens)
+        yield InFlightRequest(f"r{number}", b"", input_tokens=2, max_tokens=max_tokens)
 
 
 def closed(sender: Sender, load: Closed, limits: Limits = PATIENT, **changes: Any) -> ClosedLoop:
     """A driver as a level makes it, for answers of eight tokens."""
     warmups = [
         [
-            Exchange(f"w{place}.{number}", b"", input_tokens=2, max_tokens=length)
+            InFlightRequest(f"w{place}.{number}", b"", input_tokens=2, max_tokens=length)
             for number, length in enumerate(lengths)
         ]
         for place, lengths in enumerate(load.warmup_lengths(place, 8) for place in range(load.concurrency))
@@ -168,21 +168,21 @@ def opened(sender: Sender, due_ms: Sequence[float], limits: Limits = PATIENT, **
     return OpenLoop(sender, limits, due_ns=[round(due * MS) for due in due_ms], **settings)
 
 
-def of_place(ended: Sequence[Exchange], place: int) -> list[Exchange]:
+def of_place(ended: Sequence[InFlightRequest], place: int) -> list[InFlightRequest]:
     return sorted((exchange for exchange in ended if exchange.slot == place), key=lambda exchange: exchange.due_ns)
 
 
-def end_of(exchange: Exchange) -> int:
+def end_of(exchange: InFlightRequest) -> int:
     assert exchange.end_ns is not None
     return exchange.end_ns
 
 
-def measured(ended: Sequence[Exchange]) -> list[Exchange]:
+def measured(ended: Sequence[InFlightRequest]) -> list[InFlightRequest]:
     return [exchange for exchange in ended if not exchange.warmup]
 
 
-def fillers() -> Iterator[Exchange]:
-    return (Exchange(f"f{number}", b"", input_tokens=2, max_tokens=8) for number in count())
+def fillers() -> Iterator[InFlightRequest]:
+    return (InFlightRequest(f"f{number}", b"", input_tokens=2, max_tokens=8) for number in count())
 
 
 class Letters:
@@ -196,10 +196,10 @@ class Letters:
     def encode(self, identity: str, prompt: str, max_tokens: int, options: Any, messages: Any = None) -> bytes:
         return prompt.encode()
 
-    def decode(self, exchange: Exchange) -> Answer:
+    def decode(self, exchange: InFlightRequest) -> Answer:
         return Answer(list(exchange.stamps), [1] * len(exchange.stamps))
 
-    def text(self, exchange: Exchange) -> str:
+    def text(self, exchange: InFlightRequest) -> str:
         return " and so on"
 
 
@@ -209,34 +209,34 @@ class Sessions:
     distinct = None
 
     def __init__(self, turns: int) -> None:
-        self._asker, self._codec = Asker(), Letters()
-        self._asks = Asks((Ask("once", 2, 1, number, last=False) for number in count()), self._next)
+        self._asker, self._codec = RequestFactory(), Letters()
+        self._asks = Asks((RequestSpec("once", 2, 1, number, last=False) for number in count()), self._next)
         self._turns = turns
 
-    def _next(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
+    def _next(self, ask: RequestSpec, answer: ReadAnswer) -> RequestSpec | None:
         turn = ask.turn + 1
         prompt = ask.prompt + answer()
         if turn == self._turns:
             return None
-        return Ask(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000, last=False)
+        return RequestSpec(prompt, 2, 1, ask.session, turn=turn, think_s=turn / 1000, last=False)
 
     def asks(self, share: Share) -> Asks:
         return self._asks
 
-    def first(self, number: int) -> list[Exchange]:
+    def first(self, number: int) -> list[InFlightRequest]:
         return [self._asker.make(self._codec, ask) for ask in islice(self._asks, number)]
 
-    def follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(self, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         return self._asker.follow(self._codec, self._asks, exchange)
 
 
-def turn_of(exchange: Exchange) -> tuple[int, int]:
+def turn_of(exchange: InFlightRequest) -> tuple[int, int]:
     """Its session, and its turn there."""
     return exchange.session, exchange.turn
 
 
-def by_session(ended: Sequence[Exchange]) -> dict[int, list[Exchange]]:
-    found: dict[int, list[Exchange]] = {}
+def by_session(ended: Sequence[InFlightRequest]) -> dict[int, list[InFlightRequest]]:
+    found: dict[int, list[InFlightRequest]] = {}
     for exchange in sorted(ended, key=turn_of):
         found.setdefault(exchange.session, []).append(exchange)
     return found

@@ -18,10 +18,10 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 from tests.support.factories import write_tokenizer
 from trtpipe.pipeline.gateway.app import build
-from trtpipe.pipeline.gateway.board import Board
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.prompts import ForkServer
 from trtpipe.pipeline.gateway.server import Server
+from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 
 T = TypeVar("T")
 END = 1
@@ -189,7 +189,7 @@ async def serving(
     served = ServedModel(name="llama", tokenizer=folder, **(model or {}))
     more = (ServedModel(name=name, tokenizer=path) for name, path in (others or {}).items())
     gateway = GatewayOptions(models=(served, *more), grpc_url=f"127.0.0.1:{port}", **options)
-    app, connections = build(gateway, Board(), fork_server(gateway), most_connections=most_connections)
+    app, connections = build(gateway, SharedCounters(), fork_server(gateway), most_connections=most_connections)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     server = Server(app, connections)

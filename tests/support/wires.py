@@ -10,7 +10,7 @@ from typing import Any
 
 from hpack import Encoder
 
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.net.h2 import frames
 from trtpipe.pipeline.net.h2.frames import frame
 
@@ -24,7 +24,7 @@ def cut(wire: bytes, places: list[int]) -> list[bytes]:
     return [wire[start:end] for start, end in itertools.pairwise(ends)]
 
 
-class Asked(Exchange):
+class Asked(InFlightRequest):
     """A request that counts its ends."""
 
     __slots__ = ("ends", "over")
@@ -35,7 +35,7 @@ class Asked(Exchange):
         self.over = asyncio.Event()
         self.on_ended = self._end
 
-    def _end(self, exchange: Exchange) -> None:
+    def _end(self, exchange: InFlightRequest) -> None:
         self.ends += 1
         self.over.set()
 

@@ -15,7 +15,7 @@ from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.pipeline import matrix
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.runner import StageResult
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def outcomes(model: Path, *errors: Any) -> list[matrix.Outcome]:
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("a100", "h100", "l4")][: len(errors)]
     failures = dict(zip((made.target for made in plans), errors, strict=True))
 
-    def build(made: Plan) -> list[StageResult]:
+    def build(made: BuildSpec) -> list[StageResult]:
         if failures[made.target] is not None:
             raise failures[made.target]
         return []

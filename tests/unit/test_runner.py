@@ -22,7 +22,7 @@ from trtpipe.engines.errors import InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.run_folder import RUNS, RunFolder
 from trtpipe.pipeline.runner import StageResult, execute, status
-from trtpipe.pipeline.spec import Plan, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.build import BUILD
 from trtpipe.pipeline.store.store import Store
@@ -72,12 +72,12 @@ def settled(folder: Path) -> Path:
     return folder
 
 
-def plan(model: Path, *assignments: str, gpu: str = "cpu", dtype: str = "fp32", **options: Any) -> Plan:
+def plan(model: Path, *assignments: str, gpu: str = "cpu", dtype: str = "fp32", **options: Any) -> BuildSpec:
     layer = {"model": str(model), "gpu": gpu, "dtype": dtype, **options}
     return resolve([("option", layer), set_layer([*SIZES, *assignments])])
 
 
-def build(made: Plan, store: Store, **options: Any) -> dict[str, tuple[str, str]]:
+def build(made: BuildSpec, store: Store, **options: Any) -> dict[str, tuple[str, str]]:
     """Run the plan with what a process of its own would know; stage -> (reused or made, why)."""
     recorder, own = Recorder(), Store(store.home)
     results = execute(made, own, recorder, **options)
@@ -242,7 +242,7 @@ def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     )
 
 
-def states(made: Plan, store: Store) -> dict[str, tuple[str, str]]:
+def states(made: BuildSpec, store: Store) -> dict[str, tuple[str, str]]:
     return {entry.stage: (entry.state, entry.reason) for entry in status(made, Store(store.home))}
 
 

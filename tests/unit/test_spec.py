@@ -15,17 +15,17 @@ from trtpipe.configs import facts
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.pipeline.spec import Plan, recipe_layer, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, recipe_layer, resolve, set_layer
 
 BASE: dict[str, Any] = {"model": "smollm2-135m", "gpu": "cpu"}
 
 
-def plan(*assignments: str, recipe: dict[str, Any] | None = None, **options: Any) -> Plan:
+def plan(*assignments: str, recipe: dict[str, Any] | None = None, **options: Any) -> BuildSpec:
     layers = [("recipe r.yaml", recipe)] if recipe is not None else []
     return resolve([*layers, ("option", {**BASE, **options}), set_layer(list(assignments))])
 
 
-def sources(made: Plan) -> dict[str, tuple[Any, str]]:
+def sources(made: BuildSpec) -> dict[str, tuple[Any, str]]:
     return {value.name: (value.value, value.source) for value in made.values}
 
 

@@ -1,6 +1,8 @@
-"""Measurements set side by side, ours and those of other tools.
+"""Comparison of reports, ours and those of other tools.
 
-compare      the comparison; sides matches levels, unlike says what makes them unlike, conditions judges
-raw, resample   figures from every request, and what chance could make of them
-foreign      AIPerf, GenAI-Perf and vLLM's files as reports like ours (foreign_aiperf, foreign_genai_perf, foreign_vllm)
+comparison   two or more reports against the first; pairing finds the load points that match
+differences  what differs between the runs besides the results
+conditions   `--fail-if` expressions
+bootstrap    confidence intervals from every request, read by request_files
+importers/   results of AIPerf, GenAI-Perf and vLLM as reports like ours
 """

@@ -50,7 +50,7 @@ LENGTHS, PREFIXES, WORDS, SESSIONS, TURNS, BLOCKS, ORDER = range(7)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestSpec:
     """One request.
 
     session   number of the session, or of the request where it is a session of its own
@@ -76,17 +76,19 @@ def unrendered(messages: list[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-class Asks(Iterator[Ask]):
+class Asks(Iterator[RequestSpec]):
     """The requests of one level, without end: single ones, or the first turns of sessions. Made by Workload.asks."""
 
-    def __init__(self, first_turns: Iterator[Ask], next_turn: Callable[[Ask, ReadAnswer], Ask | None]) -> None:
+    def __init__(
+        self, first_turns: Iterator[RequestSpec], next_turn: Callable[[RequestSpec, ReadAnswer], RequestSpec | None]
+    ) -> None:
         self._first_turns = first_turns
         self._next_turn = next_turn
 
-    def __next__(self) -> Ask:
+    def __next__(self) -> RequestSpec:
         return next(self._first_turns)
 
-    def next_turn(self, ask: Ask, answer: ReadAnswer) -> Ask | None:
+    def next_turn(self, ask: RequestSpec, answer: ReadAnswer) -> RequestSpec | None:
         """The turn after `ask`, whose answer `answer` reads; None when the session is over."""
         return self._next_turn(ask, answer)
 
@@ -157,9 +159,11 @@ class Workload:
     def _rng(self, *stream: int) -> np.random.Generator:
         return generator((self._seed, *stream))
 
-    def _ask(self, prompt: str, tokens: int, output: int, session: int, turn: int = 0, think_s: float = 0.0) -> Ask:
+    def _ask(
+        self, prompt: str, tokens: int, output: int, session: int, turn: int = 0, think_s: float = 0.0
+    ) -> RequestSpec:
         options = self._options(output, {})
-        return Ask(prompt, tokens, output, session, turn, think_s, options, last=self._turns is None)
+        return RequestSpec(prompt, tokens, output, session, turn, think_s, options, last=self._turns is None)
 
     def _options(self, output: int, own: Mapping[str, Any]) -> dict[str, Any]:
         asked = {**self._work.options, **own}
@@ -197,7 +201,7 @@ class Workload:
                 remedy=f"give at least {least} input tokens",
             )
 
-    def _made(self, start: int) -> Iterator[Ask]:
+    def _made(self, start: int) -> Iterator[RequestSpec]:
         words = self._rng(WORDS, start)
         prefix, openings = self._work.shared_prefix, list[list[str]]()
         if prefix is not None:
@@ -252,7 +256,7 @@ class Workload:
             inputs[1:] = user.tokens(rng, length - 1)
         return _Session(inputs.tolist(), outputs.tolist(), think_s.seconds(rng, length).tolist())
 
-    def _following(self, start: int, ask: Ask, answer: ReadAnswer) -> Ask | None:
+    def _following(self, start: int, ask: RequestSpec, answer: ReadAnswer) -> RequestSpec | None:
         if self._turns is None:
             return None
         session, turn = self._session(ask.session), ask.turn + 1
@@ -274,7 +278,7 @@ class Workload:
 
     # Traces
 
-    def _traced(self, start: int) -> Iterator[Ask]:
+    def _traced(self, start: int) -> Iterator[RequestSpec]:
         own = self._rng(WORDS, start)
         # Blocks are shared within one pass over the trace: a second pass is not to find the first one's in the cache.
         for number in count():
@@ -303,7 +307,7 @@ class Workload:
             return entries
         return [entries[index] for index in self._rng(ORDER).permutation(len(entries))]
 
-    def _read(self) -> Iterator[Ask]:
+    def _read(self) -> Iterator[RequestSpec]:
         rng, session = self._rng(LENGTHS), count()
         while True:
             kept = 0
@@ -314,7 +318,7 @@ class Workload:
                 if self._fits(tokens, output):
                     kept += 1
                     options = self._options(output, entry.options)
-                    yield Ask(prompt, tokens, output, next(session), options=options, messages=entry.messages)
+                    yield RequestSpec(prompt, tokens, output, next(session), options=options, messages=entry.messages)
             if not kept:
                 raise self._nothing_left(f"all {len(self._entries)} prompts of the file are longer")
 

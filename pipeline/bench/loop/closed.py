@@ -17,7 +17,7 @@ from time import monotonic_ns
 
 from trtpipe.pipeline.bench.loop.alarm import Alarm
 from trtpipe.pipeline.bench.loop.driver import Driver, Follow, Limits, Live
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Sender
 
 
@@ -33,8 +33,9 @@ class ClosedLoop(Driver):
     """
 
     def __init__(
-        self, sender: Sender, limits: Limits, *, warmups: Sequence[Sequence[Exchange]], measured: Iterator[Exchange],
-        starts_ns: Sequence[int], fillers: Iterator[Exchange] | None = None, duration_s: float | None = None,
+        self, sender: Sender, limits: Limits, *,
+        warmups: Sequence[Sequence[InFlightRequest]], measured: Iterator[InFlightRequest],
+        starts_ns: Sequence[int], fillers: Iterator[InFlightRequest] | None = None, duration_s: float | None = None,
         follow: Follow | None = None, watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sender, limits, follow, watch)
@@ -50,7 +51,7 @@ class ClosedLoop(Driver):
         self._filling: set[int] = set()
         self._exhausted = False  # nothing that is measured is left to begin
         self._resting = 0
-        self._free: list[tuple[int, int, Exchange | None]] = []  # place, since when, its last request
+        self._free: list[tuple[int, int, InFlightRequest | None]] = []  # place, since when, its last request
         self._beginning: deque[tuple[int, int]] = deque()
         self._whole_ns = 0  # by the clock: when the last place begins
 
@@ -76,7 +77,7 @@ class ClosedLoop(Driver):
     def _close(self) -> None:
         self._alarm.close()
 
-    def _freed(self, exchange: Exchange) -> None:
+    def _freed(self, exchange: InFlightRequest) -> None:
         if not self._free:
             self._loop.call_soon(self._step, self._serve)
         assert exchange.end_ns is not None
@@ -90,7 +91,7 @@ class ClosedLoop(Driver):
         places = [place for place, _, _ in free]
         self._measuring.difference_update(places)
         self._filling.difference_update(places)
-        batch: list[Exchange] = []
+        batch: list[InFlightRequest] = []
         for place, since, _ in free:
             exchange = self._next(place, since)
             if exchange is None:
@@ -106,7 +107,7 @@ class ClosedLoop(Driver):
         if self._resting == len(self._warmups):
             self._finish()
 
-    def _goes_on(self, place: int, since: int, last: Exchange | None) -> bool:
+    def _goes_on(self, place: int, since: int, last: InFlightRequest | None) -> bool:
         if last is None:
             return False
         if place in self._measuring:
@@ -121,13 +122,13 @@ class ClosedLoop(Driver):
     def _is_past(self, moment: int) -> bool:
         return self.deadline is not None and moment >= self.deadline
 
-    def _send_due(self, batch: Sequence[Exchange]) -> None:
+    def _send_due(self, batch: Sequence[InFlightRequest]) -> None:
         late = [turn for turn in batch if not turn.warmup and self._is_past(turn.due_ns)]
         self._send([turn for turn in batch if turn not in late])
         self._free.extend((turn.slot, turn.due_ns, None) for turn in late)
         self._serve()
 
-    def _next(self, place: int, since: int) -> Exchange | None:
+    def _next(self, place: int, since: int) -> InFlightRequest | None:
         if self._warmups[place]:
             return self._unmeasured(self._warmups[place].popleft())
         if place not in self._warm:
@@ -148,6 +149,6 @@ class ClosedLoop(Driver):
         return self._unmeasured(next(self._fillers))
 
     @staticmethod
-    def _unmeasured(exchange: Exchange) -> Exchange:
+    def _unmeasured(exchange: InFlightRequest) -> InFlightRequest:
         exchange.warmup = True
         return exchange

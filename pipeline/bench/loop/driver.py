@@ -15,11 +15,11 @@ from time import monotonic_ns, process_time_ns, time_ns
 from typing import Any
 
 from trtpipe.pipeline.bench.loop.alarm import Alarm, Metronome
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Sender
 
 # After a request that has ended: the next turn of its conversation and the nanoseconds until it is due, or None.
-Follow = Callable[[Exchange], "tuple[Exchange, int] | None"]
+Follow = Callable[[InFlightRequest], "tuple[InFlightRequest, int] | None"]
 
 SWEEP_S = 0.25
 # Requests in a row that find no connection, after which a server is gone, however many others were to come.
@@ -97,7 +97,7 @@ class Driver:
     def __init__(
         self, sender: Sender, limits: Limits, follow: Follow | None, watch: Callable[[Live], None] | None
     ) -> None:
-        self.ended: list[Exchange] = []
+        self.ended: list[InFlightRequest] = []
         self.cut = 0  # abandoned when the level ended
         self.stopped: str | None = None
         self.interrupted = False
@@ -106,8 +106,8 @@ class Driver:
         self._limits = limits
         self._follow = follow
         self._watch = watch
-        self._later: list[tuple[int, str, Exchange]] = []  # a heap: when it is due, its id
-        self._flying: dict[str, Exchange] = {}
+        self._later: list[tuple[int, str, InFlightRequest]] = []  # a heap: when it is due, its id
+        self._flying: dict[str, InFlightRequest] = {}
         self._peak = 0
         self._in_a_row = self._unreached = 0
         self._warmed = self._failed = self._responses = 0
@@ -165,20 +165,20 @@ class Driver:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _freed(self, exchange: Exchange) -> None:
+    def _freed(self, exchange: InFlightRequest) -> None:
         """A request has ended."""
         raise NotImplementedError
 
     def _close(self) -> None:
         """Nothing more is sent."""
 
-    def _send_due(self, batch: Sequence[Exchange]) -> None:
+    def _send_due(self, batch: Sequence[InFlightRequest]) -> None:
         """Turns of conversations whose time has come."""
         self._send(batch)
 
     # What it may use
 
-    def _continue(self, exchange: Exchange, latest_ns: int | None = None) -> bool:
+    def _continue(self, exchange: InFlightRequest, latest_ns: int | None = None) -> bool:
         """Have the next turn of a conversation sent when it is due, or asked for at `latest_ns` if it is due later;
         False where there is none."""
         following = None if self._follow is None else self._follow(exchange)
@@ -200,7 +200,7 @@ class Driver:
         if self._later:
             self._later_alarm.at(self._later[0][0])
 
-    def _send(self, batch: Sequence[Exchange]) -> None:
+    def _send(self, batch: Sequence[InFlightRequest]) -> None:
         if not batch:
             return
         for exchange in batch:
@@ -239,7 +239,7 @@ class Driver:
             self._later_alarm.at(self._later[0][0])
         self._send_due(batch)
 
-    def _ended(self, exchange: Exchange) -> None:
+    def _ended(self, exchange: InFlightRequest) -> None:
         del self._flying[exchange.id]
         self.ended.append(exchange)
         self._responses += len(exchange.stamps)

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.bench.load.workload import Ask
+    from trtpipe.pipeline.bench.load.workload import RequestSpec
 
 
 # Bytes that an answer may have: these, as many as were sent (a server may echo the prompt or name it in an error), and
@@ -52,7 +52,7 @@ class Failure:
         return cls(kind, words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}...")
 
 
-class Exchange:
+class InFlightRequest:
     """One request.
 
     message       its bytes, made before the clock started
@@ -108,8 +108,8 @@ class Exchange:
         self.chunked = False
         self.mark = b""
         self.call: Any = None
-        self.ask: Ask | None = None
-        self.on_ended: Callable[[Exchange], None] | None = None
+        self.ask: RequestSpec | None = None
+        self.on_ended: Callable[[InFlightRequest], None] | None = None
 
     def receive(self, data: bytes, stamp_ns: int) -> None:
         self.data.append(data)

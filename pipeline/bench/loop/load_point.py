@@ -1,5 +1,8 @@
-"""One protocol under one load: its requests made and driven (LevelRun, a share of them in each process), then what came
-of all shares read and judged (evaluate)."""
+"""One load point: one protocol under one load.
+
+LoadPointRun makes and drives its requests, a share of them in each process. evaluate() reads and judges what came of
+all shares.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from typing import Any
 
 from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
-from trtpipe.pipeline.bench.load.workload import Ask, Workload
+from trtpipe.pipeline.bench.load.workload import RequestSpec, Workload
 from trtpipe.pipeline.bench.loop.closed import ClosedLoop
 from trtpipe.pipeline.bench.loop.driver import Client as ClientFigures
 from trtpipe.pipeline.bench.loop.driver import Driver, Limits, Live
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
-from trtpipe.pipeline.bench.loop.request_factory import Asker
-from trtpipe.pipeline.bench.monitors.server import Beside
+from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
+from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.protocols.transport import Client
 from trtpipe.pipeline.bench.results.metrics import Window, closed_window
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
-from trtpipe.pipeline.bench.results.report import LevelResult, level_result
+from trtpipe.pipeline.bench.results.report import LoadPointResult, level_result
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
@@ -82,11 +85,11 @@ class Driven:
         )
 
 
-class LevelRun:
+class LoadPointRun:
     """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` fixes an open loop's times."""
 
     def __init__(
-        self, load: Load, client: Client, asker: Asker, workload: Workload, *, limits: Limits, seed: int = 0,
+        self, load: Load, client: Client, asker: RequestFactory, workload: Workload, *, limits: Limits, seed: int = 0,
         share: Share = WHOLE, watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         self.load = load
@@ -149,11 +152,11 @@ class LevelRun:
         lengths = [load.warmup_lengths(p, ready[0].output_tokens) for p in share.take(range(load.concurrency))]
         # Drawn after the measured ones, so that those are the same whatever the warm-up is.
         warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
-        measured: Iterator[Exchange] = iter([self._make(ask) for ask in ready])
+        measured: Iterator[InFlightRequest] = iter([self._make(ask) for ask in ready])
         if total is None:
             # One by one from then on: what that takes shows as dispatch_delay.
             measured = chain(measured, map(self._make, self._asks))
-        fillers: Iterator[Exchange] | None = None
+        fillers: Iterator[InFlightRequest] | None = None
         if load.cooldown:
             fillers = chain([self._make(next(self._asks)) for _ in lengths], map(self._make, self._asks))
         return ClosedLoop(
@@ -172,17 +175,17 @@ class LevelRun:
             max_in_flight=None if most is None else self._share.count(most), follow=self._follow, watch=self._watch,
         )  # fmt: skip
 
-    def _make(self, ask: Ask, max_tokens: int | None = None) -> Exchange:
+    def _make(self, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
         return self._asker.make(self.client.codec, ask, max_tokens)
 
-    def _follow(self, exchange: Exchange) -> tuple[Exchange, int] | None:
+    def _follow(self, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         return self._asker.follow(self.client.codec, self._asks, exchange)
 
 
 def evaluate(
     load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
-    beside: Beside | None = None,
-) -> LevelResult:  # fmt: skip
+    beside: ServerMonitor | None = None,
+) -> LoadPointResult:  # fmt: skip
     """Judge a level. `beside` has been read meanwhile."""
     records = driven.records
     good = records.good()
@@ -217,7 +220,7 @@ def evaluate(
     )
 
 
-def _server_said(driven: Driven, beside: Beside) -> dict[str, Any] | None:
+def _server_said(driven: Driven, beside: ServerMonitor) -> dict[str, Any] | None:
     records = driven.records
     if len(records) == 0:
         return None

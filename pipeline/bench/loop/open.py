@@ -10,7 +10,7 @@ from time import monotonic_ns
 
 from trtpipe.pipeline.bench.loop.alarm import Alarm
 from trtpipe.pipeline.bench.loop.driver import Driver, Follow, Limits, Live
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Sender
 
 
@@ -23,7 +23,7 @@ class OpenLoop(Driver):
     """
 
     def __init__(
-        self, sender: Sender, limits: Limits, *, exchanges: Sequence[Exchange], due_ns: Sequence[int],
+        self, sender: Sender, limits: Limits, *, exchanges: Sequence[InFlightRequest], due_ns: Sequence[int],
         window_ns: tuple[int, int], max_in_flight: int | None = None, follow: Follow | None = None,
         watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
@@ -34,7 +34,7 @@ class OpenLoop(Driver):
         self.window = (0, 0)  # the same once it has begun, by the clock
         self._most = max_in_flight
         self._next = 0
-        self._waiting: deque[Exchange] = deque()
+        self._waiting: deque[InFlightRequest] = deque()
 
     @property
     def _until_ns(self) -> int | None:
@@ -65,10 +65,10 @@ class OpenLoop(Driver):
             self._alarm.at(self._due[self._next])
         self._serve()
 
-    def _freed(self, exchange: Exchange) -> None:
+    def _freed(self, exchange: InFlightRequest) -> None:
         self._loop.call_soon(self._step, self._after, exchange)
 
-    def _after(self, exchange: Exchange) -> None:
+    def _after(self, exchange: InFlightRequest) -> None:
         if self._is_over:
             return
         self._continue(exchange)
@@ -83,6 +83,6 @@ class OpenLoop(Driver):
             exchange.warmup = not self.window[0] <= exchange.due_ns < self.window[1]
         self._send(batch)
 
-    def _send_due(self, batch: Sequence[Exchange]) -> None:
+    def _send_due(self, batch: Sequence[InFlightRequest]) -> None:
         self._waiting.extend(batch)
         self._serve()

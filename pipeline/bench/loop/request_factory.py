@@ -6,19 +6,19 @@ import itertools
 import secrets
 from functools import partial
 
-from trtpipe.pipeline.bench.load.workload import Ask, Asks
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.load.workload import Asks, RequestSpec
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Codec
 
 
-class Asker:
+class RequestFactory:
     """Turns what is to be asked into requests, each with an id of its own."""
 
     def __init__(self) -> None:
         self._run = secrets.token_hex(4)  # a server may remember the ids of an earlier run
         self._numbers = itertools.count()
 
-    def make(self, codec: Codec, ask: Ask, max_tokens: int | None = None) -> Exchange:
+    def make(self, codec: Codec, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
         """A request, with another output length if one is given."""
         length = ask.output_tokens if max_tokens is None else max_tokens
         options = dict(ask.options)
@@ -29,14 +29,14 @@ class Asker:
             options["min_tokens"] = length if exact else min(least, length)
         identity = f"{self._run}-{next(self._numbers)}"
         message = codec.encode(identity, ask.prompt, length, options, ask.messages)
-        exchange = Exchange(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
+        exchange = InFlightRequest(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
         exchange.exact = exact
         if not ask.last:
             exchange.ask = ask  # otherwise it is not kept: a prompt takes memory
             exchange.session, exchange.turn = ask.session, ask.turn
         return exchange
 
-    def follow(self, codec: Codec, asks: Asks, exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(self, codec: Codec, asks: Asks, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
         last, or where the answer failed."""
         answered, exchange.ask = exchange.ask, None

@@ -14,7 +14,7 @@ from trtpipe.pipeline.bench.mock_server.script import Truth
 MODULE = "trtpipe.pipeline.bench.mock_server.server"
 
 
-class KnownProcess:
+class MockServerProcess:
     """Made by `start`."""
 
     def __init__(self, process: subprocess.Popen[str], truth: Path, ports: dict[str, int]) -> None:
@@ -24,7 +24,7 @@ class KnownProcess:
         self._truth = truth
 
     @classmethod
-    def start(cls, timing: Timing, truth: Path, *, cpu: int | None = None) -> KnownProcess:
+    def start(cls, timing: Timing, truth: Path, *, cpu: int | None = None) -> MockServerProcess:
         """Start it on free ports of 127.0.0.1 and wait until it listens; `truth` is a file to be. Raises HostError."""
         command = [*python_command(MODULE), "--truth", str(truth)]
         command += ["--ttft-ms", repr(timing.ttft_s * 1e3), "--itl-ms", repr(timing.itl_s * 1e3)]

@@ -32,7 +32,7 @@ from trtpipe.pipeline.net.stamped import Listener, listen
 _BACKLOG = 4096
 
 
-class KnownServer:
+class MockServer:
     """Made by `start`; of the event loop that runs then."""
 
     def __init__(self, hub: Hub, alarm: Alarm, listeners: list[Listener]) -> None:
@@ -44,7 +44,7 @@ class KnownServer:
     @classmethod
     async def start(
         cls, timing: Timing, *, host: str = "127.0.0.1", grpc_port: int = 0, http_port: int = 0
-    ) -> KnownServer:
+    ) -> MockServer:
         """Listen; a port of 0 is a free one. Raises HostError."""
         loop = asyncio.get_running_loop()
         alarm = Alarm(loop, lambda: hub.schedule.wake())
@@ -100,7 +100,7 @@ async def _serve(timing: Timing, chosen: argparse.Namespace) -> list[Truth]:
         loop.add_signal_handler(number, ended.set)
     if chosen.lifeline:
         loop.add_reader(sys.stdin.fileno(), ended.set)
-    server = await KnownServer.start(timing, host=chosen.host, grpc_port=chosen.grpc_port, http_port=chosen.http_port)
+    server = await MockServer.start(timing, host=chosen.host, grpc_port=chosen.grpc_port, http_port=chosen.http_port)
     # A collection in the midst of tokens would make them late, and nothing here needs one.
     gc.collect()
     gc.freeze()

@@ -85,7 +85,7 @@ class Scraper:
         self.pages.append((monotonic_ns(), page))
 
 
-class Beside:
+class ServerMonitor:
     """What is read beside a level: the server's metrics where their address is known, the GPUs where it runs here."""
 
     def __init__(self, url: str, metrics_url: str | None) -> None:

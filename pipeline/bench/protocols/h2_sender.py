@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any
 
 from trtpipe.engines.errors import HostError, UsageError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S, MAX_BYTES
 from trtpipe.pipeline.bench.protocols.triton_grpc import CallRefused
 from trtpipe.pipeline.net.h2.connection import Connection, Dial
@@ -35,7 +35,7 @@ class H2Sender:
         self._least = connections
         self._connections: list[Connection] = []
         self._turn = 0
-        self._waiting: deque[Exchange] = deque()  # for room at the server
+        self._waiting: deque[InFlightRequest] = deque()  # for room at the server
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._adopt(first)
@@ -87,11 +87,11 @@ class H2Sender:
         most = self._connections[0].max_concurrent_streams
         await self._open_more(ceil(calls / max(1, most)))
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         self._waiting.extend(batch)
         self._begin_waiting()
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: InFlightRequest) -> None:
         if exchange.call is not None:
             exchange.call.cancel()
         elif exchange in self._waiting:
@@ -135,7 +135,7 @@ class H2Sender:
                 self._turn += 1
 
     def _begin(self, connection: Connection, share: int) -> None:
-        begun: list[Exchange] = []
+        begun: list[InFlightRequest] = []
         connection.cork()
         try:
             while self._waiting and len(begun) < share and connection.has_room:
@@ -154,7 +154,7 @@ class H2Sender:
         for exchange in begun:
             exchange.sent_ns = sent if exchange.sent_ns is None else exchange.sent_ns
 
-    def _ended(self, exchange: Exchange, status: Status, stamp_ns: int) -> None:
+    def _ended(self, exchange: InFlightRequest, status: Status, stamp_ns: int) -> None:
         if status.retry and not self._closed and not exchange.stamps:
             exchange.call = asyncio.get_running_loop().call_later(_AGAIN_S, self._start_again, exchange)
             return
@@ -167,7 +167,7 @@ class H2Sender:
             kind = "ConnectionLost" if status.lost else f"grpc {status.code.name}"
             exchange.end(stamp_ns, Failure.of(kind, f"{status.message} (after {len(exchange.stamps)} responses)"))
 
-    def _start_again(self, exchange: Exchange) -> None:
+    def _start_again(self, exchange: InFlightRequest) -> None:
         exchange.call = None
         self.start([exchange])
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.engines.json_input import parse_json
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.net.h2.peer import tune
 from trtpipe.pipeline.net.stamped import dial
@@ -35,7 +35,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, sender: HttpSender) -> None:
         self._sender = sender
         self._transport: asyncio.Transport | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: InFlightRequest | None = None
         self._room = 0  # bytes that the body may still have
         self._interim = 0  # informational heads so far
         self._begin()
@@ -54,7 +54,7 @@ class HttpConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: InFlightRequest) -> None:
         assert self._transport is not None
         self._begin()
         self._room, self._interim = exchange.limit, 0
@@ -243,7 +243,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
         self._end(exchange, stamp)
 
-    def _end(self, exchange: Exchange, stamp: int) -> None:
+    def _end(self, exchange: InFlightRequest, stamp: int) -> None:
         if self._status == 200:
             exchange.end(stamp)
             return
@@ -302,7 +302,7 @@ class HttpSender:
             if error is not None:
                 raise error
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         for exchange in batch:
             while self._idle:
                 connection = self._idle.pop()
@@ -314,7 +314,7 @@ class HttpSender:
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: InFlightRequest) -> None:
         if exchange.call is not None:
             exchange.call.cancel()
 
@@ -346,7 +346,7 @@ class HttpSender:
         self._all.add(connection)
         return connection
 
-    async def _start_on_a_new_one(self, exchange: Exchange) -> None:
+    async def _start_on_a_new_one(self, exchange: InFlightRequest) -> None:
         try:
             connection = await self._open()
         except OSError as error:
@@ -358,7 +358,7 @@ class HttpSender:
             self._idle.append(connection)
 
 
-def pieces(exchange: Exchange) -> Iterable[tuple[bytes, int]]:
+def pieces(exchange: InFlightRequest) -> Iterable[tuple[bytes, int]]:
     """The body in the pieces in which it came, each with its stamp. Raises ValueError."""
     return _dechunk(exchange.reads()) if exchange.chunked else exchange.reads()
 

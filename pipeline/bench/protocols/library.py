@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import Any
 
 from trtpipe.engines.errors import HostError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import CONNECT_TIMEOUT_S
 from trtpipe.pipeline.bench.protocols.h2_sender import parse_address
 from trtpipe.pipeline.bench.protocols.http1 import SSE_DATA, error_text
@@ -38,13 +38,13 @@ class _TaskSender:
     async def warm(self, calls: int) -> None:
         """The library connects when it likes."""
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         for exchange in batch:
             task = exchange.call = asyncio.ensure_future(self._send(exchange))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: InFlightRequest) -> None:
         if exchange.call is not None:
             exchange.call.cancel()
 
@@ -53,7 +53,7 @@ class _TaskSender:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _send(self, exchange: Exchange) -> None:
+    async def _send(self, exchange: InFlightRequest) -> None:
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class GrpcAioSender(_TaskSender):
         await super().close()
         await self._channel.close()
 
-    async def _send(self, exchange: Exchange) -> None:
+    async def _send(self, exchange: InFlightRequest) -> None:
         import grpc
 
         exchange.sent_ns = monotonic_ns()
@@ -141,7 +141,7 @@ class HttpxSender(_TaskSender):
         await super().close()
         await self._client.aclose()
 
-    async def _send(self, exchange: Exchange) -> None:
+    async def _send(self, exchange: InFlightRequest) -> None:
         import httpx
 
         head, _, body = exchange.message.partition(b"\r\n\r\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, UsageError, suggestion
 from trtpipe.engines.json_input import parse_rows
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
@@ -62,7 +62,7 @@ class OpenAiHttp:
         body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}
         return self._site.post(self._path, identity, body)
 
-    def decode(self, exchange: Exchange) -> Answer:
+    def decode(self, exchange: InFlightRequest) -> Answer:
         stamps: list[int] = []
         texts: list[str] = []
         usage: int | None = None
@@ -95,7 +95,7 @@ class OpenAiHttp:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
         return Answer(stamps, None, "".join(texts), usage, prompt)
 
-    def text(self, exchange: Exchange) -> str:
+    def text(self, exchange: InFlightRequest) -> str:
         try:
             return self.decode(exchange).text
         except BadAnswer:

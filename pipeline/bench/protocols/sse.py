@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http1 import chunk_length, pieces, told_error
 from trtpipe.pipeline.bench.protocols.transport import BadAnswer
 
@@ -69,7 +69,7 @@ def _check_line(line: bytes, *, whole: bool) -> None:
         raise ValueError(f"no line of an event stream: {line[:80]!r}")
 
 
-def events(exchange: Exchange) -> list[tuple[bytes, int]]:
+def events(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
     """(data, stamp) of each event of an answer that has ended. Raises BadAnswer."""
     found = _a_chunk_each(exchange)
     if found is None:
@@ -82,7 +82,7 @@ def events(exchange: Exchange) -> list[tuple[bytes, int]]:
     return found
 
 
-def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:
+def _however_cut(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
     """Raises BadAnswer."""
     decoder = SseDecoder()
     out = []
@@ -100,7 +100,7 @@ def _however_cut(exchange: Exchange) -> list[tuple[bytes, int]]:
     return out
 
 
-def _whole(exchange: Exchange) -> list[tuple[bytes, int]]:
+def _whole(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
     """The body's pieces; none of a body whose chunks cannot be read."""
     try:
         return list(pieces(exchange))
@@ -108,7 +108,7 @@ def _whole(exchange: Exchange) -> list[tuple[bytes, int]]:
         return []
 
 
-def _a_chunk_each(exchange: Exchange) -> list[tuple[bytes, int]] | None:
+def _a_chunk_each(exchange: InFlightRequest) -> list[tuple[bytes, int]] | None:
     """The same in a fraction of the time, where each event is one `data: ` line and one chunk of HTTP/1.1, as servers
     send tokens: then the body's lines are lengths and chunks in turn. None where it is not so."""
     lines = exchange.body.split(b"\r\n")

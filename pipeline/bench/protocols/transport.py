@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 
 # No prompt and no answer has more.
 MOST_TOKENS = 1 << 30
@@ -55,10 +55,10 @@ class Codec(Protocol):
         Raises UsageError for a sampling option that the server does not know.
         """
 
-    def decode(self, exchange: Exchange) -> Answer:
+    def decode(self, exchange: InFlightRequest) -> Answer:
         """Read what an exchange without a failure brought. Raises BadAnswer."""
 
-    def text(self, exchange: Exchange) -> str:
+    def text(self, exchange: InFlightRequest) -> str:
         """The text of an answer, for the next turn of a conversation; empty where it cannot be read."""
 
 
@@ -71,11 +71,11 @@ class Sender(Protocol):
     async def warm(self, calls: int) -> None:
         """Have connections for so many requests at once. Raises HostError."""
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         """Send requests that are due together, and set their `sent_ns`. Each ends by `Exchange.end`, at once if it
         cannot be sent."""
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, exchange: InFlightRequest) -> None:
         """Abandon a request that has been started; it gets no more calls."""
 
     async def close(self) -> None:

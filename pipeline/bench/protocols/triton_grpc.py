@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from trtpipe.engines.errors import HostError, UsageError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import ENGINE, Endpoint, Value, model_error
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Messages
 from trtpipe.pipeline.net.h2.triton import (
@@ -30,7 +30,7 @@ _PACKING = {
 }  # fmt: skip
 
 # Asks a method with a message for its answer. Raises CallRefused for another status than OK, HostError for no answer.
-Ask = Callable[[str, bytes], Awaitable[bytes]]
+RequestSpec = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class CallRefused(Exception):
@@ -54,7 +54,7 @@ class TritonGrpc:
         self._count = family.count if family.count in endpoint.outputs else None
 
     @classmethod
-    async def find(cls, ask: Ask, url: str, model: str, tokenize: Callable[[str], list[int]]) -> TritonGrpc:
+    async def find(cls, ask: RequestSpec, url: str, model: str, tokenize: Callable[[str], list[int]]) -> TritonGrpc:
         """Ask a server for its model. Raises HostError, UsageError, StageFailed."""
         return cls(await _endpoint(ask, url, model), tokenize)
 
@@ -70,7 +70,7 @@ class TritonGrpc:
         outputs = [self._output, *([self._count] if self._count else ())]
         return infer_request(self._endpoint.model, tensors, outputs, request_id=identity)
 
-    def decode(self, exchange: Exchange) -> Answer:
+    def decode(self, exchange: InFlightRequest) -> Answer:
         reader = Reader()
         output, count, is_engine = self._output, self._count, self._is_engine
         stamps: list[int] = []
@@ -129,7 +129,7 @@ class TritonGrpc:
             return Answer(stamps, tokens)
         return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
 
-    def text(self, exchange: Exchange) -> str:
+    def text(self, exchange: InFlightRequest) -> str:
         reader = Reader()
         try:
             outputs = [reader.read(message).outputs for message, _ in exchange.reads()]
@@ -139,7 +139,7 @@ class TritonGrpc:
         return "" if self._is_engine else b"".join(pieces).decode(errors="replace")
 
 
-async def _endpoint(ask: Ask, url: str, model: str) -> Endpoint:
+async def _endpoint(ask: RequestSpec, url: str, model: str) -> Endpoint:
     from google.protobuf.message import DecodeError
 
     service_pb2 = messages()

@@ -14,7 +14,7 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.json_input import parse_json
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import Endpoint, model_error
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
@@ -53,7 +53,7 @@ class TritonHttp:
         values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
         return self._site.post(self._path, identity, {"id": identity, **values})
 
-    def decode(self, exchange: Exchange) -> Answer:
+    def decode(self, exchange: InFlightRequest) -> Answer:
         stamps: list[int] = []
         tokens: list[int] = []
         texts: list[str] = []
@@ -72,7 +72,7 @@ class TritonHttp:
                 tokens.append(number)
         return Answer(stamps, tokens) if not texts else Answer(stamps, None, "".join(texts))
 
-    def text(self, exchange: Exchange) -> str:
+    def text(self, exchange: InFlightRequest) -> str:
         texts: list[str] = []
         try:
             for event, _ in events(exchange):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer
 
 if TYPE_CHECKING:
@@ -193,7 +193,9 @@ def _known(value: int) -> int | None:
 
 
 def settle(
-    exchanges: Sequence[Exchange], decode: Callable[[Exchange], Answer], count_tokens: Callable[[str], int]
+    exchanges: Sequence[InFlightRequest],
+    decode: Callable[[InFlightRequest], Answer],
+    count_tokens: Callable[[str], int],
 ) -> Records:
     """Read what exchanges that have ended brought, and forget their bytes.
 
@@ -256,7 +258,7 @@ def settle(
     )
 
 
-def _unlike(exchange: Exchange, source: str, total: int) -> Failure | None:
+def _unlike(exchange: InFlightRequest, source: str, total: int) -> Failure | None:
     asked = exchange.max_tokens
     if not total:
         return Failure.of("EmptyOutput", f"the stream ended without a token of the {asked} asked for")

@@ -28,7 +28,7 @@ MESSAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class LevelResult:
+class LoadPointResult:
     """One protocol under one load.
 
     requests            measured, succeeded, failed; warmup, those before and after that are not measured, and
@@ -120,7 +120,7 @@ class BenchReport:
     finished: str = ""
     interrupted: bool = False
     endpoints: list[dict[str, Any]] = field(default_factory=list)
-    results: list[LevelResult] = field(default_factory=list)
+    results: list[LoadPointResult] = field(default_factory=list)
     records: list[Records] = field(default_factory=list)
     broken: TrtpipeError | None = None
     unread_metrics: dict[str, str] = field(default_factory=dict)
@@ -231,7 +231,7 @@ def level_result(
     records: Records, window: Window | None, check: SelfCheck, *, protocol: str, label: str, load: dict[str, Any],
     repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
     stopped: str | None = None, interrupted: bool = False,
-) -> LevelResult:  # fmt: skip
+) -> LoadPointResult:  # fmt: skip
     """Evaluate the records of one level."""
     measured, good, failed = records.measured(), records.good(), records.failed
     sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
@@ -240,7 +240,7 @@ def level_result(
     if outcome is not None:
         metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}
         metrics["token_goodput"] = {"value": outcome.token_goodput, "interval": None}
-    return LevelResult(
+    return LoadPointResult(
         protocol=protocol,
         label=label,
         load=load,

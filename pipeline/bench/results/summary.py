@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trtpipe.engines.errors import StageFailed, TrtpipeError
-from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult
+from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 
 # More than a clock is slewed by in a level: it has been set.
 CLOCK_STEP_MS = 100.0
@@ -38,7 +38,7 @@ def notes(report: BenchReport) -> Iterator[str]:
         yield again
 
 
-def _of_level(result: LevelResult) -> Iterator[str]:
+def _of_level(result: LoadPointResult) -> Iterator[str]:
     said = (result.server or {}).get("output_tokens")
     if said and said["agree"] is False:
         yield f"the server counted {said['server']} tokens, the client {said['client']}"

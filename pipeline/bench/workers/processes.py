@@ -1,4 +1,4 @@
-"""Hands in processes of their own, for a load that one core cannot send and read.
+"""Workers in processes of their own, for a load that one core cannot send and read.
 
 Parent and child talk by pickles over a socket pair: a call's name and arguments one way; its value or its error, and
 meanwhile how far a level has come, the other. A thread reads on each side: an event loop would make the socket one that
@@ -27,7 +27,7 @@ from trtpipe.pipeline.bench.loop.driver import Live
 from trtpipe.pipeline.bench.loop.load_point import Driven
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.workers.share import Share
-from trtpipe.pipeline.bench.workers.worker import OwnHand, Watch
+from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch
 
 # What a child says: the value of a call, its error, or where a level stands.
 VALUE, ERROR, LIVE = "value", "error", "live"
@@ -37,8 +37,8 @@ LEAVE_S = 5.0
 END_S = 30.0
 
 
-class ProcessHand:
-    """A child process with a hand of its own. Made in the event loop that uses it."""
+class ProcessWorker:
+    """A child process with a LocalWorker of its own. Made in the event loop that uses it."""
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share) -> None:
         """`render` is pickled."""
@@ -145,7 +145,7 @@ class _Child:
         self._pipe = pipe
         self._loop = asyncio.get_running_loop()
         self._calls: asyncio.Queue[tuple[Any, ...] | None] = asyncio.Queue()
-        self._hand: OwnHand | None = None
+        self._hand: LocalWorker | None = None
 
     async def serve(self) -> None:
         options, render, share = self._pipe.recv()
@@ -153,20 +153,20 @@ class _Child:
         while (call := await self._calls.get()) is not None:
             try:
                 if self._hand is None:
-                    self._hand = OwnHand(options, render, share)
+                    self._hand = LocalWorker(options, render, share)
                 self._pipe.send((VALUE, await self._do(self._hand, *call)))
             except TrtpipeError as error:
                 self._pipe.send((ERROR, error))
         if self._hand is not None:
             await self._hand.close()
 
-    async def _do(self, hand: OwnHand, name: str, *arguments: Any) -> Any:
+    async def _do(self, worker: LocalWorker, name: str, *arguments: Any) -> Any:
         if name == "connect":
-            return await hand.connect()
+            return await worker.connect()
         if name == "prepare":
             target, load, repeat, watched = arguments
-            return await hand.prepare(target, load, repeat, self._tell if watched else None)
-        return await hand.drive(*arguments)
+            return await worker.prepare(target, load, repeat, self._tell if watched else None)
+        return await worker.drive(*arguments)
 
     def _tell(self, live: Live) -> None:
         self._pipe.send((LIVE, live))

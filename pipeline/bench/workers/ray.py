@@ -1,4 +1,4 @@
-"""Hands on other machines, as actors of a Ray cluster.
+"""Workers on other machines, as actors of a Ray cluster.
 
 trtpipe is installed on each of them, in the same version; the files that the work is made from travel along. Each
 machine has a clock of its own: its difference to ours is measured before every level, by the fastest of some round
@@ -28,7 +28,7 @@ from trtpipe.pipeline.bench.loop.driver import Live
 from trtpipe.pipeline.bench.loop.load_point import Driven
 from trtpipe.pipeline.bench.options import BenchOptions, is_local
 from trtpipe.pipeline.bench.workers.share import Share
-from trtpipe.pipeline.bench.workers.worker import OwnHand, Watch
+from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -122,7 +122,7 @@ def check_reach(options: BenchOptions, chosen: Sequence[Node]) -> None:
             )
 
 
-class RayHand:
+class RayWorker:
     """One actor on `node`."""
 
     def __init__(self, node: Node, options: BenchOptions, render: Render | None, share: Share) -> None:
@@ -213,7 +213,7 @@ class Remote:
         self._render = render
         self._share = share
         self._loop = uvloop.new_event_loop()
-        self._hand: OwnHand | None = None
+        self._hand: LocalWorker | None = None
         self._live: Live | None = None
 
     def version(self) -> str:
@@ -226,7 +226,7 @@ class Remote:
         return self._live
 
     def connect(self) -> list[dict[str, Any]]:
-        self._hand = OwnHand(self._options, self._render, self._share)
+        self._hand = LocalWorker(self._options, self._render, self._share)
         return self._loop.run_until_complete(self._hand.connect())
 
     def prepare(self, target: int, load: Load, repeat: int) -> None:

@@ -1,7 +1,7 @@
-"""What one process does of a run: it connects, tries one request of each target, and drives its share of each level.
+"""Worker of a load test: it connects, tries one request of each target, and drives its share of each load point.
 
-A run has one hand in its own process, or several in processes of their own (processes.ProcessHand); the order of calls
-is connect, then prepare and drive for each level, then close.
+A run has one worker in its own process (LocalWorker), or several in processes of their own (processes.ProcessWorker,
+ray.RayWorker). The order of calls is connect, then prepare and drive for each load point, then close.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from trtpipe.pipeline.bench.load.texts import count_tokens, load_tokenizer
 from trtpipe.pipeline.bench.load.workload import Render, Workload, unrendered
 from trtpipe.pipeline.bench.loop.closed import ClosedLoop
 from trtpipe.pipeline.bench.loop.driver import Limits, Live
-from trtpipe.pipeline.bench.loop.load_point import OPENED, Driven, LevelRun
-from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.loop.load_point import OPENED, Driven, LoadPointRun
+from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.protocols.connect import connect
 from trtpipe.pipeline.bench.protocols.transport import Client
@@ -27,14 +27,14 @@ from trtpipe.pipeline.bench.workers.share import WHOLE, Share
 Watch = Callable[[Live], None]
 
 
-class Hand(Protocol):
+class Worker(Protocol):
     """All of it may raise HostError, UsageError and StageFailed."""
 
     async def connect(self) -> list[dict[str, Any]]:
         """What answers at each target."""
 
     async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
-        """Make this hand's requests of a level, and connections for them."""
+        """Make this worker's requests of a load point, and connections for them."""
 
     async def drive(self, start_ns: int) -> Driven:
         """Drive them from `start_ns` on, by the clock of this process; from now on where it is 0."""
@@ -46,7 +46,7 @@ class Hand(Protocol):
         """Release connections."""
 
 
-class OwnHand:
+class LocalWorker:
     """In this process and its event loop."""
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share = WHOLE) -> None:
@@ -59,9 +59,9 @@ class OwnHand:
         # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
         chats = all(target.protocol == "chat" for target in options.targets)
         self._workload = Workload(options.work, tokenizer, options.seed, render or (unrendered if chats else None))
-        self._asker = Asker()
+        self._asker = RequestFactory()
         self._clients: list[Client] = []
-        self._running: LevelRun | None = None
+        self._running: LoadPointRun | None = None
         self._trying: ClosedLoop | None = None
         self._interrupted = False
 
@@ -114,9 +114,9 @@ class OwnHand:
         for client in self._clients:
             await client.sender.close()
 
-    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LevelRun:
+    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LoadPointRun:
         places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
-        return LevelRun(
+        return LoadPointRun(
             load,
             client,
             self._asker,

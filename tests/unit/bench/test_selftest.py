@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.selftest import write_tokenizer
 
@@ -36,7 +36,7 @@ def test_it_says_how_wrong_this_client_is() -> None:
 
 
 def test_a_report_says_how_wrong_the_libraries_are(tmp_path: Path) -> None:
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.004), tmp_path / "truth.jsonl")
+    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.004), tmp_path / "truth.jsonl")
     try:
         words = ["--grpc-url", f"127.0.0.1:{server.grpc_port}", "--http-url", f"http://127.0.0.1:{server.http_port}",
                  "--protocol", "grpc,http", "--transport", "tritonclient", "--concurrency", "3", "--requests", "8",

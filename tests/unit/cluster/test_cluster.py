@@ -27,7 +27,7 @@ from trtpipe.engines.process import python_command
 from trtpipe.pipeline.cluster import driver
 from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.matrix import Outcome
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.store import Store
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -98,7 +98,7 @@ Built = Callable[..., tuple[list[Outcome], list[Told]]]
 def built(machines: Site, tmp_path: Path) -> Iterator[Built]:
     """Build plans on the cluster; (outcomes, what was told meanwhile)."""
 
-    def build(*plans: Plan, exchange: str | None = None) -> tuple[list[Outcome], list[Told]]:
+    def build(*plans: BuildSpec, exchange: str | None = None) -> tuple[list[Outcome], list[Told]]:
         told: list[Told] = []
         cluster = Cluster(machines.ray.address, Store(tmp_path / "home"), exchange, lambda *words: told.append(words))
         try:
@@ -190,7 +190,7 @@ def waited(there: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def held(built: Built, machines: Site, name: str, made: Plan) -> Callable[[], tuple[list[Outcome], list[Told]]]:
+def held(built: Built, machines: Site, name: str, made: BuildSpec) -> Callable[[], tuple[list[Outcome], list[Told]]]:
     """Begin to build, until the engine's stage stands still on the machine `name`; what is returned waits for the end.
 
     It goes on when `hold` is gone.

@@ -48,10 +48,10 @@ from tests.support.gateways import (
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.gateway import process, upstream
 from trtpipe.pipeline.gateway.app import build
-from trtpipe.pipeline.gateway.board import ROW_BYTES, Board
 from trtpipe.pipeline.gateway.failure import Failure, of_status, of_text
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.requests import ChatRequest, CompletionRequest, parse
+from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES, SharedCounters
 from trtpipe.pipeline.gateway.supervisor import Gateway
 from trtpipe.pipeline.gateway.text import Stops
 from trtpipe.pipeline.net.h2.status import Code, Status
@@ -516,7 +516,7 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for file in (tmp_path / "none", tmp_path / "absent"):
         keyed = options(folder, api_keys_file=file)
         with pytest.raises(InputDataError):
-            build(keyed, Board(), fork_server(keyed), most_connections=10)
+            build(keyed, SharedCounters(), fork_server(keyed), most_connections=10)
 
 
 @pytest.mark.loopback
@@ -781,7 +781,7 @@ def test_every_status_has_an_answer() -> None:
 def test_boards_add_up(tmp_path: Path) -> None:
     path = tmp_path / "board"
     path.write_bytes(bytes(ROW_BYTES * 2))
-    first, second = Board(path, 0, 2), Board(path, 1, 2)
+    first, second = SharedCounters(path, 0, 2), SharedCounters(path, 1, 2)
     first.answered("chat", 200)
     second.answered("chat", 200)
     second.answered("completions", 418)
@@ -795,7 +795,7 @@ def test_boards_add_up(tmp_path: Path) -> None:
         assert 'first_token_seconds_bucket{le="0.05"} 1' in text
         assert "trtpipe_gateway_running 1" in text
     assert (first.own("running"), second.own("running")) == (0, 1)
-    assert Board(path, 1, 2).total("running") == 0, "a worker that is replaced answers nothing any more"
+    assert SharedCounters(path, 1, 2).total("running") == 0, "a worker that is replaced answers nothing any more"
 
 
 # Processes

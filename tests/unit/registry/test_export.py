@@ -20,14 +20,14 @@ from trtpipe.pipeline.execution.hardware import GpuAbsent
 from trtpipe.pipeline.registry import export
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import Plan
+from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.store import Store
 
 Edit = Callable[[dict[str, bytes]], None]
 
 
 @pytest.fixture
-def made(in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Plan, Store]:
+def made(in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[BuildSpec, Store]:
     """A target for a GPU that this machine lacks, as far as it can be built here."""
     monkeypatch.setenv("PATH", "")
     model = hf_folder(in_folder / "tiny")
@@ -56,7 +56,7 @@ def rewritten(path: Path, edit: Edit) -> Path:
     return out
 
 
-def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
+def test_what_is_in_it(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     path = export.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)
     assert list(content) == [
@@ -75,7 +75,7 @@ def test_what_is_in_it(made: tuple[Plan, Store], tmp_path: Path) -> None:
 
 
 def test_it_is_finished_where_neither_model_nor_store_is(
-    made: tuple[Plan, Store], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: tuple[BuildSpec, Store], in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, store = made
     path = export.pack(first.target, store, tmp_path / "out.tar")
@@ -144,7 +144,7 @@ DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
 
 @pytest.mark.parametrize(("edit", "kind", "message"), DAMAGE)
 def test_damage_is_named_and_nothing_of_it_is_kept(
-    made: tuple[Plan, Store], tmp_path: Path, edit: Edit, kind: type[TrtpipeError], message: str
+    made: tuple[BuildSpec, Store], tmp_path: Path, edit: Edit, kind: type[TrtpipeError], message: str
 ) -> None:
     path = rewritten(export.pack(made[0].target, made[1], tmp_path / "out.tar"), edit)
     elsewhere = Store(tmp_path / "elsewhere")
@@ -155,7 +155,7 @@ def test_damage_is_named_and_nothing_of_it_is_kept(
         assert not list(elsewhere.home.glob("artefacts/convert/*"))
 
 
-def test_a_copy_cut_short(made: tuple[Plan, Store], tmp_path: Path) -> None:
+def test_a_copy_cut_short(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     path = export.pack(made[0].target, made[1], tmp_path / "out.tar")
     whole = path.read_bytes()
     for size in (0, 100, 600, len(whole) // 2):
@@ -166,7 +166,7 @@ def test_a_copy_cut_short(made: tuple[Plan, Store], tmp_path: Path) -> None:
                 export.unpack(path, store)
 
 
-def test_what_is_not_there(made: tuple[Plan, Store], tmp_path: Path) -> None:
+def test_what_is_not_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     _, store = made
     with pytest.raises(UsageError, match=r"there is no target 'other' in \./runs"):
         export.pack("other", store, tmp_path / "out.tar")

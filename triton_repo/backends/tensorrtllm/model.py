@@ -147,7 +147,7 @@ class TritonPythonModel:
             try:
                 self.engine.connection.send(message, blob)
             except OSError:
-                # The engine died. Either its obituary reaches this sequence, or it was written before.
+                # The engine died. Either the reason of its end reaches this sequence, or it was written before.
                 with self.lock:
                     gone = self.sequences.pop(message["id"], None)
                 if gone is not None:
@@ -229,7 +229,7 @@ class TritonPythonModel:
 
     def _engine_died(self):
         """Report to all who wait, then start again, or end this process when that is of no use."""
-        reason = self.engine.obituary()
+        reason = self.engine.exit_reason()
         with self.lock:
             waiting, self.sequences = list(self.sequences.values()), {}
         for sequence in waiting:

@@ -54,7 +54,7 @@ class Engine:
                 break
             self.loading.close()
             if self.process is not None:
-                raise pb_utils.TritonModelException(self.obituary())
+                raise pb_utils.TritonModelException(self.exit_reason())
             # Another's, and about to leave when this one came.
         if received[0]["type"] != "ready":
             self.loading.close()
@@ -89,14 +89,14 @@ class Engine:
         if status == TAKEN:
             self.process = None  # another instance's has the address, and will answer or be gone
         elif status is not None:
-            raise pb_utils.TritonModelException(self.obituary())
+            raise pb_utils.TritonModelException(self.exit_reason())
         if self.process is None:
             # In a group with what it starts: a process of vLLM's would outlive it, and keep the GPU's memory.
             self.process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, env=self.environment, start_new_session=True
             )
 
-    def obituary(self):
+    def exit_reason(self):
         """Why the process is gone; its last message when it sent one."""
         if self.connection is not None:
             self.connection.close()

@@ -18,7 +18,7 @@ from tests.support.small_tokenizers import KINDS, make
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.texts import count_tokens, load_tokenizer
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
-from trtpipe.pipeline.bench.load.workload import Ask, Workload, unrendered
+from trtpipe.pipeline.bench.load.workload import RequestSpec, Workload, unrendered
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(make("byte-level", tmp_path_factory.mktemp("tokenizer")))
 
 
-def first(count: int, work: Work, tokenizer: Tokenizer, seed: int = 0) -> list[Ask]:
+def first(count: int, work: Work, tokenizer: Tokenizer, seed: int = 0) -> list[RequestSpec]:
     return list(islice(Workload(work, tokenizer, seed).asks(), count))
 
 
@@ -43,7 +43,7 @@ def shared_tokens(tokenizer: Tokenizer, a: str, b: str) -> int:
     return next(same, min(len(left), len(right)))
 
 
-def exact(tokenizer: Tokenizer, asks: list[Ask]) -> bool:
+def exact(tokenizer: Tokenizer, asks: list[RequestSpec]) -> bool:
     return all(len(tokenizer.encode(ask.prompt).ids) == ask.input_tokens for ask in asks)
 
 
@@ -250,9 +250,9 @@ def test_prompts_of_a_file_come_in_its_order_and_begin_again(tokenizer: Tokenize
     )
     workload = Workload(Work(prompts=path, output_tokens=9, options={"temperature": 1, "top_k": 2}), tokenizer, 0)
     assert list(islice(workload.asks(), 3)) == [
-        Ask("ant bee", 3, 5, 0, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
-        Ask("<s>cow dog", 3, 9, 1, options={"ignore_eos": False, "temperature": 1, "top_k": 2}),
-        Ask("ant bee", 3, 5, 2, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
+        RequestSpec("ant bee", 3, 5, 0, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
+        RequestSpec("<s>cow dog", 3, 9, 1, options={"ignore_eos": False, "temperature": 1, "top_k": 2}),
+        RequestSpec("ant bee", 3, 5, 2, options={"ignore_eos": True, "min_tokens": 1, "temperature": 0.5, "top_k": 2}),
     ]
     assert workload.distinct == 2
 
@@ -339,7 +339,7 @@ def test_a_session_does_not_depend_on_when_others_end(tokenizer: Tokenizer) -> N
     sessions = Sessions(turns="uniform:1,3", think_s="lognormal:2,0.5")
     work = Work(input_tokens="uniform:10,30", sessions=sessions, shared_prefix=SharedPrefix(share=1, tokens=8))
 
-    def play(order: list[int]) -> dict[int, list[Ask]]:
+    def play(order: list[int]) -> dict[int, list[RequestSpec]]:
         asks = Workload(work, tokenizer, 1).asks()
         open_sessions = {ask.session: [ask] for ask in islice(asks, 8)}
         for session in order:

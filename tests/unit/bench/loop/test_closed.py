@@ -26,7 +26,7 @@ from tests.support.driving import (
     opened,
 )
 from trtpipe.pipeline.bench.load.loads import Closed
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer
 from trtpipe.pipeline.bench.results.metrics import closed_window, level_metrics
 from trtpipe.pipeline.bench.results.records import settle
@@ -137,7 +137,7 @@ def test_places_start_over_the_ramp(loop: asyncio.AbstractEventLoop) -> None:
     class Together(Sender):
         """Answers nobody before all places have begun."""
 
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             if len(self.started) >= 3:
                 for exchange in batch if len(self.started) > 3 else list(self.flying):
@@ -198,7 +198,7 @@ def test_requests_that_end_in_one_turn_are_followed_by_one_batch_after_all_reads
             self.pipes = [os.pipe() for _ in range(3)]
             self.log: list[str] = []
 
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             self.log += [f"send {len(batch)}"] * bool(batch)
             for exchange in batch:
@@ -206,7 +206,7 @@ def test_requests_that_end_in_one_turn_are_followed_by_one_batch_after_all_reads
                 loop.add_reader(here, self.read, here, exchange)
                 os.write(there, b"x")
 
-        def read(self, here: int, exchange: Exchange) -> None:
+        def read(self, here: int, exchange: InFlightRequest) -> None:
             os.read(here, 1)
             loop.remove_reader(here)
             self.log.append("read")
@@ -228,7 +228,7 @@ def test_the_next_request_is_due_when_the_last_one_ended_and_not_when_it_is_sent
     class Late(Quick):
         """Holds the loop up between the end of a request and the next one's turn."""
 
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             super().reply(exchange)
             time.sleep(0.002)
 
@@ -244,7 +244,7 @@ def test_a_sender_is_called_only_with_something_to_send(loop: asyncio.AbstractEv
     sizes: list[int] = []
 
     class Sized(Quick):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             sizes.append(len(batch))
             super().start(batch)
 

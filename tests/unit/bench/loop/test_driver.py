@@ -30,9 +30,9 @@ from tests.support.driving import (
 )
 from trtpipe.pipeline.bench.load.loads import Closed, Open
 from trtpipe.pipeline.bench.loop.driver import Driver, Limits, Live
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
-from trtpipe.pipeline.bench.loop.load_point import LevelRun, evaluate
-from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
+from trtpipe.pipeline.bench.loop.load_point import LoadPointRun, evaluate
+from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.protocols.transport import Client
 
 # Giving up
@@ -40,7 +40,7 @@ from trtpipe.pipeline.bench.protocols.transport import Client
 
 def test_a_request_without_an_end_times_out_and_its_place_goes_on(loop: asyncio.AbstractEventLoop) -> None:
     class Hangs(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             for exchange in batch:
                 if exchange.id == "r0":
@@ -61,14 +61,14 @@ def test_a_request_without_an_end_times_out_and_its_place_goes_on(loop: asyncio.
 
 def test_a_stream_that_stops_is_stalled_and_one_that_goes_on_is_not(loop: asyncio.AbstractEventLoop) -> None:
     class Stops(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             if batch:
                 _, stops, goes_on = batch
                 stops.receive(b"x", monotonic_ns())
                 goes_on.receive(b"x", monotonic_ns() + FAR)
 
-        def cancel(self, exchange: Exchange) -> None:
+        def cancel(self, exchange: InFlightRequest) -> None:
             super().cancel(exchange)
             if len(self.cancelled) == 2:
                 asyncio.get_running_loop().call_soon(self.answer, self.flying[0])
@@ -85,7 +85,7 @@ def test_a_stream_that_stops_is_stalled_and_one_that_goes_on_is_not(loop: asynci
 
 def test_a_stream_of_comments_is_stalled(loop: asyncio.AbstractEventLoop) -> None:
     class Pings(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             for exchange in batch:
                 exchange.mark = b"data"
@@ -99,7 +99,7 @@ def test_a_stream_of_comments_is_stalled(loop: asyncio.AbstractEventLoop) -> Non
 
 def test_a_request_that_is_never_sent_times_out_too(loop: asyncio.AbstractEventLoop) -> None:
     class NoConnection(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             self.flying += batch
 
     sender = NoConnection()
@@ -112,7 +112,7 @@ def test_a_request_that_is_never_sent_times_out_too(loop: asyncio.AbstractEventL
 
 def test_an_end_that_comes_after_the_request_was_given_up_changes_nothing(loop: asyncio.AbstractEventLoop) -> None:
     class TooLate(Sender):
-        def cancel(self, exchange: Exchange) -> None:
+        def cancel(self, exchange: InFlightRequest) -> None:
             super().cancel(exchange)
             asyncio.get_running_loop().call_soon(exchange.end, monotonic_ns())
 
@@ -139,7 +139,7 @@ def test_a_server_that_takes_no_connections_ends_a_level_at_once(loop: asyncio.A
     assert driver.stopped == "5 requests in a row failed, the last by ConnectFailed: nobody there"
 
     class Refusing(Quick):
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             if exchange in self.flying:
                 self.answer(exchange, Failure("http 429", "slow down"))
 
@@ -175,7 +175,7 @@ def test_a_request_may_fail_before_start_returns(
     class Refuses(Quick):
         """Every second one cannot be sent at all."""
 
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start([exchange for exchange in batch if int(exchange.id[1:]) % 2])
             for exchange in batch:
                 if int(exchange.id[1:]) % 2 == 0:
@@ -198,7 +198,7 @@ def test_an_interrupted_level_keeps_what_has_ended_and_counts_the_rest(loop: asy
     class Interrupts(Quick):
         """After the second answer."""
 
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             if len(driver.ended) == 2:
                 driver.interrupt()  # twice is once
             else:
@@ -251,7 +251,7 @@ def test_an_interrupt_while_connections_are_made_is_not_lost(
             level.interrupt()
 
     sender, work = Connecting(), Sessions(1)
-    level = LevelRun(load, Client(Letters(), sender), Asker(), work, limits=PATIENT)  # type: ignore[arg-type]
+    level = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
     loop.run_until_complete(level.prepare())
     loop.run_until_complete(level.drive())
     driven = level.collect(len)
@@ -270,13 +270,13 @@ def faulty(*_: Any) -> Any:
     raise Fault
 
 
-def raising(after: int) -> Iterator[Exchange]:
+def raising(after: int) -> Iterator[InFlightRequest]:
     yield from islice(asks(), after)
     raise Fault
 
 
 class Broken(Quick):
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         super().start(batch)
         if len(self.started) > 3:
             raise Fault
@@ -320,7 +320,7 @@ class Counting(asyncio.SelectorEventLoop):
 @pytest.mark.parametrize("kind", ["closed", "open"])
 def test_nothing_is_left_however_a_level_ends(kind: str, how: str) -> None:
     class Watched(Quick):
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             super().reply(exchange)
             if len(driver.ended) == 7:
                 if how == "stopped":
@@ -362,11 +362,11 @@ def test_nothing_is_left_however_a_level_ends(kind: str, how: str) -> None:
 
 def test_a_sender_may_lose_others_with_the_one_that_is_cancelled(loop: asyncio.AbstractEventLoop) -> None:
     class OneConnection(Sender):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             loop.call_soon(driver.interrupt)
 
-        def cancel(self, exchange: Exchange) -> None:
+        def cancel(self, exchange: InFlightRequest) -> None:
             super().cancel(exchange)
             for other in self.flying:
                 other.fail("ConnectionLost", "it is closed")
@@ -383,7 +383,7 @@ def test_the_live_view(loop: asyncio.AbstractEventLoop) -> None:
     class Some(Quick):
         """Answers the first two, fails the third, and begins to answer the fourth."""
 
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             if exchange.id == "r2":
                 for _ in range(3):
                     exchange.receive(b"x", monotonic_ns())
@@ -409,7 +409,7 @@ def test_the_live_view(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_a_loop_that_was_held_up_was_late_for_as_long_as_it_took(loop: asyncio.AbstractEventLoop) -> None:
     class Slow(Quick):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             time.sleep(0.3)
             super().start(batch)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trtpipe.pipeline.bench.loop.in_flight import PIECES, Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import PIECES, Failure, InFlightRequest
 
 
-def request(message: bytes = b"ask", max_tokens: int = 8) -> Exchange:
-    return Exchange("r", message, input_tokens=1, max_tokens=max_tokens)
+def request(message: bytes = b"ask", max_tokens: int = 8) -> InFlightRequest:
+    return InFlightRequest("r", message, input_tokens=1, max_tokens=max_tokens)
 
 
 def test_what_an_answer_may_have_follows_from_what_was_asked() -> None:

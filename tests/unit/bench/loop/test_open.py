@@ -10,7 +10,7 @@ from time import monotonic_ns
 import pytest
 
 from tests.support.driving import FAR, MS, Quick, Sender, drive, end_of, opened
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 
 
 def test_an_open_loop_sends_at_its_times_and_never_before(loop: asyncio.AbstractEventLoop) -> None:
@@ -27,7 +27,7 @@ def test_an_open_loop_sends_at_its_times_and_never_before(loop: asyncio.Abstract
 
 def test_the_schedule_stays_whatever_the_delay(loop: asyncio.AbstractEventLoop) -> None:
     class Slow(Quick):
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             time.sleep(0.03)
 
@@ -44,7 +44,7 @@ def test_a_server_that_answers_nothing_stops_no_request_of_an_open_loop(loop: as
     class Silent(Sender):
         """Answers when the last one has come."""
 
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             if len(self.started) == 50:
                 for exchange in list(self.flying):
@@ -62,7 +62,7 @@ def test_beyond_the_most_in_flight_requests_wait_and_their_delay_says_so(loop: a
     class OneByOne(Sender):
         """Ends the oldest in each turn of the loop."""
 
-        def start(self, batch: Sequence[Exchange]) -> None:
+        def start(self, batch: Sequence[InFlightRequest]) -> None:
             super().start(batch)
             if self.started == list(batch):
                 loop.call_soon(self.turn)
@@ -97,7 +97,7 @@ def test_requests_that_wait_are_measured_by_when_they_were_due(loop: asyncio.Abs
 @pytest.mark.parametrize("how", ["interrupted", "stopped"])
 def test_the_window_of_an_open_loop_that_ends_early_ends_with_it(loop: asyncio.AbstractEventLoop, how: str) -> None:
     class Ends(Quick):
-        def reply(self, exchange: Exchange) -> None:
+        def reply(self, exchange: InFlightRequest) -> None:
             super().reply(exchange)
             if how == "interrupted":
                 driver.interrupt()

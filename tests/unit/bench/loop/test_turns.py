@@ -27,7 +27,7 @@ from tests.support.driving import (
     turn_of,
 )
 from trtpipe.pipeline.bench.load.loads import Closed
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.results.metrics import closed_window
 from trtpipe.pipeline.bench.results.records import settle
 
@@ -73,9 +73,9 @@ def test_a_failed_turn_ends_the_conversation(loop: asyncio.AbstractEventLoop) ->
 
 
 def test_a_warm_up_request_begins_no_conversation(loop: asyncio.AbstractEventLoop) -> None:
-    asked: list[Exchange] = []
+    asked: list[InFlightRequest] = []
 
-    def follow(exchange: Exchange) -> None:
+    def follow(exchange: InFlightRequest) -> None:
         asked.append(exchange)
 
     ended = drive(loop, closed(Quick(), Closed(concurrency=2, requests=4), follow=follow))
@@ -95,7 +95,7 @@ def test_a_turn_that_is_due_after_the_duration_is_not_sent(loop: asyncio.Abstrac
 class Slow(Sender):
     """Answers after a millisecond."""
 
-    def start(self, batch: Sequence[Exchange]) -> None:
+    def start(self, batch: Sequence[InFlightRequest]) -> None:
         super().start(batch)
         for exchange in batch:
             asyncio.get_running_loop().call_later(0.001, self.answer, exchange)
@@ -104,7 +104,7 @@ class Slow(Sender):
 def test_the_time_is_over_whoever_still_thinks(loop: asyncio.AbstractEventLoop) -> None:
     work = Sessions(2)
 
-    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         following = work.follow(exchange)
         return following and (following[0], FAR)
 
@@ -124,7 +124,7 @@ def test_the_time_is_over_whoever_still_thinks(loop: asyncio.AbstractEventLoop) 
 def test_the_time_is_over_for_a_turn_that_was_due_before_it_began_to_count(loop: asyncio.AbstractEventLoop) -> None:
     work = Sessions(2)
 
-    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         following = work.follow(exchange) if exchange.session == 0 else None
         return following and (following[0], FAR)
 
@@ -139,7 +139,7 @@ def test_while_a_measured_conversation_goes_on_other_places_talk_too(loop: async
     # A conversation of four turns at one place; at the other a single request, and then only what is not measured.
     work = Sessions(4)
 
-    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         return None if turn_of(exchange)[0] == 1 else work.follow(exchange)
 
     load = Closed(concurrency=2, requests=4, warmup=0)
@@ -163,7 +163,7 @@ def test_while_a_measured_conversation_goes_on_other_places_talk_too(loop: async
 def test_nobody_waits_for_a_turn_that_is_not_measured(loop: asyncio.AbstractEventLoop) -> None:
     work = Sessions(2)
 
-    def follow(exchange: Exchange) -> tuple[Exchange, int] | None:
+    def follow(exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         session, _ = turn_of(exchange)
         if session == 1:
             return None

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from trtpipe.engines.errors import HostError, UsageError
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import GRAIN_NS, Schedule, Timing
 from trtpipe.pipeline.bench.mock_server.grpc import GrpcLink
 from trtpipe.pipeline.bench.mock_server.http import HttpLink
 from trtpipe.pipeline.bench.mock_server.link import Hub, Link
 from trtpipe.pipeline.bench.mock_server.script import FAULTS, Script, Then, Truth, script_of
-from trtpipe.pipeline.bench.mock_server.server import KnownServer, write
+from trtpipe.pipeline.bench.mock_server.server import MockServer, write
 from trtpipe.pipeline.net.h2 import frames, triton
 from trtpipe.pipeline.net.h2.connection import Connection
 from trtpipe.pipeline.net.h2.status import Status
@@ -583,9 +583,9 @@ SILENCE_S = 0.3
 
 
 @contextlib.asynccontextmanager
-async def serving(*, ttft_ms: float = 5, itl_ms: float = 2, size: int = 1) -> AsyncIterator[KnownServer]:
+async def serving(*, ttft_ms: float = 5, itl_ms: float = 2, size: int = 1) -> AsyncIterator[MockServer]:
     timing = Timing(ttft_s=ttft_ms / 1e3, itl_s=itl_ms / 1e3, tokens_per_response=size)
-    server = await KnownServer.start(timing)
+    server = await MockServer.start(timing)
     try:
         yield server
     finally:
@@ -593,7 +593,7 @@ async def serving(*, ttft_ms: float = 5, itl_ms: float = 2, size: int = 1) -> As
 
 
 @contextlib.asynccontextmanager
-async def grpc_client(server: KnownServer) -> AsyncIterator[Any]:
+async def grpc_client(server: MockServer) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{server.grpc_port}", options=[("grpc.enable_http_proxy", 0)]
     ) as channel:
@@ -601,7 +601,7 @@ async def grpc_client(server: KnownServer) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def http_client(server: KnownServer) -> AsyncIterator[httpx.AsyncClient]:
+async def http_client(server: MockServer) -> AsyncIterator[httpx.AsyncClient]:
     url = f"http://127.0.0.1:{server.http_port}"
     async with httpx.AsyncClient(
         base_url=url, trust_env=False, timeout=httpx.Timeout(30, read=SILENCE_S * 20)
@@ -613,7 +613,7 @@ def tokens_of(response: Any) -> list[bytes]:
     return list(response.infer_response.raw_output_contents)
 
 
-async def through_grpc(server: KnownServer, prompt: str) -> tuple[int, str]:
+async def through_grpc(server: MockServer, prompt: str) -> tuple[int, str]:
     """Number of tokens, and how it ended."""
     tokens = 0
     async with grpc_client(server) as channel:
@@ -641,7 +641,7 @@ async def through_grpc(server: KnownServer, prompt: str) -> tuple[int, str]:
             tokens += bool(reply.outputs)
 
 
-async def through_http(server: KnownServer, prompt: str, openai_way: bool) -> tuple[int, str]:
+async def through_http(server: MockServer, prompt: str, openai_way: bool) -> tuple[int, str]:
     body: dict[str, Any] = {"max_tokens": 8, "stream": True}
     body |= {"model": "ensemble", "prompt": prompt} if openai_way else {"id": "h", "text_input": prompt}
     path = "/v1/completions" if openai_way else "/v2/models/ensemble/generate_stream"
@@ -899,7 +899,7 @@ def test_what_happened_is_told_in_the_order_in_which_requests_came() -> None:
         bench.connect(HttpLink)[0].feed(post(asked(name, 1)), stamp)
     alarm: Any = bench
     listeners: Any = [SimpleNamespace(port=port) for port in (8001, 8000)]
-    server = KnownServer(bench.hub, alarm, listeners)
+    server = MockServer(bench.hub, alarm, listeners)
     assert [one.id for one in server.truth] == ["b", "c", "a"]
 
 
@@ -1051,7 +1051,7 @@ def test_truth_is_the_same_once_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_process_serves_and_says_what_it_did(tmp_path: Path) -> None:
     timing = Timing(ttft_s=0.01, itl_s=0.002, tokens_per_response=2)
-    server = KnownProcess.start(timing, tmp_path / "truth", cpu=min(os.sched_getaffinity(0)))
+    server = MockServerProcess.start(timing, tmp_path / "truth", cpu=min(os.sched_getaffinity(0)))
     try:
         assert os.sched_getaffinity(server.pid) == {min(os.sched_getaffinity(0))}
         before = time.monotonic_ns()
@@ -1070,7 +1070,7 @@ def test_a_process_serves_and_says_what_it_did(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth")
+    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth")
     process = server._process
     assert process.stdin is not None
     process.stdin.close()
@@ -1084,8 +1084,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving() as server:
             with pytest.raises(HostError, match=f"cannot listen on 127.0.0.1:{server.http_port}"):
-                await KnownServer.start(Timing(ttft_s=0, itl_s=0), http_port=server.http_port)
+                await MockServer.start(Timing(ttft_s=0, itl_s=0), http_port=server.http_port)
 
     run(scenario())
     with pytest.raises(HostError, match="does not start: cannot stay on core 99999"):
-        KnownProcess.start(Timing(ttft_s=0, itl_s=0), tmp_path / "truth", cpu=99999)
+        MockServerProcess.start(Timing(ttft_s=0, itl_s=0), tmp_path / "truth", cpu=99999)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trtpipe.pipeline.bench.monitors.gpu import GpuSampler, Reading, summarise
-from trtpipe.pipeline.bench.monitors.server import Beside
+from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 
 SECOND = 1_000_000_000
 
@@ -75,7 +75,7 @@ def use(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_two_gpus_tell(nvml: Nvml) -> None:
-    beside = Beside("127.0.0.1:8001", None)
+    beside = ServerMonitor("127.0.0.1:8001", None)
     with beside:
         pass
     said = beside.said(50, 0)

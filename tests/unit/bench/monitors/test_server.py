@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from trtpipe.pipeline.bench.monitors.server import Beside, agree, summarise
+from trtpipe.pipeline.bench.monitors.server import ServerMonitor, agree, summarise
 
 SECOND = 1_000_000_000
 
@@ -94,7 +94,7 @@ def serving(pages: Iterator[bytes]) -> Iterator[str]:
 @pytest.mark.loopback
 def test_pages_are_read_at_both_ends_of_a_level() -> None:
     with serving(page(100 * number) for number in range(1, 100)) as url:
-        beside = Beside("http://elsewhere:8000", url)
+        beside = ServerMonitor("http://elsewhere:8000", url)
         with beside:
             pass
         said = beside.said(100, 0)
@@ -107,9 +107,9 @@ def test_pages_are_read_at_both_ends_of_a_level() -> None:
 def test_a_server_without_metrics_costs_nothing() -> None:
     with serving(iter([])) as url:
         gone = url
-    beside = Beside("http://elsewhere:8000", gone)
+    beside = ServerMonitor("http://elsewhere:8000", gone)
     with beside:
         pass
     assert beside.said(100, 0) is None
     assert beside.unread == "Connection refused"
-    assert Beside("http://elsewhere:8000", None).unread == ""
+    assert ServerMonitor("http://elsewhere:8000", None).unread == ""

@@ -14,9 +14,9 @@ from tritonclient.grpc import service_pb2
 
 from tests.support.llm_servers import contents
 from trtpipe.engines.errors import UsageError
-from trtpipe.pipeline.bench.load.workload import Ask
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
-from trtpipe.pipeline.bench.loop.request_factory import Asker
+from trtpipe.pipeline.bench.load.workload import RequestSpec
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
+from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.protocols.endpoint import ENGINE, LLMAPI, TEXT, Endpoint
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.openai_http import OpenAiHttp
@@ -165,10 +165,10 @@ def test_inputs_without_a_batch_dimension() -> None:
 def test_a_conversation_goes_to_a_chat_as_it_is() -> None:
     """The server renders it with the model's template; others get what it was rendered to."""
     said = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
-    ask = Ask("<s>su", 3, 5, 0, options={"min_tokens": 5}, messages=said)
+    ask = RequestSpec("<s>su", 3, 5, 0, options={"min_tokens": 5}, messages=said)
 
     def body(codec: Codec) -> Any:
-        return json.loads(Asker().make(codec, ask).message.partition(b"\r\n\r\n")[2])
+        return json.loads(RequestFactory().make(codec, ask).message.partition(b"\r\n\r\n")[2])
 
     assert body(OpenAiHttp(SITE, "m", chat=True))["messages"] == list(said)
     assert body(OpenAiHttp(SITE, "m", chat=False))["prompt"] == "<s>su"
@@ -178,14 +178,16 @@ def test_a_conversation_goes_to_a_chat_as_it_is() -> None:
 
 def test_a_prompt_is_kept_only_for_a_turn_that_may_follow() -> None:
     """Of a long one more than its answer would be kept."""
-    once, turn = Ask("p", 1, 8, 0), Ask("p", 1, 8, 0, last=False)
-    assert Asker().make(OpenAiHttp(SITE, "m", chat=False), once).ask is None
-    assert Asker().make(OpenAiHttp(SITE, "m", chat=False), turn).ask is turn
+    once, turn = RequestSpec("p", 1, 8, 0), RequestSpec("p", 1, 8, 0, last=False)
+    assert RequestFactory().make(OpenAiHttp(SITE, "m", chat=False), once).ask is None
+    assert RequestFactory().make(OpenAiHttp(SITE, "m", chat=False), turn).ask is turn
 
 
 def test_a_length_that_is_asked_for_is_exact_and_a_least_one_is_not() -> None:
     def made(length: int | None, **options: Any) -> tuple[bool, int, int]:
-        exchange = Asker().make(OpenAiHttp(SITE, "m", chat=False), Ask("p", 1, 8, 0, options=options), length)
+        exchange = RequestFactory().make(
+            OpenAiHttp(SITE, "m", chat=False), RequestSpec("p", 1, 8, 0, options=options), length
+        )
         body = json.loads(exchange.message.partition(b"\r\n\r\n")[2])
         return exchange.exact, body["min_tokens"], body["max_tokens"]
 
@@ -212,21 +214,21 @@ def test_openai_s_answers_are_greedy_unless_asked_otherwise() -> None:
 COUNTED = replace(TEXT_MODEL, outputs=frozenset(["text_output", "num_output_tokens"]))
 
 
-def received(*messages: bytes) -> Exchange:
+def received(*messages: bytes) -> InFlightRequest:
     """What came, each at a moment of its own: 10, 20, ..."""
-    exchange = Exchange("r", b"", input_tokens=1, max_tokens=5)
+    exchange = InFlightRequest("r", b"", input_tokens=1, max_tokens=5)
     for number, message in enumerate(messages, 1):
         exchange.receive(message, 10 * number)
     exchange.end(1000)
     return exchange
 
 
-def sse(*values: Any) -> Exchange:
+def sse(*values: Any) -> InFlightRequest:
     events = [value if isinstance(value, str) else json.dumps(value, separators=(",", ":")) for value in values]
     return received(*(b"data: " + event.encode() + b"\n\n" for event in events))
 
 
-def read(codec: Codec, exchange: Exchange) -> Answer | tuple[str, str]:
+def read(codec: Codec, exchange: InFlightRequest) -> Answer | tuple[str, str]:
     try:
         return codec.decode(exchange)
     except BadAnswer as bad:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.loops import run
 from tests.support.wires import Wire, answer_bytes, prefixed
 from trtpipe.engines.errors import HostError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.h2_sender import H2Sender
 from trtpipe.pipeline.net.h2 import frames
 from trtpipe.pipeline.net.h2.connection import Connection
@@ -45,8 +45,10 @@ class Dialled:
         self.connections[place].feed(answer_bytes(stream, [b"x"]), 2)
 
 
-def exchanges(count: int) -> list[Exchange]:
-    return [Exchange(f"{number}", b"request %d" % number, input_tokens=1, max_tokens=1) for number in range(count)]
+def exchanges(count: int) -> list[InFlightRequest]:
+    return [
+        InFlightRequest(f"{number}", b"request %d" % number, input_tokens=1, max_tokens=1) for number in range(count)
+    ]
 
 
 def with_sender(scenario: Callable[[H2Sender, Dialled], Coroutine[Any, Any, None]], **options: int) -> None:
@@ -171,7 +173,7 @@ def test_whoever_is_told_that_nothing_answers_may_ask_again() -> None:
             dialled.refuses = True
             first, second = exchanges(2)
 
-            def again(ended: Exchange, second: Exchange = second, at_once: bool = at_once) -> None:
+            def again(ended: InFlightRequest, second: InFlightRequest = second, at_once: bool = at_once) -> None:
                 if at_once:
                     sender.start([second])
                 else:

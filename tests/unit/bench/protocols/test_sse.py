@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.wires import Asked, cut
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http1 import pieces
 from trtpipe.pipeline.bench.protocols.sse import SseDecoder, events
 from trtpipe.pipeline.bench.protocols.transport import BadAnswer
@@ -71,7 +71,7 @@ EVENT_PIECES = st.sampled_from([b"data: 1", b"data: ", b"data:", b"\n", b"\n\n",
 def test_events_are_the_same_however_the_body_is_read(chunks: list[bytes], cuts: list[int], end: bytes) -> None:
     """Of one chunk an event, which is read in one go, and of any other body."""
     body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk) + end
-    exchange = Exchange("r", b"", input_tokens=1, max_tokens=1)
+    exchange = InFlightRequest("r", b"", input_tokens=1, max_tokens=1)
     exchange.chunked = True
     for number, piece in enumerate(cut(body, cuts) if body else []):
         exchange.receive(piece, 10 * number)

@@ -33,8 +33,8 @@ from tests.support.llm_servers import (
 )
 from tests.support.loops import run
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.mock_server.script import TOKEN_TEXT, Truth
 from trtpipe.pipeline.bench.options import PROTOCOLS
@@ -74,7 +74,7 @@ async def client_of(
 
 
 def known_client(
-    known: KnownProcess, protocol: str, wiring: Wiring, **options: Any
+    known: MockServerProcess, protocol: str, wiring: Wiring, **options: Any
 ) -> contextlib.AbstractAsyncContextManager[Client]:
     return client_of(protocol, known.grpc_port, known.http_port, wiring, **options)
 
@@ -82,30 +82,30 @@ def known_client(
 NUMBERS = itertools.count()
 
 
-def request(client: Client, prompt: str = "hello", max_tokens: int = 5, **options: Any) -> Exchange:
+def request(client: Client, prompt: str = "hello", max_tokens: int = 5, **options: Any) -> InFlightRequest:
     identity = f"r-{next(NUMBERS)}"
     message = client.codec.encode(identity, prompt, max_tokens, options)
-    return Exchange(identity, message, input_tokens=1, max_tokens=max_tokens)
+    return InFlightRequest(identity, message, input_tokens=1, max_tokens=max_tokens)
 
 
-def start(client: Client, *exchanges: Exchange) -> list[asyncio.Future[Exchange]]:
+def start(client: Client, *exchanges: InFlightRequest) -> list[asyncio.Future[InFlightRequest]]:
     """A future for the end of each, of which there may be only one."""
     ends = []
     for exchange in exchanges:
-        ended: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[InFlightRequest] = asyncio.get_running_loop().create_future()
         exchange.on_ended = ended.set_result
         ends.append(ended)
     client.sender.start(exchanges)
     return ends
 
 
-async def ask(client: Client, prompt: str = "hello", max_tokens: int = 5, **options: Any) -> Exchange:
+async def ask(client: Client, prompt: str = "hello", max_tokens: int = 5, **options: Any) -> InFlightRequest:
     exchange = request(client, prompt, max_tokens, **options)
     await start(client, exchange)[0]
     return exchange
 
 
-def outcome(client: Client, exchange: Exchange) -> Answer | tuple[str, str]:
+def outcome(client: Client, exchange: InFlightRequest) -> Answer | tuple[str, str]:
     """The answer, or the class of the failure and its words."""
     if exchange.failure is not None:
         return exchange.failure.kind, exchange.failure.message
@@ -115,7 +115,7 @@ def outcome(client: Client, exchange: Exchange) -> Answer | tuple[str, str]:
         return bad.kind, str(bad)
 
 
-def tokens(client: Client, exchange: Exchange) -> int:
+def tokens(client: Client, exchange: InFlightRequest) -> int:
     """Of an answer that is one. OpenAI's servers count the whole, Triton's each response."""
     answer = outcome(client, exchange)
     assert isinstance(answer, Answer), answer
@@ -127,15 +127,15 @@ def tokens(client: Client, exchange: Exchange) -> int:
     return answer.usage
 
 
-def failure(client: Client, exchange: Exchange) -> tuple[str, str]:
+def failure(client: Client, exchange: InFlightRequest) -> tuple[str, str]:
     found = outcome(client, exchange)
     assert not isinstance(found, Answer), found
     return found
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
-    process = KnownProcess.start(Timing(ttft_s=0.002, itl_s=0.001), tmp_path_factory.mktemp("known") / "truth")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServerProcess]:
+    process = MockServerProcess.start(Timing(ttft_s=0.002, itl_s=0.001), tmp_path_factory.mktemp("known") / "truth")
     yield process
     process.stop()
 
@@ -146,8 +146,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KnownProcess]:
 def test_what_is_read_is_what_the_server_wrote_and_not_before_it_did(tmp_path: Path) -> None:
     """Both ends have one clock."""
     timing = Timing(ttft_s=0.003, itl_s=0.001, tokens_per_response=3)
-    known = KnownProcess.start(timing, tmp_path / "truth")
-    read: list[tuple[str, Exchange, Answer]] = []
+    known = MockServerProcess.start(timing, tmp_path / "truth")
+    read: list[tuple[str, InFlightRequest, Answer]] = []
 
     async def scenario() -> None:
         for protocol, wiring in WIRINGS:
@@ -186,7 +186,7 @@ def test_what_is_read_is_what_the_server_wrote_and_not_before_it_did(tmp_path: P
 
 
 @pytest.mark.parametrize(("protocol", "transport"), WAYS)
-def test_answers_at_the_same_time_are_not_mixed_up(known: KnownProcess, protocol: str, transport: str) -> None:
+def test_answers_at_the_same_time_are_not_mixed_up(known: MockServerProcess, protocol: str, transport: str) -> None:
     async def scenario() -> None:
         async with known_client(known, protocol, Wiring(transport=transport)) as client:
             exchanges = [request(client, f"!short {number % 9 + 1} ", 10) for number in range(60)]
@@ -197,7 +197,7 @@ def test_answers_at_the_same_time_are_not_mixed_up(known: KnownProcess, protocol
     run(scenario())
 
 
-def test_the_engine_s_own_model_has_its_output_ids_counted(known: KnownProcess) -> None:
+def test_the_engine_s_own_model_has_its_output_ids_counted(known: MockServerProcess) -> None:
     async def scenario() -> None:
         for transport in TRANSPORTS:
             async with known_client(known, "grpc", Wiring(transport=transport), model="tensorrt_llm") as client:
@@ -210,7 +210,7 @@ def test_the_engine_s_own_model_has_its_output_ids_counted(known: KnownProcess) 
     run(scenario())
 
 
-def test_what_a_client_says_of_itself(known: KnownProcess) -> None:
+def test_what_a_client_says_of_itself(known: MockServerProcess) -> None:
     async def described(protocol: str, wiring: Wiring) -> dict[str, Any]:
         async with known_client(known, protocol, wiring) as client:
             return client.described()
@@ -298,7 +298,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_http_requests_as_another_reader_reads_them(transport: str) -> None:
     with serving_http() as server:
 
-        async def scenario() -> list[tuple[str, Exchange]]:
+        async def scenario() -> list[tuple[str, InFlightRequest]]:
             wiring = Wiring(transport=transport, headers={"Authorization": "Bearer key", "Hostess": "kept"})
             asked = []
             for protocol in BODIES:
@@ -340,7 +340,7 @@ def test_the_engine_over_http() -> None:
 
 @pytest.mark.parametrize(("protocol", "transport"), WAYS)
 def test_every_fault_has_its_class_and_takes_no_other_request_with_it(
-    known: KnownProcess, protocol: str, transport: str
+    known: MockServerProcess, protocol: str, transport: str
 ) -> None:
     is_grpc = protocol == "grpc"
     is_library = is_grpc and transport == "tritonclient"
@@ -348,7 +348,7 @@ def test_every_fault_has_its_class_and_takes_no_other_request_with_it(
     async def scenario() -> None:
         async with known_client(known, protocol, Wiring(transport=transport)) as client:
 
-            async def asked(prompt: str) -> Exchange:
+            async def asked(prompt: str) -> InFlightRequest:
                 exchange = await ask(client, prompt)
                 following = await ask(client)
                 while is_library and prompt == "!cut 2" and following.failure is not None:
@@ -378,7 +378,7 @@ def test_every_fault_has_its_class_and_takes_no_other_request_with_it(
 
 @pytest.mark.parametrize(("protocol", "transport"), WAYS)
 def test_a_stalled_request_is_abandoned_and_the_next_one_answered(
-    known: KnownProcess, protocol: str, transport: str
+    known: MockServerProcess, protocol: str, transport: str
 ) -> None:
     async def scenario() -> None:
         async with known_client(known, protocol, Wiring(transport=transport)) as client:
@@ -439,7 +439,7 @@ async def abandon(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "transport"), WAYS)
-def test_requests_in_flight_at_the_close_go_with_it(known: KnownProcess, protocol: str, transport: str) -> None:
+def test_requests_in_flight_at_the_close_go_with_it(known: MockServerProcess, protocol: str, transport: str) -> None:
     async def scenario() -> None:
         async with known_client(known, protocol, Wiring(transport=transport)) as client:
             (end,) = start(client, stalled := request(client, "!stall 2"))
@@ -602,7 +602,7 @@ def refused(kind: type[Exception], words: str, *args: Any, **options: Any) -> No
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_something_else_listens(known: KnownProcess, transport: str) -> None:
+def test_something_else_listens(known: MockServerProcess, transport: str) -> None:
     wiring = Wiring(transport=transport)
     refused(HostError, "no Triton answers over gRPC", "grpc", known.http_port, 0, wiring)
     with serving_words(b"SSH-2.0-OpenSSH_9.2p1\r\n") as port:
@@ -637,7 +637,7 @@ def test_something_else_listens(known: KnownProcess, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_models_that_cannot_be_asked(known: KnownProcess, transport: str) -> None:
+def test_models_that_cannot_be_asked(known: MockServerProcess, transport: str) -> None:
     wiring = Wiring(transport=transport)
     ports = known.grpc_port, known.http_port
     for protocol in ("grpc", "http"):
@@ -798,7 +798,7 @@ def test_tls_through_the_library(tmp_path: Path) -> None:
             Site.of(f"https://localhost:{server.port}").ask("GET", "/v2", "Triton")
 
 
-def test_tls_with_a_server_that_speaks_none(known: KnownProcess) -> None:
+def test_tls_with_a_server_that_speaks_none(known: MockServerProcess) -> None:
     with (
         serving_http() as server,
         pytest.raises(HostError, match=r"no TLS connection to .*: \w+; is it"),

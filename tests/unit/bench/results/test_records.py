@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.bench_records import Row, made
-from trtpipe.pipeline.bench.loop.in_flight import Exchange, Failure
+from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer
 from trtpipe.pipeline.bench.results.metrics import level_metrics
 from trtpipe.pipeline.bench.results.records import NONE, SERVER, TOKENIZER, USAGE, Records, read_objects, settle
@@ -21,8 +21,8 @@ from trtpipe.pipeline.bench.results.verdict import SelfCheck
 MS = 1_000_000
 
 
-def exchange(identity: str, *, failure: Failure | None = None, sent: int | None = 10, end: int = 99) -> Exchange:
-    made = Exchange(identity, b"bytes", input_tokens=7, max_tokens=6)
+def exchange(identity: str, *, failure: Failure | None = None, sent: int | None = 10, end: int = 99) -> InFlightRequest:
+    made = InFlightRequest(identity, b"bytes", input_tokens=7, max_tokens=6)
     made.slot, made.due_ns, made.sent_ns = 2, 8 * MS, None if sent is None else sent * MS
     made.receive(b"what came", 20 * MS)
     made.end(end * MS, failure)
@@ -32,7 +32,7 @@ def exchange(identity: str, *, failure: Failure | None = None, sent: int | None 
 def settled(*answers: Answer | BadAnswer | Failure) -> Records:
     """Of requests r0, r1... that brought these."""
 
-    def decode(ended: Exchange) -> Answer:
+    def decode(ended: InFlightRequest) -> Answer:
         answer = answers[int(ended.id[1:])]
         assert not isinstance(answer, Failure), "a failed request has nothing to decode"
         if isinstance(answer, BadAnswer):

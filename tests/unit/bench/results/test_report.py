@@ -19,7 +19,7 @@ import pytest
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Stage, Staged
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.protocols.connect import Wiring
@@ -36,21 +36,21 @@ TWO = Closed(concurrency=2, requests=8)
 SHARED = SharedPrefix(share=0.5, tokens=8)
 
 
-def target(known: KnownProcess, protocol: str, model: str = "ensemble") -> Target:
+def target(known: MockServerProcess, protocol: str, model: str = "ensemble") -> Target:
     url = f"http://127.0.0.1:{known.http_port}"
     urls = {"grpc": f"127.0.0.1:{known.grpc_port}", "http": url, "completions": f"{url}/v1", "chat": f"{url}/v1"}
     return Target(protocol=protocol, url=urls[protocol], model=model)
 
 
 def measure(
-    known: KnownProcess, tokenizer: Path, *protocols: str, loads: tuple[Load, ...] = (TWO,), **fields: Any
+    known: MockServerProcess, tokenizer: Path, *protocols: str, loads: tuple[Load, ...] = (TWO,), **fields: Any
 ) -> BenchReport:
     work = fields.pop("work", Work(input_tokens=8, output_tokens=6))
     targets = tuple(target(known, protocol) for protocol in protocols or ("grpc",))
     return run(BenchOptions(targets=targets, tokenizer=tokenizer, loads=loads, work=work, **fields), None, None)
 
 
-def test_a_run_measures_every_protocol_under_every_load(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_run_measures_every_protocol_under_every_load(known: MockServerProcess, tokenizer: Path) -> None:
     protocols = ("grpc", "http", "completions", "chat")
     loads = (TWO, Open(rate=200, requests=10, arrivals="constant"))
     report = measure(known, tokenizer, *protocols, loads=loads, repeat=2)
@@ -75,7 +75,7 @@ def test_a_run_measures_every_protocol_under_every_load(known: KnownProcess, tok
 
 
 def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
     report = measure(known, tokenizer, objectives=(parse_objective("ttft:10s"),), seed=7)
     places = write_report(report, tmp_path / "out" / "report.json")
@@ -148,7 +148,7 @@ def test_a_key_is_in_no_report(tokenizer: Path) -> None:
     assert "secret" not in json.dumps(BenchOptions(targets=targets, tokenizer=tokenizer, wiring=wiring).to_json())
 
 
-def test_a_report_is_enough_to_measure_once_more(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_report_is_enough_to_measure_once_more(known: MockServerProcess, tokenizer: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\nworld\nhello world\n", encoding="utf-8")
     load = Open(rate=100, requests=12)
@@ -190,7 +190,7 @@ def excused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path) -> None:
     """It begins 100 requests a second; above that they wait ever longer for one another. A machine that does something
     else for a moment makes it less: then it is looked once more."""
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
+    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.001, prefill_s=0.01), tmp_path / "truth.jsonl")
     try:
         for goal in ("max-rate", "max-goodput"):
             search_finds(goal, server, tokenizer)
@@ -198,7 +198,7 @@ def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Pat
         server.stop()
 
 
-def search_finds(goal: str, server: KnownProcess, tokenizer: Path) -> None:
+def search_finds(goal: str, server: MockServerProcess, tokenizer: Path) -> None:
     search = Search(goal=goal, load=Open(rate=1, duration_s=0.6, arrivals="constant"), known=False, precision=0.15)
     for _ in range(4):
         report = measure(server, tokenizer, search=search, objectives=(parse_objective("ttft:p90<40ms"),))
@@ -219,7 +219,7 @@ def search_finds(goal: str, server: KnownProcess, tokenizer: Path) -> None:
 
 @pytest.mark.usefixtures("excused")
 def test_a_search_ends_where_the_client_is_the_limit(
-    known: KnownProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    known: MockServerProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "CPU_SHARE", 0.0)
     search = Search(goal="max-rate", load=Open(rate=20, duration_s=0.2), repeats=2)
@@ -231,20 +231,20 @@ def test_a_search_ends_where_the_client_is_the_limit(
 
 
 @pytest.mark.usefixtures("excused")
-def test_a_search_that_comes_to_a_rate_at_which_nothing_is_due(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_search_that_comes_to_a_rate_at_which_nothing_is_due(known: MockServerProcess, tokenizer: Path) -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=True, repeats=1)
     report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<10s"),))
     found = report.searches[0].found
     assert (found.rate, found.ended) == (None, "at 1 requests/s no request is due in the measured part")
 
 
-def test_a_search_without_an_objective_looks_for_nothing(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_search_without_an_objective_looks_for_nothing(known: MockServerProcess, tokenizer: Path) -> None:
     with pytest.raises(UsageError, match="nothing says what a load has to meet"):
         measure(known, tokenizer, search=Search(goal="max-rate", load=Open(rate=1, duration_s=1)))
 
 
 @pytest.mark.usefixtures("excused")
-def test_a_search_that_the_first_request_ends(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_search_that_the_first_request_ends(known: MockServerProcess, tokenizer: Path) -> None:
     search = Search(goal="max-rate", load=Open(rate=1, duration_s=0.2), known=False)
     report = measure(known, tokenizer, search=search, objectives=(parse_objective("ttft:p99<1ms"),))
     why = "one request at a time does not meet the objectives"
@@ -253,7 +253,7 @@ def test_a_search_that_the_first_request_ends(known: KnownProcess, tokenizer: Pa
 
 
 def test_failures_are_counted_by_class_and_averaged_into_nothing(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     faults = ["!error 2 out of memory", "!cut 1", "!empty", "!garbage 1", "!short 3"]
@@ -276,7 +276,7 @@ def test_failures_are_counted_by_class_and_averaged_into_nothing(
 
 
 def test_answers_that_may_end_where_they_end_have_no_wrong_length(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n!short 3\n", encoding="utf-8")
@@ -286,7 +286,7 @@ def test_answers_that_may_end_where_they_end_have_no_wrong_length(
     assert (result.requests["succeeded"], result.wrong_length) == (4, 2)
 
 
-def test_a_first_request_that_fails_ends_the_run(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_first_request_that_fails_ends_the_run(known: MockServerProcess, tokenizer: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("!status 429\n", encoding="utf-8")
     with pytest.raises(StageFailed, match=r"the first request over http failed: http 429: .*; see the server's log"):
@@ -295,7 +295,7 @@ def test_a_first_request_that_fails_ends_the_run(known: KnownProcess, tokenizer:
 
 @pytest.mark.parametrize("protocol", ["grpc", "http", "chat"])
 def test_a_stream_that_stalls_is_given_up_and_the_place_goes_on(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path, protocol: str
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path, protocol: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\nworld\n!stall 2\n", encoding="utf-8")
@@ -307,7 +307,7 @@ def test_a_stream_that_stalls_is_given_up_and_the_place_goes_on(
 
 
 def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path: Path) -> None:
-    server = KnownProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth.jsonl")
+    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth.jsonl")
     threading.Timer(1.0, server.stop).start()
     report = measure(server, tokenizer, loads=(Closed(concurrency=2, duration_s=120), TWO))
     (result,) = report.results  # of the second level there is none, which costs the first nothing
@@ -323,7 +323,7 @@ def test_a_server_that_dies_ends_the_level_and_says_so(tokenizer: Path, tmp_path
         measure(server, tokenizer)
 
 
-def test_each_level_is_told_when_it_begins_and_when_it_has_ended(known: KnownProcess, tokenizer: Path) -> None:
+def test_each_level_is_told_when_it_begins_and_when_it_has_ended(known: MockServerProcess, tokenizer: Path) -> None:
     seen: list[Progress] = []
     options = BenchOptions(
         targets=(target(known, "grpc"),), tokenizer=tokenizer, work=Work(input_tokens=8, output_tokens=6),
@@ -339,7 +339,7 @@ def test_each_level_is_told_when_it_begins_and_when_it_has_ended(known: KnownPro
     assert 0.2 < told[3].live.elapsed_s < 30
 
 
-def test_ctrl_c_keeps_what_was_measured_and_says_so(known: KnownProcess, tokenizer: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured_and_says_so(known: MockServerProcess, tokenizer: Path) -> None:
     seen: list[Progress] = []
 
     def progress(at: Progress) -> None:
@@ -362,7 +362,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(known: KnownProcess, tokeniz
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_ctrl_c_does_not_wait_for_a_first_request_that_stalls(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path, protocol: str
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path, protocol: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("!stall 0\n", encoding="utf-8")
@@ -375,7 +375,7 @@ def test_ctrl_c_does_not_wait_for_a_first_request_that_stalls(
 
 
 def test_of_a_report_that_cannot_be_written_all_files_stay_as_they_were(
-    known: KnownProcess, tokenizer: Path, tmp_path: Path
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
     old = tmp_path / "out" / "report.requests.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.bench_reports import LATE, level, lines
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.bench.load.loads import Open
-from trtpipe.pipeline.bench.results.report import BenchReport, LevelResult, SearchResult
+from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult, SearchResult
 from trtpipe.pipeline.bench.results.summary import notes, refusal
 from trtpipe.pipeline.bench.run import served
 from trtpipe.pipeline.bench.search import Found, Search
@@ -19,11 +19,11 @@ PATH = Path("report.json")
 STEADY = {"clock_step_ms": 0.0}
 
 
-def result(**changes: Any) -> LevelResult:
-    return LevelResult(**{**level(lines(4, seed=1)), "client": STEADY, **changes})
+def result(**changes: Any) -> LoadPointResult:
+    return LoadPointResult(**{**level(lines(4, seed=1)), "client": STEADY, **changes})
 
 
-def report(*results: LevelResult, **changes: Any) -> BenchReport:
+def report(*results: LoadPointResult, **changes: Any) -> BenchReport:
     return BenchReport(command=[], options={}, tokenizer_sha256=None, started="", results=list(results), **changes)
 
 

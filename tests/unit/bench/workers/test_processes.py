@@ -22,7 +22,7 @@ from trtpipe.pipeline.bench.load.loads import Closed, Load, Open
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.load.workload import Workload
 from trtpipe.pipeline.bench.loop.driver import Live
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.results.records import NONE, joined
 from trtpipe.pipeline.bench.results.report import BenchReport
@@ -32,7 +32,7 @@ from trtpipe.pipeline.bench.workers.share import Share
 pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
 
 
-def options(known: KnownProcess, tokenizer: Path, *loads: Load, workers: int = 2, **fields: Any) -> BenchOptions:
+def options(known: MockServerProcess, tokenizer: Path, *loads: Load, workers: int = 2, **fields: Any) -> BenchOptions:
     target = Target(protocol="grpc", url=f"127.0.0.1:{known.grpc_port}", model="ensemble")
     work = Work(input_tokens="uniform:8,20", output_tokens="uniform:2,9")
     return BenchOptions(targets=(target,), tokenizer=tokenizer, loads=loads, work=work, workers=workers, **fields)
@@ -42,7 +42,7 @@ def measure(*arguments: Any, **fields: Any) -> BenchReport:
     return run(options(*arguments, **fields), None, None)
 
 
-def test_an_open_loop_is_the_same_for_one_and_for_three(known: KnownProcess, tokenizer: Path) -> None:
+def test_an_open_loop_is_the_same_for_one_and_for_three(known: MockServerProcess, tokenizer: Path) -> None:
     load = Open(rate=100, requests=30)
     one, three = (measure(known, tokenizer, load, workers=workers).records[0] for workers in (1, 3))
     assert len(three) == len(one)
@@ -56,7 +56,7 @@ def test_an_open_loop_is_the_same_for_one_and_for_three(known: KnownProcess, tok
     assert np.abs(three.sent - three.due).max() < 1e9
 
 
-def test_a_closed_loop_keeps_its_places_and_its_window(known: KnownProcess, tokenizer: Path) -> None:
+def test_a_closed_loop_keeps_its_places_and_its_window(known: MockServerProcess, tokenizer: Path) -> None:
     report = measure(known, tokenizer, Closed(concurrency=5, requests=23))
     (result,), (records,) = report.results, report.records
     assert result.requests["measured"] == result.requests["succeeded"] == 23
@@ -104,7 +104,7 @@ def test_records_are_put_one_after_the_other() -> None:
     assert joined([first]) is first
 
 
-def test_what_all_do_is_shown_as_one(known: KnownProcess, tokenizer: Path) -> None:
+def test_what_all_do_is_shown_as_one(known: MockServerProcess, tokenizer: Path) -> None:
     seen: list[Progress] = []
     run(options(known, tokenizer, Closed(concurrency=4, duration_s=1.2)), None, seen.append)
     assert max(one.live.in_flight for one in seen) == 4
@@ -145,7 +145,7 @@ def once_under_way(action: Callable[[], None]) -> Callable[[Progress], None]:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
-    known: KnownProcess, tokenizer: Path, ending: signal.Signals
+    known: MockServerProcess, tokenizer: Path, ending: signal.Signals
 ) -> None:
     interrupt = once_under_way(lambda: os.kill(os.getpid(), ending))
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=60.0)), None, interrupt)
@@ -159,7 +159,7 @@ def test_an_interrupt_leaves_a_partial_report_of_all_and_no_process(
 
 
 def test_a_load_process_that_dies_ends_the_level_with_what_the_others_have(
-    known: KnownProcess, tokenizer: Path
+    known: MockServerProcess, tokenizer: Path
 ) -> None:
     kill = once_under_way(lambda: children()[0].kill())
     report = run(options(known, tokenizer, Closed(concurrency=4, duration_s=3600.0)), None, kill)
@@ -173,7 +173,7 @@ def test_a_load_process_that_dies_ends_the_level_with_what_the_others_have(
 
 
 def test_a_load_process_that_no_longer_hears_is_ended(
-    known: KnownProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    known: MockServerProcess, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trtpipe.pipeline.bench.workers.processes.END_S", 0.5)
 
@@ -188,7 +188,7 @@ def test_a_load_process_that_no_longer_hears_is_ended(
     assert children() == []
 
 
-def test_errors_of_a_load_process_are_those_of_one(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
+def test_errors_of_a_load_process_are_those_of_one(known: MockServerProcess, tokenizer: Path, tmp_path: Path) -> None:
     def told(workers: int, **fields: Any) -> str:
         with pytest.raises(TrtpipeError) as caught:
             measure(known, tokenizer, Closed(concurrency=2), workers=workers, **fields)
@@ -205,14 +205,14 @@ def test_errors_of_a_load_process_are_those_of_one(known: KnownProcess, tokenize
         known.grpc_port = known_port
 
 
-def test_more_workers_than_places(known: KnownProcess, tokenizer: Path) -> None:
+def test_more_workers_than_places(known: MockServerProcess, tokenizer: Path) -> None:
     with pytest.raises(UsageError, match="3 workers cannot share 2 in flight"):
         options(known, tokenizer, Closed(concurrency=2), workers=3)
     with pytest.raises(UsageError, match="workers is 0"):
         options(known, tokenizer, Closed(concurrency=2), workers=0)
 
 
-def test_a_chat_template_goes_along(known: KnownProcess, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_chat_template_goes_along(known: MockServerProcess, tokenizer: Path, tmp_path: Path) -> None:
     from trtpipe.engines.hf.chat_template import compile_template
 
     file = tmp_path / "conversations.json"

@@ -18,7 +18,7 @@ from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.loop.load_point import Driven
-from trtpipe.pipeline.bench.mock_server.child import KnownProcess
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.results.records import NONE
 from trtpipe.pipeline.bench.run import run
@@ -46,7 +46,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "is_local", lambda url: False)
 
 
-def options(known: KnownProcess, tokenizer: Path, *loads: Load, **fields: Any) -> BenchOptions:
+def options(known: MockServerProcess, tokenizer: Path, *loads: Load, **fields: Any) -> BenchOptions:
     target = Target(protocol="grpc", url=f"127.0.0.1:{known.grpc_port}", model="ensemble")
     work = fields.pop("work", Work(input_tokens="uniform:8,20", output_tokens="uniform:2,9"))
     return BenchOptions(targets=(target,), tokenizer=tokenizer, loads=loads, work=work, **{"hosts": 2, **fields})
@@ -54,7 +54,9 @@ def options(known: KnownProcess, tokenizer: Path, *loads: Load, **fields: Any) -
 
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
-def test_two_machines_ask_what_one_would(known: KnownProcess, cluster: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_two_machines_ask_what_one_would(
+    known: MockServerProcess, cluster: str, tokenizer: Path, tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\nworld\nhello world\n")
     load = Open(rate=50, requests=20)
@@ -77,7 +79,7 @@ def test_two_machines_ask_what_one_would(known: KnownProcess, cluster: str, toke
 
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
-def test_errors_there_are_those_here(known: KnownProcess, cluster: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_errors_there_are_those_here(known: MockServerProcess, cluster: str, tokenizer: Path, tmp_path: Path) -> None:
     tokenizer.write_text("{}")
     with pytest.raises(InputDataError, match=r"tokenizer\.json"):
         run(options(known, tokenizer, Closed(concurrency=2), ray=cluster), None, None)
@@ -119,14 +121,14 @@ def test_where_nobody_listens_ray_is_not_asked(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.real
-def test_an_address_of_each_machine_s_own_is_refused(known: KnownProcess, cluster: str, tokenizer: Path) -> None:
+def test_an_address_of_each_machine_s_own_is_refused(known: MockServerProcess, cluster: str, tokenizer: Path) -> None:
     with pytest.raises(UsageError, match=r"127\.0\.0\.1:\d+ is each machine's own; serve with --host"):
         run(options(known, tokenizer, Closed(concurrency=2), ray=cluster), None, None)
 
 
 @pytest.mark.real
 @pytest.mark.usefixtures("reached")
-def test_ctrl_c_ends_all_of_them(known: KnownProcess, cluster: str, tokenizer: Path) -> None:
+def test_ctrl_c_ends_all_of_them(known: MockServerProcess, cluster: str, tokenizer: Path) -> None:
     seen: list[Progress] = []
 
     def look(progress: Progress) -> None:

@@ -22,7 +22,7 @@ from trtpipe.engines.hf.safetensors_file import read_header
 from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
-from trtpipe.pipeline.spec import Plan, resolve
+from trtpipe.pipeline.spec import BuildSpec, resolve
 from trtpipe.pipeline.store.store import Store
 
 
@@ -67,7 +67,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         export(source, tmp_path / "out", dtype=DataType.BFLOAT16)
 
 
-def made(model: Path, store: Store, runtime: str, **options: Any) -> tuple[Plan, Path]:
+def made(model: Path, store: Store, runtime: str, **options: Any) -> tuple[BuildSpec, Path]:
     chosen = plan(model, gpu="h100", dtype="bf16", runtime=runtime, **options)
     execute(chosen, store, Recorder())
     return chosen, RunFolder.of(chosen.target).linked("engine")

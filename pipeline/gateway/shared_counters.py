@@ -26,7 +26,7 @@ _PLACES = {name: place for place, name in enumerate(_NAMES)}
 ROW_BYTES = 8 * len(_NAMES)
 
 
-class Board:
+class SharedCounters:
     """One worker's row, and the sum of all. Without a file: a single worker's own memory."""
 
     def __init__(self, path: Path | None = None, index: int = 0, rows: int = 1) -> None:
