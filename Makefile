@@ -85,7 +85,8 @@ gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e 
 	    --smollm2 runs/smollm2-135m.cpu.fp32/model
 
 golden: $(READY) ## write the golden files again; review the difference
-	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/unit/test_spec.py tests/unit/triton_repo/test_render.py tests/unit/test_golden_keys.py
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/unit/test_spec.py tests/unit/triton_repo/test_render.py tests/unit/test_golden_keys.py \
+	    tests/unit/cli/test_commands.py
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
 	rm -rf .venv .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis

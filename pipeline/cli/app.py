@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,13 +22,49 @@ from trtpipe.pipeline.cli import (
     serve,
     weights,
 )
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
 
+# As `trtpipe --help` lists them. `bench` and `deploy` have commands of their own.
+GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Build": (build.build, build.settings, build.status, facts.recipes, build.gc, build.scrub),
+    "Serve": (
+        serve.serve, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
+        serve.monitoring,
+    ),
+    "Measure": (bench.compare,),
+    "Plan": (plan.plan, facts.probe),
+    "Share": (
+        build.export, build.import_, registry.push, registry.pull, registry.search, registry.provenance,
+        registry.verify_provenance,
+    ),
+    "Weights": (weights.convert, weights.inspect, weights.restore, weights.quantize, weights.verify, facts.quants),
+    "Facts": (facts.models, facts.gpus, facts.toolchains, facts.passport, facts.doctor),
+}  # fmt: skip
+APPS = {"Serve": "deploy", "Measure": "bench"}
+
+
+def command_name(function: Callable[..., Any]) -> str:
+    return function.__name__.strip("_").replace("_", "-")
+
+
+class Grouped(SectionedGroup):
+    """Help that lists the commands by group, each with the first line of its own help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for group, functions in GROUPS.items():
+            names = [command_name(function) for function in functions]
+            names += [APPS[group]] if group in APPS else []
+            with formatter.section(group):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
+
+
 app = typer.Typer(
+    cls=Grouped,
     name="trtpipe",
-    help="From a Hugging Face Llama to a measured Triton deployment on TensorRT-LLM.",
+    help="From a Hugging Face model to a measured Triton deployment.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -52,17 +89,9 @@ def _root(
         console.text(context.get_help() + "\n")
 
 
-# As `--help` lists them.
-for _command in (
-    build.build, plan.plan, build.settings, build.status, weights.convert, weights.quantize,
-    weights.verify, weights.recipes, weights.inspect, weights.restore, serve.serve, serve.ps,
-    serve.logs, serve.reload, serve.stop, serve.check, serve.top, serve.monitoring,
-    serve.generate, bench.compare, facts.models, facts.gpus, facts.probe, facts.toolchains,
-    facts.passport, build.export, build.import_, registry.push, registry.pull, registry.search,
-    registry.provenance, registry.verify_provenance, build.gc,
-    build.scrub, facts.doctor,
-):  # fmt: skip
-    app.command(name=_command.__name__.strip("_").replace("_", "-"))(_command)
+for _functions in GROUPS.values():
+    for _function in _functions:
+        app.command(name=command_name(_function), cls=SectionedCommand)(_function)
 app.add_typer(bench.app, name="bench")
 app.add_typer(serve.deploy, name="deploy")
 

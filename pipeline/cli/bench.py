@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtpipe.pipeline.cli.help import SectionedGroup, in_section
+
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
     from trtpipe.pipeline.bench.load.loads import Load
@@ -39,72 +41,82 @@ FLAGS = {
 # Of fields of the work.
 OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
 
-app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+app = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, invoke_without_command=True)
+
+_server, _load_option, _request = in_section("Server"), in_section("Load"), in_section("Requests")
+_goal, _client = in_section("Objectives"), in_section("Client and report")
 
 
 @app.callback()
 def bench(
     context: typer.Context,
-    server: Annotated[str | None, typer.Option(help="Which running server; the only one if left out.")] = None,
-    target: Annotated[str | None, typer.Option(help="Which of its targets, where it serves several.")] = None,
-    protocol: Annotated[
-        str, typer.Option(help="Of grpc, http (generate_stream), completions, chat; one after the other.")
-    ] = "grpc,http",
-    model: Annotated[str, typer.Option(help="Of Triton: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
-    grpc_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: host:8001.")] = None,
-    http_url: Annotated[str | None, typer.Option(help="A Triton that is not ours: http://host:8000.")] = None,
-    openai_url: Annotated[str | None, typer.Option(help="A server that is not ours: http://host:9000/v1.")] = None,
-    openai_model: Annotated[str | None, typer.Option(help="The model's name there.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="The tokenizer.json of a model that is not ours.")] = None,
-    metrics_url: Annotated[str | None, typer.Option(help="Its Prometheus page: http://host:8002/metrics.")] = None,
-    load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file.")] = None,
-    concurrency: Annotated[str | None, typer.Option(help="Requests in flight, one level after the other.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Or requests a second, whatever the server does.")] = None,
-    arrivals: Annotated[str | None, typer.Option(help="With --rate: constant, poisson or gamma.")] = None,
-    burstiness: Annotated[float | None, typer.Option(help="With gamma: 1 is Poisson, more is smoother.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="With --rate or --trace: more than that wait.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Or the moments and lengths of a Mooncake trace.")] = None,
-    speedup: Annotated[float | None, typer.Option(help="With --trace: how many times faster.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Measured requests per level.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds per level, instead of a number of requests.")] = None,
-    ramp: Annotated[float | None, typer.Option(help="Seconds over which places of a closed loop begin.")] = None,
-    input_tokens: Annotated[
-        str | None, typer.Option(help="Tokens of a prompt: 128, normal:128,32, lognormal:128,0.5, uniform:64,256, ...")
+    server: Annotated[str | None, _server("Name of a running server; the only one if left out.")] = None,
+    target: Annotated[str | None, _server("Target to measure, where the server has several.")] = None,
+    protocol: Annotated[str, _server("Protocols, one after the other: grpc, http, completions, chat.")] = "grpc,http",
+    model: Annotated[str, _server("Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm.")] = "ensemble",
+    grpc_url: Annotated[str | None, _server("URL of an external Triton server: host:8001.")] = None,
+    http_url: Annotated[str | None, _server("URL of an external Triton server: http://host:8000.")] = None,
+    openai_url: Annotated[
+        str | None, _server("URL of an external OpenAI-compatible server: http://host:9000/v1.")
     ] = None,
-    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts from a file: text lines, or JSONL.")] = None,
-    sharegpt: Annotated[Path | None, typer.Option(help="Prompts from conversations in ShareGPT's form.")] = None,
-    sampling: Annotated[list[str] | None, typer.Option("--sampling", help="Of every request: top_p=0.9.")] = None,
-    natural_end: Annotated[bool, typer.Option("--natural-end", help="Let answers end where they end.")] = False,
-    slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:p99<200ms, itl:30ms; may be repeated.")] = None,
+    openai_model: Annotated[str | None, _server("Name of the model at --openai-url.")] = None,
+    tokenizer: Annotated[Path | None, _server("tokenizer.json of the model of an external server.")] = None,
+    metrics_url: Annotated[str | None, _server("Metrics of an external server: http://host:8002/metrics.")] = None,
+    load: Annotated[str | None, _load_option("Load of configs/load, or a YAML file.")] = None,
+    concurrency: Annotated[
+        str | None, _load_option("Numbers of requests in flight, one load point each: 1,4,16.")
+    ] = None,
+    rate: Annotated[str | None, _load_option("Request rates of an open loop, one load point each: 2,4,8.")] = None,
+    arrivals: Annotated[str | None, _load_option("Arrivals of --rate: constant, poisson or gamma.")] = None,
+    burstiness: Annotated[
+        float | None, _load_option("Shape of gamma arrivals: 1 is Poisson, more is smoother.")
+    ] = None,
+    max_in_flight: Annotated[int | None, _load_option("Most requests in flight of an open loop; others wait.")] = None,
+    trace: Annotated[Path | None, _load_option("Mooncake trace to replay: times and lengths.")] = None,
+    speedup: Annotated[float | None, _load_option("Factor by which the trace is replayed faster.")] = None,
+    requests: Annotated[int | None, _load_option("Number of measured requests of a load point.")] = None,
+    duration: Annotated[float | None, _load_option("Seconds of a load point, instead of --requests.")] = None,
+    ramp: Annotated[float | None, _load_option("Seconds over which a closed loop starts its slots.")] = None,
     repeat: Annotated[
-        int | None, typer.Option(min=1, help="How often each level is measured: 1; of a search at most 3.")
+        int | None, _load_option("Number of runs of each load point: 1; at most 3 in a search.", min=1)
     ] = None,
-    find: Annotated[
-        str | None, typer.Option(help="max-rate or max-goodput: search for the highest load that meets --slo.")
+    input_tokens: Annotated[
+        str | None, _request("Tokens of a prompt: 128, normal:128,32, lognormal:128,0.5, uniform:64,256, ...")
     ] = None,
-    attainment: Annotated[
-        float, typer.Option(help="Of max-goodput: the share of requests that must meet the objectives.")
-    ] = 0.9,
-    precision: Annotated[float, typer.Option(help="Of --find: how near to the limit it ends.")] = 0.05,
-    transport: Annotated[str, typer.Option(help="own, or tritonclient: TLS and proxies, at its cost.")] = "own",
-    connections: Annotated[int, typer.Option(min=1, help="Of gRPC.")] = 1,
+    output_tokens: Annotated[str | None, _request("Tokens of an answer, in the same form.")] = None,
+    prompts: Annotated[Path | None, _request("File of prompts: text lines, or JSONL.")] = None,
+    sharegpt: Annotated[Path | None, _request("File of conversations in ShareGPT's format.")] = None,
+    sampling: Annotated[list[str] | None, _request("Sampling option of every request: top_p=0.9; repeatable.")] = None,
+    natural_end: Annotated[bool, _request("Let the model end its answers.", "--natural-end")] = False,
+    slo: Annotated[list[str] | None, _goal("Service level objective: ttft:p99<200ms, itl:30ms; repeatable.")] = None,
+    find: Annotated[str | None, _goal("Search for the highest load within --slo: max-rate or max-goodput.")] = None,
+    attainment: Annotated[float, _goal("Share of requests that must meet --slo in a max-goodput search.")] = 0.9,
+    precision: Annotated[float, _goal("Relative precision at which a search ends.")] = 0.05,
+    transport: Annotated[str, _client("Client library: own, or tritonclient for TLS and proxies.")] = "own",
+    connections: Annotated[int, _client("Number of gRPC connections.", min=1)] = 1,
     kernel_timestamps: Annotated[
         bool | None,
-        typer.Option(
-            "--kernel-timestamps/--no-kernel-timestamps",
-            help="Stamp what comes when it reaches the machine, not when it is read: the default on Linux.",
+        _client(
+            "Take the kernel's time of arrival; the default on Linux.", "--kernel-timestamps/--no-kernel-timestamps"
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that share each load, where one core is not enough.")] = 1,
-    hosts: Annotated[int, typer.Option(help="Machines of a Ray cluster that share it, with --workers on each.")] = 0,
-    ray: Annotated[str, typer.Option(help="The cluster: auto is the one that runs here.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 300.0,
-    token_timeout: Annotated[float, typer.Option(help="Seconds without a token after which it has.")] = 60.0,
-    report: Annotated[Path, typer.Option(help="CSV and requests go beside it.")] = Path("reports/report.json"),
+    workers: Annotated[int, _client("Number of processes that share each load.")] = 1,
+    hosts: Annotated[int, _client("Number of machines of a Ray cluster that share each load.")] = 0,
+    ray: Annotated[str, _client("Address of the Ray cluster; auto is the one on this machine.")] = "auto",
+    seed: Annotated[int, _client("Seed of prompts and arrival times.")] = 0,
+    timeout: Annotated[float, _client("Fail a request after this many seconds.")] = 300.0,
+    token_timeout: Annotated[float, _client("Fail a request after this many seconds without a token.")] = 60.0,
+    report: Annotated[Path, _client("File of the report; CSV, page and requests go beside it.")] = Path(
+        "reports/report.json"
+    ),
 ) -> None:
-    """Measure a server: TTFT, ITL, TPOT, latency, throughput and goodput, at each load."""
+    """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
+
+    \b
+    Examples:
+      trtpipe bench --concurrency 1,4,16 --slo 'ttft:p99<500ms'
+      trtpipe bench --rate 2,4,8 --duration 60 --protocol grpc
+    """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.options import BenchOptions
     from trtpipe.pipeline.bench.protocols.connect import Wiring
@@ -165,15 +177,25 @@ def bench(
 
 @app.command()
 def again(
-    earlier: Annotated[Path, typer.Argument(help="The report.json of a measurement.")],
-    report: Annotated[Path, typer.Option(help="Where the new one goes.")],
-    grpc_url: Annotated[str | None, typer.Option(help="Where gRPC is spoken now: host:8001.")] = None,
-    http_url: Annotated[str | None, typer.Option(help="Triton's HTTP now: http://host:8000.")] = None,
-    openai_url: Annotated[str | None, typer.Option(help="OpenAI's API now: http://host:9000/v1.")] = None,
-    metrics_url: Annotated[str | None, typer.Option(help="The Prometheus page now.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Where its tokenizer.json is now.")] = None,
+    earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.")],
+    report: Annotated[Path, typer.Option(help="File of the new report.")],
+    grpc_url: Annotated[str | None, typer.Option(help="URL of the gRPC server now: host:8001.")] = None,
+    http_url: Annotated[str | None, typer.Option(help="URL of Triton's HTTP server now: http://host:8000.")] = None,
+    openai_url: Annotated[
+        str | None, typer.Option(help="URL of the OpenAI-compatible server now: http://host:9000/v1.")
+    ] = None,
+    metrics_url: Annotated[str | None, typer.Option(help="URL of the server's metrics now.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.")] = None,
 ) -> None:
-    """Measure once more what a report tells of: the same requests at the same times, by its own word."""
+    """Repeat a measurement from its report.
+
+    The requests are the same, and are sent at the same times.
+
+    \b
+    Examples:
+      trtpipe bench again reports/report.json --report after.json
+      trtpipe bench again report.json --report b.json --grpc-url host:8001
+    """
     from dataclasses import replace
 
     from trtpipe.pipeline.bench.results.files import read_again
@@ -190,16 +212,28 @@ def again(
 
 @app.command()
 def selftest(
-    protocol: Annotated[str, typer.Option(help="Of grpc, http, completions, chat.")] = "grpc,http",
-    streams: Annotated[str, typer.Option(help="Requests in flight.")] = "16,256",
+    protocol: Annotated[str, typer.Option(help="Protocols: grpc, http, completions, chat.")] = "grpc,http",
+    streams: Annotated[str, typer.Option(help="Numbers of requests in flight.")] = "16,256",
     itl: Annotated[float, typer.Option(help="Milliseconds between two tokens of a stream.")] = 10.0,
-    transport: Annotated[str, typer.Option(help="own or tritonclient.")] = "own",
+    transport: Annotated[str, typer.Option(help="Client library: own or tritonclient.")] = "own",
     kernel_timestamps: Annotated[
-        bool | None, typer.Option("--kernel-timestamps/--no-kernel-timestamps", help="As in a measurement.")
+        bool | None,
+        typer.Option(
+            "--kernel-timestamps/--no-kernel-timestamps",
+            help="Take the kernel's time of arrival; the default on Linux.",
+        ),
     ] = None,
 ) -> None:
-    """How wrong this client is on this machine, and how many tokens a second it can take: against a server of its own
-    whose timing is known."""
+    """Measure the error of this client on this machine.
+
+    A mock server of known timing is measured. The last line says how many tokens a second a core of the client can
+    take.
+
+    \b
+    Examples:
+      trtpipe bench selftest
+      trtpipe bench selftest --protocol chat --streams 64
+    """
     from trtpipe.pipeline.bench.protocols.connect import Wiring
     from trtpipe.pipeline.bench.selftest import ceiling, measure
     from trtpipe.pipeline.cli import console
@@ -230,15 +264,21 @@ def compare(
     ],
     fail_if: Annotated[
         list[str] | None,
-        typer.Option(help="Fail if this is so at any level: 'p99_ttft > 1.1x', 'p50_itl > 20ms', 'error_rate > 1%'."),
+        typer.Option(help="Fail if the condition holds at any load point: 'p99_ttft > 1.1x', 'error_rate > 1%'."),
     ] = None,
     price_per_hour: Annotated[
         str | None,
-        typer.Option(help="What an hour costs, all reports or one each: 2.5,3.9; else by the GPU's file."),
+        typer.Option(help="Price of an hour, of all reports or one each: 2.5,3.9; the GPU file's if left out."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Set measurements side by side: what changed, and whether it is more than chance."""
+    """Compare reports: differences and their significance.
+
+    \b
+    Examples:
+      trtpipe compare before/report.json after/report.json
+      trtpipe compare a.json b.json --fail-if 'p99_ttft > 1.1x'
+    """
     from trtpipe.pipeline.bench.compare.comparison import compare as compare_reports
     from trtpipe.pipeline.cli import console
 

@@ -41,28 +41,34 @@ if TYPE_CHECKING:
 def build(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
-    tp: Annotated[str | None, typer.Option("--tp", help="Tensor-parallel ranks.")] = None,
-    pp: Annotated[str | None, typer.Option("--pp", help="Pipeline-parallel stages.")] = None,
+    tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
+    pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     bundle: Annotated[
-        str | None, typer.Option("--from", help="Finish a target of `trtpipe export`, or one that was imported.")
+        str | None, typer.Option("--from", help="Finish an exported file, or a target that was imported.")
     ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Hash reused artefacts again.")] = False,
-    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep what a failed stage left.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file of reused artefacts.")] = False,
+    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="Keep the files of a failed stage.")] = False,
     ray: Annotated[
-        str | None, typer.Option(help="With --executor ray (stages run on a cluster): its address; the one here.")
+        str | None, typer.Option(help="Address of the Ray cluster of --executor ray; the one on this machine.")
     ] = None,
     exchange: Annotated[
-        str | None, typer.Option(help="With --executor ray: where artefacts travel, if machines share no TRTPIPE_HOME.")
+        str | None, typer.Option(help="Registry for artefacts of a Ray cluster whose machines share no TRTPIPE_HOME.")
     ] = None,
     trust_origin: TrustOrigin = None, trust_key: TrustKey = None,
 ) -> None:  # fmt: skip
-    """Make a model repository: download, convert or quantize, build, package. What is current is reused.
+    """Make a model repository from a model, stage by stage.
 
     --model, --gpu, --dtype, --runtime, --toolchain, --tp and --pp also take lists, such as a100,h100: every
-    combination is built, and what two of them share is made once.
+    combination is built, and what two of them share is made once. A stage whose artefact is current is not run
+    again.
+
+    \b
+    Examples:
+      trtpipe build --model llama3-8b --gpu h100 --dtype fp8
+      trtpipe build --recipe smollm2-cpu --until convert
     """
     from trtpipe.pipeline import matrix
     from trtpipe.pipeline.cli import console
@@ -87,8 +93,7 @@ def build(
         plans = [_plan(one) for one in matrix.combinations(options)]
 
     def make(plan: BuildSpec) -> list[StageResult]:
-        if len(plans) > 1:
-            console.note(plan.target)
+        _announce(plan)
         return execute(
             plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
         )
@@ -105,15 +110,34 @@ def build(
     matrix.raise_failures(outcomes)
 
 
+def _announce(spec: BuildSpec) -> None:
+    """Print what was resolved, before anything is done with it."""
+    from trtpipe.pipeline.cli import console
+
+    console.note(f"target {spec.target}")
+    chosen = [value for value in spec.values if value.source != "default"]
+    for value in chosen:
+        console.note(f"  {value.name:<28} {value.value}  ({value.source})")
+    console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
+
+
 def settings(
     model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each setting of the engine means.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain each setting of the engine.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print every setting a build would use and where it comes from. Touches nothing."""
+    """Print every setting of a build and its source.
+
+    Nothing is downloaded or written.
+
+    \b
+    Examples:
+      trtpipe settings --model llama3-8b --gpu h100
+      trtpipe settings --recipe smollm2-cpu --explain
+    """
     from trtpipe.pipeline.cli import console
 
     resolved = _plan(locals())
@@ -135,7 +159,13 @@ def status(
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Say per stage whether it is current, and why not."""
+    """Print for each stage whether its artefact is current.
+
+    \b
+    Examples:
+      trtpipe status --recipe smollm2-cpu
+      trtpipe status --model llama3-8b --gpu h100 --json
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.runner import status as stage_status
 
@@ -153,7 +183,15 @@ def export(
     out: Annotated[Path | None, typer.Option("--output", "-o", help="The file; TARGET.tar if left out.")] = None,
     sign_key: SignKey = None,
 ) -> None:
-    """Pack a target's checkpoint, settings and digests into one file, to be finished where its GPU is."""
+    """Pack a target into one file, to finish it elsewhere.
+
+    The file holds the checkpoint, the settings and the digests.
+
+    \b
+    Examples:
+      trtpipe export llama3-8b.h100.fp8
+      trtpipe export llama3-8b.h100.fp8 -o fp8.tar --sign-key key.pem
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import export as bundle
 
@@ -166,7 +204,15 @@ def export(
 def import_(
     file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")], trust_key: TrustKey = None
 ) -> None:
-    """Verify an export and take what it holds into the store, apart from what is built here."""
+    """Verify an exported file and import its artefacts.
+
+    Imported artefacts are kept apart from those that are built here.
+
+    \b
+    Examples:
+      trtpipe import llama3-8b.h100.fp8.tar
+      trtpipe import fp8.tar --trust-key team.pub
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import export as bundle
 
@@ -176,9 +222,19 @@ def import_(
 
 
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
+    ] = False,
 ) -> None:
-    """Drop artefacts that no run folder refers to, and what interrupted runs left."""
+    """Delete artefacts that no run refers to.
+
+    What interrupted runs left is deleted too.
+
+    \b
+    Examples:
+      trtpipe gc --dry-run
+      trtpipe gc
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving.references import references
     from trtpipe.pipeline.store.gc import find_garbage, remove
@@ -194,7 +250,15 @@ def gc(
 
 
 def scrub() -> None:
-    """Read every file of the store and compare it with its digest; fails when one is damaged."""
+    """Compare every file of the store with its digest.
+
+    Fails when a file is damaged.
+
+    \b
+    Examples:
+      trtpipe scrub
+      TRTPIPE_HOME=/data/trtpipe trtpipe scrub
+    """
     from trtpipe.engines.errors import InputDataError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.store.scrub import scrub as read_all

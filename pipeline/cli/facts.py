@@ -11,7 +11,13 @@ from trtpipe.pipeline.cli.options import Json, own_store
 
 
 def models(as_json: Json = False) -> None:
-    """List the models with a name, and where each comes from."""
+    """List the models that have a name here.
+
+    \b
+    Examples:
+      trtpipe models
+      trtpipe models --json
+    """
     import dataclasses
 
     from trtpipe.configs import facts as config
@@ -29,7 +35,15 @@ def gpus(
     name: Annotated[str | None, typer.Argument(help="One of them: every figure with its source.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the GPUs a target can name: dense TFLOPS, bandwidths in one direction."""
+    """List the GPUs that a target can name.
+
+    TFLOPS are dense; bandwidths are those of one direction.
+
+    \b
+    Examples:
+      trtpipe gpus
+      trtpipe gpus h100
+    """
     import dataclasses
 
     from trtpipe.configs import facts as config
@@ -56,11 +70,66 @@ def gpus(
     console.table(columns, rows, numeric=columns[1:-1])
 
 
+def recipes(as_json: Json = False) -> None:
+    """List the build recipes.
+
+    \b
+    Examples:
+      trtpipe recipes
+      trtpipe build --recipe smollm2-cpu
+    """
+    from trtpipe.configs import facts
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.spec import recipe_layer, resolve
+
+    known = {
+        path.stem: resolve([recipe_layer(path.stem)]) for path in sorted((facts.CONFIGS / "recipes").glob("*.yaml"))
+    }
+    if as_json:
+        console.result_json([{"name": name, "target": spec.target} for name, spec in known.items()])
+        return
+    console.table(("recipe", "target"), [(name, spec.target) for name, spec in known.items()])
+    console.result("quantization recipes, as --dtype takes them: trtpipe quants")
+
+
+def quants(as_json: Json = False) -> None:
+    """List the quantization recipes and the SMs that run them.
+
+    \b
+    Examples:
+      trtpipe quants
+      trtpipe quants --json
+    """
+    import dataclasses
+
+    from trtpipe.configs import facts
+    from trtpipe.pipeline.cli import console
+
+    known = facts.load_quant_recipes().values()
+    if as_json:
+        console.result_json([dataclasses.asdict(recipe) for recipe in known])
+        return
+    rows = [
+        (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
+         " ".join(map(str, r.sms)), r.description)
+        for r in known
+    ]  # fmt: skip
+    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
+
+
 def probe(
-    out: Annotated[Path | None, typer.Option(help="The file to write; gpus/NAME.yaml of TRTPIPE_HOME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; gpus/NAME.yaml of TRTPIPE_HOME if left out.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine's GPUs; `trtpipe plan` then goes by that instead of the data sheet."""
+    """Measure this machine's GPUs for `trtpipe plan`.
+
+    `trtpipe plan` then uses the measured figures in place of the data sheet's.
+
+    \b
+    Examples:
+      trtpipe probe
+      trtpipe probe --help
+    """
     import dataclasses
 
     from trtpipe.pipeline.cli import console
@@ -84,7 +153,15 @@ def probe(
 
 
 def toolchains(as_json: Json = False) -> None:
-    """List the releases of TensorRT-LLM we build with, and which of them this machine's driver can run."""
+    """List the TensorRT-LLM releases that can be used.
+
+    The last column says whether this machine's driver can run them.
+
+    \b
+    Examples:
+      trtpipe toolchains
+      trtpipe toolchains --json
+    """
     import dataclasses
 
     from trtpipe.configs import facts as config
@@ -110,7 +187,15 @@ def passport(
     folder: Annotated[Path, typer.Argument(help="An engine folder, a model repository, or a target in ./runs.")],
     as_json: Json = False,
 ) -> None:
-    """Print what an engine was built for and by, and whether this machine can run it; fails when it cannot."""
+    """Print what an engine was built for, and with what.
+
+    Fails when this machine cannot run the engine.
+
+    \b
+    Examples:
+      trtpipe passport llama3-8b.h100.fp8
+      trtpipe passport ENGINE_DIR --json
+    """
     import dataclasses
 
     from trtpipe.pipeline import compatibility
@@ -136,7 +221,13 @@ def passport(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine can do, and what to install for what it cannot."""
+    """Report what this machine can do, and what it lacks.
+
+    \b
+    Examples:
+      trtpipe doctor
+      trtpipe doctor --json
+    """
     import dataclasses
 
     from trtpipe.pipeline.cli import console

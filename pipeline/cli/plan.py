@@ -15,27 +15,41 @@ USUAL = "a100,l40s,h100,h200,h20"
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A name of `trtpipe models`, or a model's folder.")],
-    gpu: Annotated[str, typer.Option(help="Of `trtpipe gpus`; a list is compared.")] = USUAL,
-    dtype: Annotated[str, typer.Option(help="auto, bf16, fp16, or a recipe such as fp8; a list is compared.")] = "auto",
-    kv_cache: Annotated[str | None, typer.Option(help="none, fp8 or int8, before the recipe's own.")] = None,
-    tp: Annotated[str | None, typer.Option("--tp", help="GPUs of one engine; without it 1, 2, 4 and 8.")] = None,
-    runtime: Annotated[str, typer.Option(help="tensorrt_llm or vllm.")] = "tensorrt_llm",
-    load: Annotated[str | None, typer.Option(help="A load of configs/load, or a YAML file: its lengths.")] = None,
-    input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as `trtpipe bench` has them.")] = None,
-    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, likewise.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Clients a second that must be served: how many GPUs?")] = None,
-    slo: Annotated[list[str] | None, typer.Option(help="Objective: ttft:500ms, tpot:mean<50ms; repeatable.")] = None,
-    price: Annotated[list[str] | None, typer.Option(help="Of one GPU an hour: h100=2.5; repeatable.")] = None,
-    reuse: Annotated[bool, typer.Option("--reuse", help="Count on KV-cache reuse of common beginnings.")] = False,
+    model: Annotated[str, typer.Option(help="Model: a name of `trtpipe models`, or a folder.")],
+    gpu: Annotated[str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.")] = USUAL,
+    dtype: Annotated[
+        str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
+    ] = "auto",
+    kv_cache: Annotated[str | None, typer.Option(help="KV cache: none, fp8 or int8; the recipe's if left out.")] = None,
+    tp: Annotated[
+        str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")
+    ] = None,
+    runtime: Annotated[str, typer.Option(help="Runtime: tensorrt_llm or vllm.")] = "tensorrt_llm",
+    load: Annotated[str | None, typer.Option(help="Load of configs/load, or a YAML file, for its lengths.")] = None,
+    input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
+    output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, as in `trtpipe bench`.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Request rate to serve, in requests/s; sizes the number of GPUs.")
+    ] = None,
+    slo: Annotated[
+        list[str] | None, typer.Option(help="Service level objective: ttft:500ms, tpot:mean<50ms; repeatable.")
+    ] = None,
+    price: Annotated[list[str] | None, typer.Option(help="Price of a GPU per hour: h100=2.5; repeatable.")] = None,
+    reuse: Annotated[bool, typer.Option("--reuse", help="Assume KV-cache reuse of shared prefixes.")] = False,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="What single changes would do to the best option.")
+        bool, typer.Option("--what-if", help="Print the effect of single changes to the best option.")
     ] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Say where each option's memory goes.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    page: Annotated[Path | None, typer.Option(help="Write an HTML page with each option's frontier.")] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML page to write, with each option's frontier.")] = None,
 ) -> None:
-    """Before anything is rented: which GPUs serve a model within objectives, how fast, and at what cost."""
+    """Predict which GPUs serve a model, how fast, at what cost.
+
+    \b
+    Examples:
+      trtpipe plan --model llama3-70b --gpu a100,h100 --load chat --slo ttft:500ms
+      trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --html plan.html
+    """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_plan
     from trtpipe.pipeline.planner.advice import advise

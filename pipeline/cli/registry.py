@@ -19,14 +19,22 @@ Url = Annotated[
 SHOWN = 8
 Only = Annotated[
     str | None,
-    typer.Option(help="A list of checkpoint, scales, tokenizer, accuracy and engine."),
+    typer.Option(help="Artefacts to push: checkpoint, scales, tokenizer, accuracy, engine."),
 ]
 
 
 def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None,
     sign_key: SignKey = None,
 ) -> None:  # fmt: skip
-    """Bring a target to a registry: what it takes to serve, unless --only says otherwise. What is there stays."""
+    """Push a target to a registry.
+
+    What it takes to serve the target is pushed, unless --only says otherwise. Nothing in the registry is deleted.
+
+    \b
+    Examples:
+      trtpipe push llama3-8b.h100.fp8 oci://registry.example/team/models
+      trtpipe push llama3-8b.h100.fp8 s3://bucket/models --only checkpoint
+    """
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
@@ -49,13 +57,19 @@ def pull(
     url: Url,
     only: Only = None,
     any_machine: Annotated[
-        bool, typer.Option("--any-machine", help="Also an engine that this machine cannot run.")
+        bool, typer.Option("--any-machine", help="Pull an engine even if this machine cannot run it.")
     ] = False,
     trust_key: TrustKey = None,
 ) -> None:
-    """Bring a target from a registry into ./runs: verified, and continued where an earlier pull broke off.
+    """Pull a target from a registry into ./runs.
 
-    Its repository is made here, from its engine and tokenizer: no code and no configuration is taken.
+    Every file is verified; an interrupted pull is continued. The repository is made here, from the engine and the
+    tokenizer: no code and no configuration is taken.
+
+    \b
+    Examples:
+      trtpipe pull llama3-8b.h100.fp8 oci://registry.example/team/models
+      trtpipe pull llama3-8b.h100.fp8 s3://bucket/models --trust-key team.pub
     """
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
@@ -84,12 +98,18 @@ def pull(
 def search(
     url: Url,
     model: Annotated[str | None, typer.Option(help="Part of a model's name.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Of a GPU's name or its SM: h100, SM90.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the precision: FP8, bf16.")] = None,
-    toolchain: Annotated[str | None, typer.Option(help="Of the TensorRT-LLM release.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Name or SM of a GPU: h100, SM90.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Precision: FP8, bf16.")] = None,
+    toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The targets of a registry, or those of them that fit these words."""
+    """List the targets of a registry.
+
+    \b
+    Examples:
+      trtpipe search s3://bucket/models
+      trtpipe search oci://registry.example/team/models --gpu h100
+    """
     import dataclasses
 
     from trtpipe.pipeline.cli import console
@@ -121,10 +141,18 @@ def search(
 
 def provenance(
     target: Annotated[str, typer.Argument(help="A target in ./runs.")],
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="A file; printed if left out.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; printed if left out.")] = None,
     sign_key: SignKey = None,
 ) -> None:
-    """Where a target came from, as a SLSA provenance statement, or in the DSSE envelope of a signature."""
+    """Print the SLSA provenance statement of a target.
+
+    With --sign-key it is in the DSSE envelope of a signature.
+
+    \b
+    Examples:
+      trtpipe provenance llama3-8b.h100.fp8
+      trtpipe provenance llama3-8b.h100.fp8 --sign-key key.pem
+    """
     import json
 
     from trtpipe.configs.home import default_home
@@ -153,7 +181,15 @@ def verify_provenance(
     ] = None,
     trust_key: TrustKey = None,
 ) -> None:
-    """Replay a target's digests, from its source to its repository, and hash every file that is here."""
+    """Verify a target's digests, from source to repository.
+
+    Every file of the target that is here is hashed.
+
+    \b
+    Examples:
+      trtpipe verify-provenance llama3-8b.h100.fp8
+      trtpipe verify-provenance statement.json --trust-key team.pub
+    """
     from trtpipe.configs.home import default_home
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console

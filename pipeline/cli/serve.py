@@ -14,39 +14,49 @@ from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Targe
 def serve(
     targets: Targets = None,
     server: Annotated[
-        str, typer.Option(help="auto, local (this environment's tritonserver) or docker (the toolchain's image).")
+        str, typer.Option(help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.")
     ] = "auto",
-    hardware: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8002,
-    openai_port: Annotated[int, typer.Option(help="Of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 takes a free one.")] = 8002,
+    openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
-    gateway_workers: Annotated[int, typer.Option(help="Processes of the gateway.")] = 1,
+    gateway_workers: Annotated[int, typer.Option(help="Number of gateway processes.")] = 1,
     api_keys_file: Annotated[
-        Path | None, typer.Option(help="Keys that the gateway asks for, one a line; or set TRTPIPE_API_KEYS.")
+        Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the gateway, a PEM file.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key.")] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="With docker: the GPUs it gets, such as 0,1; all if left out.")
-    ] = None,
-    shm_size: Annotated[str, typer.Option(help="With docker: shared memory.")] = "2g",
+    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
+    shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
     engine_python: Annotated[
-        str | None, typer.Option(help="Python of the environment that vLLM is installed in, if it is another.")
+        str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
     allow_model_code: AllowModelCode = False,
-    restart: Annotated[int, typer.Option(help="How often a server that ends by itself is started again.")] = 0,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when it is ready; `trtpipe stop` ends it.")] = False,
+    restart: Annotated[
+        int, typer.Option(help="Number of times that a server which ends by itself is started again.")
+    ] = 0,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when the server is ready; `trtpipe stop` ends it.")
+    ] = False,
 ) -> int | None:
-    """Serve a model repository with a real tritonserver, after one request has been answered."""
+    """Serve a model repository with tritonserver.
+
+    The command returns, or reports that the server is ready, after one request has been answered.
+
+    \b
+    Examples:
+      trtpipe serve llama3-8b.h100.fp8
+      trtpipe serve --detach --http-port 0 --grpc-port 0
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import background, serve, watchdog
 
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
     options = serve.LaunchOptions(
-        server=server, host=hardware, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
@@ -87,7 +97,13 @@ def serve(
 
 
 def ps(as_json: Json = False) -> None:
-    """List the running servers."""
+    """List the running servers.
+
+    \b
+    Examples:
+      trtpipe ps
+      trtpipe ps --json
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import servers
 
@@ -113,16 +129,21 @@ def ps(as_json: Json = False) -> None:
 def logs(
     server: Annotated[
         str | None,
-        typer.Option(help="Whose log, of a server that runs or of one that has ended; the only one's if left out."),
+        typer.Option(help="Name of a server, running or ended; the only one if left out."),
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the last lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines.")] = 50,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, or until the server ends.")
+        bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C or the server's end.")
     ] = False,
 ) -> None:
     """Print the log of a server, running or not.
 
     On a terminal, control characters in it are shown as escapes.
+
+    \b
+    Examples:
+      trtpipe logs -f
+      trtpipe logs llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import serve
@@ -136,7 +157,15 @@ def reload(
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
 ) -> None:
-    """Load a target's repository as it is now into a running server, model by model, without ending it."""
+    """Load a changed repository into a running server.
+
+    The models are loaded one by one; the server goes on.
+
+    \b
+    Examples:
+      trtpipe reload
+      trtpipe reload llama3-8b.h100.fp8
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import serve
 
@@ -145,7 +174,13 @@ def reload(
 
 
 def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
-    """End servers that `serve` started."""
+    """Stop servers that `trtpipe serve` started.
+
+    \b
+    Examples:
+      trtpipe stop
+      trtpipe stop llama3-8b.h100.fp8
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import serve
 
@@ -156,15 +191,21 @@ def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all i
 def check(
     repository: Annotated[Path, typer.Argument(help="A model repository, ours or anybody's, or a target in ./runs.")],
     toolchain: Annotated[
-        str | None, typer.Option(help="The release that will serve it, of `trtpipe toolchains`; found out if left out.")
+        str | None, typer.Option(help="TensorRT-LLM release that will serve it; detected if left out.")
     ] = None,
-    here: Annotated[bool, typer.Option("--here", help="Also ask whether this machine's GPUs can serve it.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Also check that this machine's GPUs can serve it.")] = False,
     allow_model_code: AllowModelCode = False,
     as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a model repository before Triton sees it; fails when something is.
+    """Check a model repository before Triton loads it.
 
-    Code that is of no known template is named: `serve` refuses it without --allow-model-code.
+    Fails when something is wrong. Code that is of no known template is named: `serve` refuses it without --allow-
+    model-code.
+
+    \b
+    Examples:
+      trtpipe check llama3-8b.h100.fp8
+      trtpipe check MODEL_REPOSITORY --json
     """
     import dataclasses
 
@@ -189,12 +230,18 @@ def check(
 
 def top(
     server: ServerName = None,
-    url: Annotated[str | None, typer.Option(help="Metrics of a server that is not ours, such as host:8002.")] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, over one interval.")] = False,
+    url: Annotated[str | None, typer.Option(help="Metrics of an external server: host:8002.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading over one interval.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Follow a server: requests, tokens, KV-cache blocks, queue and latency."""
+    """Watch a server: requests, tokens, KV cache, latency.
+
+    \b
+    Examples:
+      trtpipe top
+      trtpipe top --once --json
+    """
     from trtpipe.pipeline.cli import console_top
     from trtpipe.pipeline.serving import servers
 
@@ -206,10 +253,16 @@ def top(
 
 def monitoring(
     target: Target = None,
-    out: Annotated[Path, typer.Option("--output", "-o", help="The folder monitoring/ is written into it.")] = Path(),
-    metrics: Annotated[str, typer.Option(help="Where the servers' metrics are, host:port, separated by commas.")] = "",
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder in which monitoring/ is written.")] = Path(),
+    metrics: Annotated[str, typer.Option(help="Addresses of the servers' metrics: host:port,...")] = "",
 ) -> None:
-    """Write a Grafana dashboard, a Prometheus scrape configuration and alerts for what is served."""
+    """Write a Grafana dashboard, scrape config and alerts.
+
+    \b
+    Examples:
+      trtpipe monitoring llama3-8b.h100.fp8 -o monitoring
+      trtpipe monitoring -o monitoring
+    """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.dashboards import TARGETS, write_monitoring
     from trtpipe.pipeline.serving import serve
@@ -224,18 +277,23 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     server: ServerName = None,
     target: TargetName = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 or none: greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    repetition_penalty: Annotated[float | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
-    stop_word: Annotated[list[str] | None, typer.Option("--stop", help="End at this text; may be repeated.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, without the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; greedy if 0 or left out.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of likeliest tokens to sample from.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Penalty of tokens that were there.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
+    stop_word: Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; repeatable.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text without the chat template.")] = False,
 ) -> None:
     """Stream an answer from a running server.
 
     On a terminal, control characters in it are shown as escapes.
+
+    \b
+    Examples:
+      trtpipe generate "Why is the sky blue?"
+      trtpipe generate "def fib(n):" --raw --max-tokens 64
     """
     from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.cli import console
@@ -267,15 +325,25 @@ def _deploy() -> None:
 @deploy.command()
 def k8s(
     target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="Where it goes; must not exist, or be empty.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new or empty.")],
     pvc: Annotated[str | None, typer.Option(help="PersistentVolumeClaim that holds the repository.")] = None,
-    model_image: Annotated[str | None, typer.Option(help="Or: image that holds it.")] = None,
-    host_path: Annotated[str | None, typer.Option(help="Or: folder of the node.")] = None,
-    namespace: Annotated[str, typer.Option(help="Where the resources go.")] = "default",
-    image: Annotated[str | None, typer.Option(help="Of the server; the toolchain's if left out.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8.")] = None,
+    model_image: Annotated[str | None, typer.Option(help="Container image that holds the repository.")] = None,
+    host_path: Annotated[str | None, typer.Option(help="Folder of the node that holds the repository.")] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the resources.")] = "default",
+    image: Annotated[str | None, typer.Option(help="Image of the server; the toolchain's if left out.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
+    ] = None,
 ) -> None:
-    """Write a kustomize base: Deployment or LeaderWorkerSet, Service, probes, autoscaling, disruption budget."""
+    """Write a kustomize base that serves a target.
+
+    It holds a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
+
+    \b
+    Examples:
+      trtpipe deploy k8s llama3-8b.h100.fp8 -o base --pvc models
+      trtpipe deploy k8s --help
+    """
     from trtpipe.configs import facts, read
     from trtpipe.engines.errors import UsageError
     from trtpipe.engines.passport import read_passport

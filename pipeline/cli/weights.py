@@ -13,20 +13,26 @@ from trtpipe.pipeline.cli.options import Json, KvCache
 def convert(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
     out_dir: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist, or be empty.")],
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float16 or float32.")] = "auto",
+    tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
     use_parallel_embedding: Annotated[
-        bool, typer.Option("--use-parallel-embedding", help="Share the embedding table among tensor-parallel ranks.")
+        bool, typer.Option("--use-parallel-embedding", help="Shard the embedding table over tensor-parallel ranks.")
     ] = False,
     embedding_sharding_dim: Annotated[
-        int, typer.Option(help="With it: 0 cuts the table by vocabulary, 1 by hidden size.")
+        int, typer.Option(help="Dimension to shard: 0 is the vocabulary, 1 the hidden size.")
     ] = 0,
-    toolchain: Annotated[
-        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
-    ] = None,
+    toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release that will load the checkpoint.")] = None,
 ) -> None:
-    """Write the TensorRT-LLM checkpoint of a plain folder to another, outside the store."""
+    """Convert a Hugging Face folder to a TensorRT-LLM checkpoint.
+
+    Both are plain folders, outside the store.
+
+    \b
+    Examples:
+      trtpipe convert HF_DIR OUT_DIR --tp 2
+      trtpipe convert HF_DIR OUT_DIR --dtype float16
+    """
     from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
@@ -52,28 +58,40 @@ def convert(
 def quantize(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
     out_dir: Annotated[Path, typer.Argument(help="Where the result goes; must not exist, or be empty.")],
-    quant: Annotated[str, typer.Option(help="A recipe of `trtpipe recipes`, such as fp8, int8-sq or int4-awq.")],
+    quant: Annotated[str, typer.Option(help="Recipe, of `trtpipe quants`: fp8, int8-sq, int4-awq, ...")],
     kv_cache: KvCache = None,
-    calib: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "cnn_dailymail",
-    samples: Annotated[int, typer.Option(help="Rows of calibration text.")] = 512,
+    calib: Annotated[
+        str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
+    ] = "cnn_dailymail",
+    samples: Annotated[int, typer.Option(help="Number of rows of calibration text.")] = 512,
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
-    seed: Annotated[int, typer.Option(help="Order of the texts.")] = 0,
-    form: Annotated[str, typer.Option("--format", help="trtllm for engines, hf for the LLM API and vLLM.")] = "trtllm",
-    dtype: Annotated[str, typer.Option(help="Of what is not quantized: auto, bfloat16 or float16.")] = "auto",
-    group_size: Annotated[int | None, typer.Option(help="Input features that share a scale (AWQ).")] = None,
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel stages.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the order of texts.")] = 0,
+    form: Annotated[
+        str, typer.Option("--format", help="Format: trtllm for engines, hf for the LLM API and vLLM.")
+    ] = "trtllm",
+    dtype: Annotated[str, typer.Option(help="Type of what is not quantized: auto, bfloat16 or float16.")] = "auto",
+    group_size: Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ).")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one forward pass; fewer take less memory.")
+        int | None, typer.Option(help="Most tokens of a forward pass; fewer take less memory.")
     ] = None,
-    scales: Annotated[Path | None, typer.Option(help="Use these scales and calibrate nothing.")] = None,
-    save_scales: Annotated[Path | None, typer.Option(help="Keep the scales, for another format or mapping.")] = None,
-    toolchain: Annotated[
-        str | None, typer.Option(help="TensorRT-LLM release that will load it, of `trtpipe toolchains`.")
+    scales: Annotated[Path | None, typer.Option(help="Folder of scales to use instead of calibrating.")] = None,
+    save_scales: Annotated[
+        Path | None, typer.Option(help="Folder to keep the scales in, for another format or mapping.")
     ] = None,
+    toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release that will load the checkpoint.")] = None,
 ) -> None:
-    """Quantize a plain folder with ModelOpt into another, outside the store."""
+    """Quantize a Hugging Face folder with ModelOpt.
+
+    Both are plain folders, outside the store.
+
+    \b
+    Examples:
+      trtpipe quantize HF_DIR OUT_DIR --quant fp8 --kv-cache fp8
+      trtpipe quantize HF_DIR OUT_DIR --quant int4-awq --calib FILE.txt --samples 128
+    """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
     from trtpipe.engines.errors import StageFailed
@@ -112,16 +130,26 @@ def quantize(
 def verify(
     original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
     quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint, or ModelOpt's Hugging Face folder.")],
-    text: Annotated[str, typer.Option(help="A .txt or .jsonl file, or a data set we know.")] = "heldout",
-    rows: Annotated[int, typer.Option(help="Rows of text.")] = 16,
+    text: Annotated[
+        str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
+    ] = "heldout",
+    rows: Annotated[int, typer.Option(help="Number of rows of text.")] = 16,
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 256,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
     report_dir: Annotated[
         Path | None, typer.Option("--report", help="Folder for accuracy.json and accuracy.html.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what quantizing has cost: perplexity, KL divergence, and the layers that do most harm."""
+    """Measure what quantization costs in accuracy.
+
+    Perplexity, KL divergence, and the layers that cost most.
+
+    \b
+    Examples:
+      trtpipe verify HF_DIR OUT_DIR
+      trtpipe verify HF_DIR OUT_DIR --report accuracy
+    """
     import tempfile
 
     from trtpipe.configs import facts
@@ -146,25 +174,6 @@ def verify(
         raise report.refusal(report_dir)
 
 
-def recipes(as_json: Json = False) -> None:
-    """List the quantization recipes, and the SMs that run them."""
-    import dataclasses
-
-    from trtpipe.configs import facts
-    from trtpipe.pipeline.cli import console
-
-    known = facts.load_quant_recipes().values()
-    if as_json:
-        console.result_json([dataclasses.asdict(recipe) for recipe in known])
-        return
-    rows = [
-        (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
-         " ".join(map(str, r.sms)), r.description)
-        for r in known
-    ]  # fmt: skip
-    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
-
-
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face or TensorRT-LLM checkpoint folder.")],
     verify_against: Annotated[
@@ -172,7 +181,15 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what a checkpoint holds and what is wrong with it; fails when something is."""
+    """Print what a checkpoint holds and what is wrong in it.
+
+    Fails when something is wrong.
+
+    \b
+    Examples:
+      trtpipe inspect OUT_DIR
+      trtpipe inspect OUT_DIR --verify-against HF_DIR
+    """
     from trtpipe.engines.checkpoint.restore import differences
     from trtpipe.engines.hf.inspection import inspect as look
     from trtpipe.pipeline.cli import console
@@ -194,7 +211,15 @@ def restore(
     checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
     out_dir: Annotated[Path, typer.Argument(help="Where the folder goes; must not exist, or be empty.")],
 ) -> None:
-    """Rebuild the Hugging Face folder (config and weights) that a TensorRT-LLM checkpoint was made from."""
+    """Convert a TensorRT-LLM checkpoint back to Hugging Face.
+
+    The folder holds config and weights.
+
+    \b
+    Examples:
+      trtpipe restore OUT_DIR HF_DIR
+      trtpipe inspect OUT_DIR --verify-against HF_DIR
+    """
     from trtpipe.engines.checkpoint.restore import restore as rebuild
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.store.folders import new_folder

@@ -277,9 +277,9 @@ def _mark(folder: Path) -> FileLock:
 
 
 def _listens(address: str) -> bool:
-    hardware, _, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((hardware.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK_SECONDS).close()
     except OSError:
         return False
     return True

@@ -18,8 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from tests.support.factories import CONFIG, hf_folder, write_tokenizer
+from tests.support.golden import check_golden
 from tests.unit.test_runner import SIZES, snapshot
 from trtpipe import __version__
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
@@ -35,10 +37,10 @@ from trtpipe.pipeline.store.store import Store
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "plan", "settings", "status", "convert", "quantize", "verify", "recipes", "inspect", "restore", "serve",
-    "ps", "logs", "reload", "stop", "check", "top", "monitoring", "generate", "compare", "models", "gpus", "probe",
-    "toolchains", "passport", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "gc",
-    "scrub", "doctor", "bench", "deploy",
+    "build", "settings", "status", "recipes", "gc", "scrub", "serve", "generate", "ps", "logs", "top", "reload", "stop",
+    "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull", "search",
+    "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize", "verify", "quants", "models",
+    "gpus", "toolchains", "passport", "doctor",
 ]  # fmt: skip
 
 
@@ -100,7 +102,10 @@ def rows(table: str) -> list[list[str]]:
 def test_help_names_every_command(run: Run, arguments: list[str]) -> None:
     done = run(*arguments)
     assert (done.status, done.err) == (0, "")
-    assert re.findall(r"^  (\w[\w-]*)  ", done.out, re.MULTILINE) == COMMANDS
+    groups = done.out.partition("\nBuild:\n")[2]
+    assert re.findall(r"^  (\w[\w-]*)  ", groups, re.MULTILINE) == COMMANDS
+    assert "..." not in groups
+    assert max(map(len, done.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -108,6 +113,20 @@ def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.status == 0
     assert done.out.startswith(f"Usage: trtpipe {command} ")
+    assert len(re.findall(r"^    (?:\w+=\S+ )?trtpipe ", done.out, re.MULTILINE)) == (0 if command == "deploy" else 2)
+
+
+def test_no_command_and_no_option_is_lost() -> None:
+    """A name that goes needs another that tells of it."""
+    names: dict[str, list[str]] = {}
+
+    def walk(command: Any, path: str) -> None:
+        names[path] = sorted(name for one in command.params for name in (*one.opts, *one.secondary_opts))
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, f"{path} {name}")
+
+    walk(typer.main.get_command(cli.app), "trtpipe")
+    check_golden("options.json", json.dumps(names, indent=1, sort_keys=True) + "\n")
 
 
 def test_version(run: Run) -> None:
@@ -184,9 +203,13 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
         name for name in ("download", "tokenizer", "convert", "build", "package") for _ in ("running", "done")
     ]
     again = build(model)
-    assert [line.split()[:2] for line in again.err.splitlines()] == [
+    preamble, stages = again.err.splitlines()[:-5], again.err.splitlines()[-5:]
+    assert [line.split()[:2] for line in stages] == [
         [name, "reused"] for name in ("download", "tokenizer", "convert", "build", "package")
     ]
+    assert preamble[0] == "target tiny.cpu.fp32"
+    assert ["gpu", "cpu", "(option)"] in [line.split() for line in preamble]
+    assert re.fullmatch(r"  and \d+ defaults, which `trtpipe settings` prints", preamble[-1])
     assert again.out == done.out
     partly = build(model, "--until", "convert")
     assert [row[0] for row in rows(partly.out)] == ["made", "model", "tokenizer", "checkpoint"]
@@ -433,7 +456,9 @@ def test_four_is_for_the_machine(
         "or set TRTPIPE_HOME to a larger disk"
     )
     assert list((store.home / "artefacts" / "convert").iterdir()) == []
-    assert [row[1] for row in rows(build(model).err)[:1]] == ["reused"]  # what was finished before is kept
+    assert [row[1] for row in rows(build(model).err) if row[0] == "download"] == [
+        "reused"
+    ]  # what was finished before is kept
     monkeypatch.setenv("TRTPIPE_HOME", str(model / "config.json"))
     done = build(model)
     assert done.status == 4
