@@ -2,9 +2,9 @@
 
     [STATISTIC_]METRIC  <, <=, > or >=  NUMBER UNIT
 
-        p99_ttft > 1.1x        relative to A, the base
+    p99_ttft > 1.1x        relative to A, the base
     throughput < 0.95x
-        p50_itl > 20ms         the value itself; ms, s or us
+    p50_itl > 20ms         the value itself; ms, s or us
     error_rate > 1%
 
 A metric with a distribution needs a statistic, a rate has none.

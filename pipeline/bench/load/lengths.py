@@ -3,9 +3,9 @@
     128                              always the same
     normal:128,32                    mean and standard deviation
     lognormal:128,0.5                median, and sigma of the logarithm; the mean is median x exp(sigma^2 / 2)
-        uniform:64,256                   from the first to the second, both included, all equally likely
-        mix:0.7*128+0.3*normal:1024,64   each part with the probability of its weight; the weights add up to 1
-        empirical:FILE                   drawn from a file: a number or "in out" a line, or JSONL with input_length and
+    uniform:64,256                   from the first to the second, both included, all equally likely
+    mix:0.7*128+0.3*normal:1024,64   each part with the probability of its weight; the weights add up to 1
+    empirical:FILE                   drawn from a file: a number or "in out" a line, or JSONL with input_length and
                                      output_length
 
 Token lengths are rounded, and at least 1; the tails of normal and lognormal distributions are not cut otherwise.

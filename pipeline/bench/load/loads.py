@@ -102,8 +102,8 @@ class _OnSchedule:
     max_in_flight      requests beyond this number wait, and their wait shows as dispatch delay; None: no limit
     warmup_s           seconds at the start that are not measured
     warmup_fraction    the same as a share of the measured part, or of the whole where the schedule is given as a whole
-    cooldown_s         seconds at the end that are not measured; cooldown_fraction likewise
-    cooldown_fraction
+    cooldown_s         seconds at the end that are not measured
+    cooldown_fraction  the same as a share, like warmup_fraction
     """
 
     max_in_flight: int | None = None

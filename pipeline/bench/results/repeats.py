@@ -25,8 +25,8 @@ _NORMAL = 1.960
 
 def repeats(levels: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Load points of a report that were measured more than once: protocol, label, runs, valid (number of valid runs),
-    and for each metric its figures as {mean, std, interval}. INVALID runs are left out; a figure that a run lacks is None,
-    and so is everything where fewer than two runs are left."""
+    and for each metric its figures as {mean, std, interval}. INVALID runs are left out; a figure that a run lacks
+    is None, and so is everything where fewer than two runs are left."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for level in levels:
         same = json.dumps([level["protocol"], level["label"], level["load"]], sort_keys=True)

@@ -1,4 +1,4 @@
-"""Importer of GenAI-Perf's profile_export_genai_perf.json (0.0.16). The file has no version, no failures and no requests."""
+"""Importer of GenAI-Perf's profile_export_genai_perf.json (0.0.16): no version, no failures, no requests."""
 
 from __future__ import annotations
 
