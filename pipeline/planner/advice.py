@@ -211,7 +211,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     made: list[Candidate] = []
     for tp in question.tps or TPS:
         one = _candidate(question, gpu, precision, tp, lengths, how)
-        # Where several numbers of GPUs do not fit, only the largest of them is reported.
+        # A number of GPUs that does not fit is dropped once a larger number has been tried.
         if made and made[-1].option is None:
             made.pop()
         made.append(one)

@@ -93,7 +93,7 @@ def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
 
 def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
     """Each step computes all tokens of its sequence again. The batch is one sequence, since that alone is compute-bound
-    and more would gain nothing. A byte of cache saves 2 x parameters operations per token / bytes per token.
+    and more would gain nothing. A byte of cache saves 2 x parameters / (bytes of a token) operations.
     """
     tokens = lengths.mean_input + lengths.mean_output / 2
     cost = option.cost

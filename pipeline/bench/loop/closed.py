@@ -111,7 +111,7 @@ class ClosedLoop(Driver):
         if last is None:
             return False
         if place in self._measuring:
-            # A turn whose think time exceeds the deadline is moved to the deadline.
+            # A turn that is due after the deadline is moved to the deadline.
             return not self._is_past(since) and self._continue(last, self.deadline)
         return place in self._filling and self._needs_fillers(since) and self._continue(last)
 

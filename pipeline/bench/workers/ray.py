@@ -99,7 +99,7 @@ def _check_listening(address: str) -> None:
 
 
 def _check_grpc(address: str) -> None:
-    """Check that a Ray head answers there. Raises ConnectionError."""
+    """Check that the listener speaks gRPC, as a cluster does. Raises ConnectionError."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") != "0":

@@ -1,6 +1,6 @@
 """gRPC client over our own HTTP/2 for token streams: the receive path that the load generator and the gateway share.
 
-A library client spends more time on a response than other systems on a served token. Here one read of the socket is
+A library client spends more time on a response than a served token takes elsewhere. Here one read of the socket is
 stamped once, cut into messages without an object per frame, and passed to a callback as raw bytes, to be parsed at
 once or later. Plaintext TCP only; the library clients serve TLS.
 

@@ -1,4 +1,4 @@
-"""Pool of connections to one server: calls alternate, wait for a full server, and reopen lost connections."""
+"""Pool of connections to one server: calls take them in turn and wait for a full server; lost ones are reopened."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pool:
                 if failure is None and ended < 3:
                     continue  # lost right after it was opened
                 if waited:
-                    self._wake()  # the next waiting caller is to fail too, not to wait on
+                    self._wake()  # the next waiting caller must fail too instead of waiting on
                 raise failure or ConnectFailed(f"{self.host}:{self.port} takes connections and ends them at once")
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             # A caller that was woken without finding room keeps its position in the queue.

@@ -1,4 +1,4 @@
-"""Importer of `vllm bench serve --save-result` files (tested with 0.25 and 0.32, and with the Rust client of 0.32). A
+"""Importer of `vllm bench serve --save-result` files (of 0.25 and 0.32, and of the Rust client of 0.32). A
 file holds one load point, or several with --append-result; with --save-detailed it holds the requests too.
 """
 
