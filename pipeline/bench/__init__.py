@@ -1,15 +1,14 @@
-"""Load tester of language model servers: Triton over gRPC and HTTP, and servers of OpenAI's API.
+"""Load generator for language model servers: Triton over gRPC and HTTP, and servers of OpenAI's API.
 
-    options.py    what a benchmark is asked to do, checked
+    options.py    validated options of a benchmark
     run.py        one run: every load point in order, by one worker or several; search.py, the highest load within SLOs
-    run.py        one run: every load point in order, by one worker or several; search.py, the highest load that is good
     protocols/    codecs (bytes of requests and answers) and senders (which move them)
     loop/         closed and open loops: requests in flight, started at absolute times
     workers/      the processes that drive a load
-    monitors/     the server's metrics and this machine's GPUs, read beside the load
+    monitors/     the server's metrics and this machine's GPUs, read while a load runs
     results/      records -> metrics -> report; its files and page
-    compare/      reports side by side, those of other tools too (importers/)
-    mock_server/  a server of known timing; selftest.py measures the client against it
+    compare/      comparison of reports, including those of other tools (importers/)
+    mock_server/  server with known token times; selftest.py measures the client against it
 
-It knows URLs, nothing about engines or stores. Importing this package loads none of it.
+The package knows URLs, not engines or stores. Importing it loads none of its modules.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do, checked before anything is sent."""
+"""Options of a benchmark, validated before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.search import Search
 
 PROTOCOLS = ("grpc", "http", "completions", "chat")
-# Repeats of a level, processes on a machine, connections of each, and machines.
+# Most repeats of a load point, processes on a machine, connections of each, and machines.
 MOST = 1000
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def is_local(url: str) -> bool:
-    """Whether only this machine reaches `url`, with or without a scheme."""
+    """Whether `url` (with or without a scheme) is reachable from this machine only."""
     return urlsplit(url if "//" in url else f"//{url}").hostname in LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where one protocol is spoken, the model's name there, and where the server's metrics are, if they are known."""
+    """An endpoint: protocol, URL, the model's name there, and the URL of the server's metrics, if known."""
 
     protocol: str
     url: str
@@ -47,17 +47,17 @@ class Target:
 class BenchOptions:
     """Options of one run. Raises UsageError for what cannot be measured.
 
-    targets          one after the other, each under every load
+    targets          endpoints, measured one after the other, each under every load
     tokenizer        the served model's tokenizer.json: makes prompts, counts output where the server does not
-    loads, work      when requests leave, and what they ask
-    objectives       each level is judged by them
-    repeat           how often each level is measured, each time with other arrivals
+    loads, work      when requests are sent, and what they are
+    objectives       SLOs that each load point is judged by
+    repeat           how often each load point is measured, each time with other arrival times
     workers          processes that share each load, on each machine
-    hosts            machines of the Ray cluster at `ray` that share it; 0: this machine alone
+    hosts            machines of the Ray cluster at `ray` that share each load; 0: this machine alone
     search           instead of `loads`: the highest rate that meets the objectives
-    seed             of prompts and of times
+    seed             seed of prompts and arrival times
     timeout_s        a request that has not ended after this many seconds has failed
-    token_timeout_s  so has one of which nothing has come for this many
+    token_timeout_s  a request that has received nothing for this many seconds has failed
     """
 
     targets: tuple[Target, ...]
@@ -109,11 +109,11 @@ class BenchOptions:
 
     @property
     def shares(self) -> int:
-        """Processes among which each load is divided."""
+        """Number of processes among which each load is divided."""
         return self.workers * max(1, self.hosts)
 
     def to_json(self) -> dict[str, Any]:
-        """For the report: all that `from_json` takes to do the same again. Without headers, which may hold a key."""
+        """All options for the report, so that `from_json` can repeat the run. Without headers, which may hold a key."""
         out: dict[str, Any] = _plain(asdict(self))
         del out["wiring"]["headers"]
         folder = self.work.folder.absolute()
@@ -127,7 +127,7 @@ class BenchOptions:
         import pydantic
 
         try:
-            # In JSON's own mode, strictly: a list is taken for a tuple and a string for a path, and nothing else.
+            # Strict in pydantic's JSON mode: only a list is accepted for a tuple, and a string for a path.
             return pydantic.TypeAdapter(cls).validate_json(json.dumps(value), strict=True)
         except (pydantic.ValidationError, UsageError) as error:
             first = error.errors()[0] if isinstance(error, pydantic.ValidationError) else None
@@ -147,9 +147,9 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a level stands. `total` measured requests; None when a duration decides.
+    """Progress of a load point. `total` is the number of measured requests; None when a duration ends the load point.
 
-    state  begun, running or ended: the first and the last are told once
+    state  begun, running or ended; begun and ended are reported once
     """
 
     protocol: str

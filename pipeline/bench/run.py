@@ -1,4 +1,4 @@
-"""One run: connect, try one request, then every target under every load, or a search for the highest it bears."""
+"""One run: connect, try one request, then measure every target under every load, or search for the highest load."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch, Worker
 
 _T = TypeVar("_T")
 
-# Before a level's first request.
+# Progress before a load point's first request.
 NOTHING = Live(elapsed_s=0, warmed=0, done=0, failed=0, in_flight=0, responses=0, first_ns=())
-# Requests, one after the other, that tell a search where to begin.
+# Requests, sent one after the other, that determine where a search begins.
 ALONE = 8
-# Several workers begin together so long after the last was told to: the first must not begin alone.
+# Several workers start this long after the last one gets its start time, so that none starts alone.
 TOGETHER_NS = 200_000_000
 
 
 def run(options: BenchOptions, render: Render | None, progress: Callable[[Progress], None] | None) -> BenchReport:
-    """`render` is the model's chat template; with several workers it is pickled.
+    """Run a benchmark. `render` is the model's chat template; with several workers it is pickled.
 
-    Raises what a worker does before the first level has a result; after it the report has what there is, and `broken`.
+    Raises a worker's error before the first load point has a result; later the report has the results, and `broken`.
     """
     import uvloop
 
@@ -71,7 +71,7 @@ def _now() -> str:
 
 
 class _Session:
-    """Holds the workers, so that an interrupt finds them."""
+    """One run with its workers, which an interrupt can reach."""
 
     def __init__(
         self, options: BenchOptions, report: BenchReport, render: Render | None,
@@ -129,7 +129,7 @@ class _Session:
             return
 
         async def measure(load: Load, repeat: int) -> tuple[LoadPointResult, Trial]:
-            for _ in range(search.repeats):  # a busy moment of the client's is no reason to end
+            for _ in range(search.repeats):  # a busy moment of the client is no reason to end the search
                 result = await self._measure(number, target, load, repeat)
                 if self._report.interrupted:
                     raise Unmeasurable("it was interrupted")
@@ -141,7 +141,7 @@ class _Session:
         async def at(rate: float, repeat: int) -> Trial:
             try:
                 return (await measure(replace(search.load, rate=rate), repeat))[1]
-            except UsageError as error:  # so few a second that none is due
+            except UsageError as error:  # at so low a rate no request is due
                 raise Unmeasurable(f"at {rate:g} requests/s {error.what}") from None
 
         async def alone() -> LoadPointResult:
@@ -209,7 +209,7 @@ class _Session:
 
 
 def served(result: LoadPointResult) -> float | None:
-    """Requests/s that were answered; None of a level so short that much of what it asked ends after it anyway."""
+    """Requests/s that were answered; None for a load point so short that many of its requests end after it."""
     usual = result.metrics["request_latency"]["p10"]
     if usual is None or result.window_s is None or result.window_s * (1 - BEHIND) < usual / 1e3:
         return None
@@ -218,7 +218,7 @@ def served(result: LoadPointResult) -> float | None:
 
 
 async def _all(calls: Any) -> list[_T]:
-    """Wait for all of them, also where one fails; then raise the first failure."""
+    """Wait for all calls, also where one fails; then raise the first failure."""
     answers: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -227,18 +227,18 @@ async def _all(calls: Any) -> list[_T]:
 
 
 class _Watching:
-    """Who is told where a level stands: when it begins, while it runs, and when it has ended."""
+    """Reports the progress of a load point: when it begins, while it runs, and when it has ended."""
 
     def __init__(self, progress: Callable[[Progress], None], protocol: str, load: Load, work: Work) -> None:
         self._progress = progress
         self._protocol = protocol
         self._label = load.label
-        # Of conversations the load says how many, and not how many turns they have.
+        # The load gives the number of conversations, not the number of their turns.
         self._total = load.measured_requests if isinstance(load, Closed) and work.sessions is None else None
         self._began_ns = 0
 
     def of(self, workers: int) -> Sequence[Watch]:
-        """A callback for each worker; the sum of what they say is passed on."""
+        """A callback for each worker; the sum of their progress is passed on."""
         last: list[Live | None] = [None] * workers
 
         def watch(index: int, live: Live) -> None:

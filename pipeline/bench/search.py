@@ -1,8 +1,8 @@
-"""The highest rate that meets the objectives: doubled or halved until it lies between two rates, then bisected.
+"""Search for the highest rate within the objectives: rates are doubled or halved until two bracket it, then bisected.
 
-Near the limit one measurement is chance. A clear outcome decides a rate at once; any other is measured again, with
-other arrivals, until two agree or the majority of `repeats` has spoken. What the search is sure of is told beside what
-it found: the highest rate below which every run passed, and the lowest above which every run failed.
+Near the limit one measurement depends on chance. A clear outcome decides a rate at once; any other is measured again,
+with other arrivals, until two agree or a majority of `repeats` has formed. The result also states what is certain: the
+highest rate below which every run passed, and the lowest rate above which every run failed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.pipeline.bench.load.loads import Open
 
 GOALS = ("max-rate", "max-goodput")
-# A value this many times within or beyond its limit is no chance.
+# An outcome is clear where the worst value is this many times within or beyond its limit.
 CLEAR = 1.5
-# Of the rate: a server that answers less has requests waiting, and more of them the longer it goes on.
+# Share of the rate that a server must answer: with less, requests queue up, and more of them the longer it runs.
 BEHIND = 0.95
-# Doublings and halvings, before there is nothing to find.
+# Most doublings or halvings before the search gives up.
 MOST_STEPS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is looked for. Raises UsageError.
+    """Parameters of a search. Raises UsageError.
 
     goal        max-rate: the statistics of all requests meet every objective
                 max-goodput: at least `attainment` of the requests do, each by its own values (DistServe's goodput)
     load        how requests arrive; its rate is where the search begins
-    known       whether that rate was asked for; else the server's own time for one request takes its place
-    precision   the search ends when the lowest failing rate is at most so much above the highest passing one
+    known       whether the user gave that rate; otherwise the server's own time for one request determines it
+    precision   the search ends when the lowest failing rate exceeds the highest passing one by at most this share
     repeats     most runs of one rate
     """
 
@@ -54,7 +54,7 @@ class Search:
             raise UsageError(f"repeat is {self.repeats}", remedy="give 1 or more")
 
     def trial(self, slo: dict[str, Any] | None, failed_early: bool, served: float | None = None) -> Trial:
-        """What a level's judgement (`slo.Outcome.to_json`) means here."""
+        """Judge a run by the outcome of its load point (`slo.Outcome.to_json`)."""
         if slo is None or slo["attainment"] is None or failed_early:
             return Trial(passed=False, excess=math.inf)
         if self.goal == "max-goodput":
@@ -67,8 +67,8 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One run at one rate. `excess` is its worst value as a multiple of what is allowed, `served` requests/s that were
-    answered, None where unknown."""
+    """One run at one rate. `excess` is its worst value as a multiple of the limit, `served` the requests/s that were
+    answered; None where unknown."""
 
     passed: bool
     excess: float
@@ -81,7 +81,7 @@ class Trial:
 
 @dataclass(kw_only=True)
 class Step:
-    """All runs at one rate, and what they decide."""
+    """All runs at one rate, and the decision that follows from them."""
 
     rate: float
     runs: list[Trial] = field(default_factory=list)
@@ -96,17 +96,17 @@ class Step:
         passed = sum(run.passed for run in self.runs)
         left = repeats - len(self.runs)
         unanimous = passed in (0, len(self.runs)) and (len(self.runs) > 1 or self.runs[0].clear)
-        # No run that is left could change it.
+        # No remaining run could change the decision.
         return unanimous or left <= 0 or 2 * passed > repeats or 2 * (passed + left) <= repeats
 
 
 @dataclass(kw_only=True)
 class Found:
-    """How a search ended.
+    """Result of a search.
 
     rate      requests/s: the highest that passed; None where none did
-    interval  rates between which the limit certainly lies, as far as these runs go; None where a side is open
-    ended     why it is not as precise as asked for; None if it is
+    interval  rates between which the limit lies for certain, as far as these runs show; None for an open side
+    ended     why the result is less precise than asked for; None if it is not
     """
 
     rate: float | None = None
@@ -120,7 +120,7 @@ class Found:
 
     @property
     def behind(self) -> float | None:
-        """Requests/s that were answered at `rate`, where that is so much less that a queue was growing."""
+        """Requests/s that were answered at `rate`, where they are so much fewer that a queue was growing."""
         trials = [run for step in self.steps if step.rate == self.rate for run in step.runs]
         served = [run.served for run in trials if run.served is not None]
         if self.rate is None or not served:
@@ -136,7 +136,7 @@ class Found:
 
 
 class Unmeasurable(Exception):
-    """A run says nothing of the server: the client was the limit, or somebody ended it."""
+    """A run says nothing about the server: the client was the limit, or the run was interrupted."""
 
 
 Measure = Callable[[float, int], Awaitable[Trial]]
@@ -144,10 +144,10 @@ Try = Callable[[], Awaitable[object]]
 
 
 async def find(search: Search, start: float, measure: Measure, alone: Try | None = None) -> Found:
-    """Look for the limit from `start` on.
+    """Search for the limit from `start` on.
 
-    measure  gets a rate and the number of its run
-    alone    tries one request at a time before lower rates are, which take ever longer; None: it has been tried
+    measure  measures one run, given a rate and the number of the run
+    alone    sends one request at a time before lower rates are tried, which take ever longer; None: already done
     Both may raise Unmeasurable.
     """
     found = Found()
@@ -210,7 +210,7 @@ async def _bracket_and_bisect(
 
 
 def rounded(rate: float) -> float:
-    """To four digits: as exact as a rate is kept, and readable."""
+    """Rounded to four digits: the precision in which a rate is kept, and readable."""
     return float(f"{rate:.4g}")
 
 

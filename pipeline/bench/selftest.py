@@ -1,7 +1,7 @@
-"""How wrong is the client on this machine, and how much can it take? Measured against a server of known timing.
+"""Measurement of the load generator's own errors and capacity on this machine, against the mock server.
 
-The server runs on another core where there is one, so that only the client's own work can make it late. Every figure
-holds what was reported against what that server did in the same run.
+The mock server runs on another core where there is one, so that only the client's own work can make it late. Every
+figure compares what was reported with what that server did in the same run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ FLOOD, FLOOD_STREAMS, FLOOD_TOKENS = Timing(ttft_s=0.02, itl_s=0.001), 256, 256
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One protocol at one number of streams. Errors are what was reported less what the server did, in ms.
+    """Result of one protocol at one number of streams. Errors are reported values minus the server's own, in ms.
 
-    itl_p99_said, itl_p99_true  the 99th percentile of the gaps, as reported and as they were
-    reached                tokens/s, as a share of what so many streams without any delay would give
-    cpu_s_per_1000_tokens  of the client
+    itl_p99_said, itl_p99_true  99th percentile of the token gaps, as reported and as sent
+    reached                tokens/s, as a share of what this many streams would give without any delay
+    cpu_s_per_1000_tokens  CPU time of the client
     """
 
     protocol: str
@@ -62,14 +62,14 @@ def measure(protocol: str, streams: int, itl_s: float, wiring: Wiring) -> Findin
 
 
 def ceiling(protocol: str, wiring: Wiring) -> float:
-    """Tokens a second at which a core of the client would be full, by what they cost it when many come at once."""
+    """Tokens per second that would fill a core of the client, from its CPU time per token when many come at once."""
     found = _measure(protocol, FLOOD_STREAMS, FLOOD, FLOOD_TOKENS, wiring, requests=8 * FLOOD_STREAMS)
     return 1000 / found.cpu_s_per_1000_tokens
 
 
 def state_error(report: BenchReport, options: BenchOptions) -> None:
-    """Write into a report how wrong its kind of reads is on this host, `measured_error` of each endpoint: with as many
-    streams in flight as there were at most, as far apart as tokens were. Takes a few seconds. Raises HostError."""
+    """Write `measured_error` of each endpoint into a report: the client's error on this host, with the peak number of
+    streams in flight and the token gaps of that run. Takes a few seconds. Raises HostError."""
     for endpoint, target in zip(report.endpoints, options.targets, strict=True):
         mine = [result for result in report.results if result.protocol == target.protocol]
         gaps = [result.metrics["inter_chunk_latency"]["p50"] for result in mine]
@@ -125,7 +125,7 @@ def _measure(
 def errors(
     records: Records, truth: Mapping[str, Truth]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """(time to first token less the server's own, gaps as reported, gaps as they were), in ms, of good requests."""
+    """(time to first token minus the server's own, gaps as reported, gaps as sent), in ms, of good requests."""
     import numpy as np
 
     first: list[float] = []
@@ -149,7 +149,7 @@ def _percentiles(values: NDArray[np.float64], *points: float) -> Sequence[float]
 
 @contextlib.contextmanager
 def _apart() -> Iterator[int | None]:
-    """Keep this process on one core; gives another one for the server, None where there is none."""
+    """Keep this process on one core; yield another core for the server, None where there is none."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield None
@@ -162,7 +162,7 @@ def _apart() -> Iterator[int | None]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A tokenizer of words, since the known server reads none."""
+    """Write a word-level tokenizer for the client; the mock server reads none."""
     letters = "abcdefghijklmnop"
     words = [a + b + c for a in letters for b in letters for c in letters]
     made: dict[str, Any] = {

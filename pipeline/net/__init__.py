@@ -1,1 +1,1 @@
-"""Network clients and formats that several rooms share."""
+"""Network clients and formats that several packages share."""

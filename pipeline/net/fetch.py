@@ -1,4 +1,4 @@
-"""One HTTP request whose answer is bounded in bytes and in time."""
+"""HTTP request whose response is bounded in bytes and in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
-# What is read at a time.
+# Bytes read at a time.
 _PIECE = 64 << 10
 
 
@@ -19,7 +19,7 @@ def fetch(
 ) -> tuple[int, bytes]:
     """Status and body of the answer at `url`, http or https. Redirects are not followed.
 
-    within_s  from the first byte of the connection to the last of the body, however slowly they come
+    within_s  seconds from the first byte of the connection to the last of the body, however slowly bytes come
 
     Raises OSError or http.client.HTTPException where no whole answer comes (TimeoutError where none comes in time),
     ValueError for a body of more than `max_bytes`.
@@ -53,14 +53,14 @@ def fetch(
 
 @contextlib.contextmanager
 def _ended_after(sock: socket.socket, seconds: float) -> Iterator[None]:
-    """End a connection when its time is over. A socket's own limit is of one read, of which there may be any number:
-    an answer of a byte now and then, and informational answers without end, would never run into it."""
+    """End a connection when its time is over. A socket's own timeout applies to one read, of which there may be any
+    number: it does not stop a response with a byte now and then, or with endless informational responses."""
     late = threading.Event()
 
     def end() -> None:
         late.set()
-        with contextlib.suppress(OSError):  # it has ended by itself
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not that of TLS, which would wait for the peer
+        with contextlib.suppress(OSError):  # it has ended already
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's shutdown, which would wait for the peer
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -69,5 +69,5 @@ def _ended_after(sock: socket.socket, seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        if late.is_set():  # what has come is cut, though it may look whole
+        if late.is_set():  # the response was cut off, though it may look complete
             raise TimeoutError(f"no whole answer within {seconds:g} s") from None

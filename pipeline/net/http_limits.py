@@ -12,23 +12,23 @@ from typing import Any
 import httpcore
 import httpx
 
-# From one read or write to the next.
+# Seconds that a single read or write may take.
 STALL_SECONDS = 60.0
-# From the end of a request to the end of its answer's head; and of the body, where the answer is a small one.
+# Seconds from the end of a request to the end of the response head, and to the end of a small body.
 ANSWER_SECONDS = 60.0
-# A body that is streamed has ANSWER_SECONDS and a second for each of so many bytes.
+# A streamed body has ANSWER_SECONDS plus a second for each of this number of bytes.
 SLOWEST = 10_000
 CONNECT_SECONDS = 10.0
-# A small answer: a manifest, an index, a list, a token. Registries bound manifests to 4 MiB.
+# Most bytes of a small response: a manifest, an index, a list, a token. Registries bound manifests to 4 MiB.
 MAX_ANSWER_BYTES = 8 << 20
 MAX_REDIRECTS = 5
-# Seconds that an answer may take beyond that: see `patience`.
+# Additional seconds for a response: see `patience`.
 EXTRA_SECONDS = ContextVar("EXTRA_SECONDS", default=0.0)
 
 
 @contextlib.contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """More time for the answers to requests sent within: of a server that has to work before it can say something."""
+    """Allow more time for responses in this context, from a server that has to work before it answers."""
     token = EXTRA_SECONDS.set(seconds)
     try:
         yield
@@ -37,14 +37,14 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 class AnswerRefused(httpx.TransportError):
-    """An answer that breaks a limit. Asking again is of no use."""
+    """A response that violates a limit. Repeating the request does not help."""
 
 
 class LimitedClient(httpx.Client):
-    """httpx's client, and errors in place of answers that come too slowly, are too large, or lead elsewhere.
+    """httpx client that raises errors for responses that are too slow, too large, or redirect elsewhere.
 
-    An answer that is not streamed is whole within ANSWER_SECONDS and MAX_ANSWER_BYTES, and so are those to refusals and
-    redirects. Nothing is decompressed. Redirects are bounded; httpx drops `Authorization` where they leave the host.
+    A response that is not streamed must be complete within ANSWER_SECONDS and MAX_ANSWER_BYTES; so must responses to
+    refusals and redirects. Nothing is decompressed. Redirects are bounded; httpx drops `Authorization` across hosts.
 
     https  whether plain http is refused, also in redirects
     """
@@ -60,7 +60,7 @@ class LimitedClient(httpx.Client):
         self._https = https
         for transport in (self._transport, *self._mounts.values()):
             if isinstance(transport, httpx.HTTPTransport):
-                # httpx has no parameter for it, and its own time limits are of single reads.
+                # httpx has no parameter for a network backend, and its own timeouts apply to single reads.
                 transport._pool._network_backend = _Backend()
 
     def send(self, request: httpx.Request, *, stream: bool = False, **named: Any) -> httpx.Response:
@@ -68,12 +68,12 @@ class LimitedClient(httpx.Client):
         return super().send(request, stream=stream, **named)
 
     def check_request(self, request: httpx.Request) -> None:
-        """Called for every request, redirected ones too. Raises httpx.TransportError."""
+        """Called for every request, including redirected ones. Raises httpx.TransportError."""
         if self._https and request.url.scheme != "https":
             raise AnswerRefused(f"it redirects from https to {request.url.scheme}://{request.url.host}")
 
     def check_response(self, response: httpx.Response) -> None:
-        """Called for every head that has come, before anything of the body. Raises httpx.TransportError."""
+        """Called for every response head, before the body is read. Raises httpx.TransportError."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity" and response.request.method != "HEAD":
             raise AnswerRefused(f"its answer is compressed ({encoding[:20]}), which was not asked for")
@@ -84,7 +84,7 @@ class LimitedClient(httpx.Client):
 
 
 class _Body(httpx.SyncByteStream):
-    """A body that is cut off after `limit` bytes, or whose bytes lengthen the time that the connection has."""
+    """A body that is limited to `limit` bytes, or whose bytes extend the time of the connection `network`."""
 
     def __init__(self, inner: httpx.SyncByteStream, limit: int | None, network: Any) -> None:
         self._inner = inner
@@ -106,7 +106,7 @@ class _Body(httpx.SyncByteStream):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection on which an answer has ANSWER_SECONDS, counted from the first read after a write."""
+    """A connection on which a response has ANSWER_SECONDS, counted from the first read after a write."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner

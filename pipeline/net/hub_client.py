@@ -1,7 +1,7 @@
-"""HTTP client of huggingface_hub, with limits; and what a Hub says is checked before it becomes a name of a file.
+"""HTTP client of huggingface_hub with limits, which checks values of a Hub before they become file names.
 
-huggingface_hub makes file names of its cache from what a Hub answers (ETag, commit, digests), follows links of pages to
-any host with the user's token, and waits as long as a Hub wants.
+huggingface_hub makes file names of its cache from a Hub's responses (ETag, commit, digests), follows page links to
+any host with the user's token, and waits as long as a Hub requests.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from huggingface_hub import constants, get_session, set_client_factory
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES, AnswerRefused, LimitedClient
 
-# Git's object names, SHA-256, and the ETags of S3.
+# Matches Git's object names, SHA-256, and the ETags of S3.
 SAFE_NAME = r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}"
 NAME_HEADERS = ("etag", "x-linked-etag", "x-repo-commit", "x-xet-hash")
 NAME_FIELDS = ("sha", "oid", "sha256", "xetHash", "blobId")
-# A Hub may ask to wait so long before the next attempt, of which there are at most 6.
+# Most seconds to wait before the next attempt, as a Hub may request; there are at most 6 attempts.
 MAX_WAIT_SECONDS = 60
-# Of one list: its pages, and all of their bytes.
+# Limits of one list: its pages, and the bytes of all pages.
 MAX_PAGES = 1000
 MAX_LIST_BYTES = 32 << 20
 
 
 @functools.cache
 def limit_hub() -> None:
-    """Have huggingface_hub use this client from now on, in this process."""
+    """Make huggingface_hub use this client from now on, in this process."""
     hooks = get_session().event_hooks["request"]
     set_client_factory(lambda: HubClient(hooks))
 
 
 class HubClient(LimitedClient):
-    """`hooks` are those of huggingface_hub's own client, called for each request."""
+    """Client for huggingface_hub. `hooks` are those of its own client, called for each request."""
 
     def __init__(self, hooks: list[Callable[..., Any]]) -> None:
         super().__init__(https=constants.ENDPOINT.startswith("https://"))
@@ -60,7 +60,7 @@ class HubClient(LimitedClient):
 
     def check_response(self, response: httpx.Response) -> None:
         super().check_response(response)
-        own = response.request.url.netloc == self._place  # a storage server has others, which name nothing
+        own = response.request.url.netloc == self._place  # headers of a storage server do not become file names
         for name in NAME_HEADERS:
             value = response.headers.get(name)
             if value is not None and own and not re.fullmatch(SAFE_NAME, value.removeprefix("W/").strip('"')):
@@ -68,10 +68,10 @@ class HubClient(LimitedClient):
         wait = response.headers.get("retry-after")
         if wait is not None and not (re.fullmatch("[0-9]{1,2}", wait) and int(wait) <= MAX_WAIT_SECONDS):
             response.headers["retry-after"] = str(MAX_WAIT_SECONDS)
-        response.headers.pop("ratelimit", None)  # another way to say it, without a bound
+        response.headers.pop("ratelimit", None)  # another header for the waiting time, without a bound
 
     def _check_answer(self, response: httpx.Response) -> None:
-        """Of the Hub's API, which answers JSON."""
+        """Check a response of the Hub's API, which is JSON."""
         try:
             value = parse_json(response.content, max_bytes=MAX_ANSWER_BYTES)
         except ValueError as error:
@@ -91,7 +91,7 @@ class HubClient(LimitedClient):
             level = inner
 
     def _check_pages(self, response: httpx.Response) -> None:
-        """huggingface_hub follows links to further pages as long as there are any."""
+        """Check page links: huggingface_hub follows links to further pages without a limit."""
         link = response.links.get("next", {}).get("url")
         if link is None:
             self._pages.clear()

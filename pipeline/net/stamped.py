@@ -1,9 +1,9 @@
-"""Reads stamped by the kernel: when the last byte of a read reached this machine, not when Python came to look.
+"""Sockets whose reads are stamped by the kernel: when the last byte reached this machine, not when Python read it.
 
-SO_TIMESTAMPNS gives a time of day with each read; it becomes one of `time.monotonic_ns` by both clocks at that very
+SO_TIMESTAMPNS gives a time of day with each read; it is converted to `time.monotonic_ns` with both clocks at that very
 read, so that a step of the time of day does no harm. Plain TCP, Linux. Of several packets the last one's stamp counts.
-Linux switches its stamps on when some socket first asks, a moment later, in the background: a packet of that moment is
-stamped when it is read, as without the kernel's help.
+Linux enables its stamps in the background when a socket first asks for them: a packet that arrives before that is
+stamped when it is read, as without the kernel's stamps.
 
 `dial` connects and `listen` accepts; both make StampedTransports.
 """
@@ -23,15 +23,15 @@ _SOL_SOCKET = socket.SOL_SOCKET
 _TIMESPEC = struct.Struct("@qq")
 _unpack = _TIMESPEC.unpack
 _ANCILLARY = socket.CMSG_SPACE(_TIMESPEC.size)
-# Bytes of one read. All that it brings has one stamp.
+# Most bytes of one read. All of them have one stamp.
 _MOST = 64 << 10
-# After a connection could not be accepted: the socket stays readable, and whatever was short may be there again.
+# Pause after a failed accept: the socket stays readable, and the missing resource may be available again later.
 _ACCEPT_AGAIN_S = 0.05
 
 
 class _Room(threading.local):
-    """Where a thread's reads arrive: the bytes are copied out of it, as an object made for so large a read and cut to
-    what came would leave a hole that no later read fits into."""
+    """Buffer of a thread's reads. Bytes are copied out of it: an object allocated for the largest read and cut to the
+    bytes received would leave a hole that no later read fits into."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(_MOST))
@@ -81,7 +81,7 @@ async def _connected(loop: asyncio.AbstractEventLoop, family: int, address: Any)
 
 
 def _prepare(sock: socket.socket) -> None:
-    """What a listening socket accepts has the options from its first packet on."""
+    """Set socket options; accepted sockets inherit those of a listening socket, from the first packet on."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,7 +105,7 @@ async def listen(
 
 
 class Listener:
-    """Made by `listen`; `port` is that of its first address."""
+    """Listening sockets. Made by `listen`; `port` is that of the first address."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, factory: Callable[[], Fed], sockets: Sequence[socket.socket]
@@ -118,7 +118,7 @@ class Listener:
             self._watch(sock)
 
     def close(self) -> None:
-        """No more connections; those there are go on."""
+        """Accept no more connections; existing ones continue."""
         for sock in self._sockets:
             if sock.fileno() >= 0:
                 self._loop.remove_reader(sock.fileno())
@@ -129,10 +129,10 @@ class Listener:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _accept(self, sock: socket.socket) -> None:
-        """One, so that what else is due in this loop need not wait for all."""
+        """Accept one connection, so that other events of this loop do not wait for all of them."""
         try:
             accepted, _ = sock.accept()
-        except BlockingIOError:  # it has left again
+        except BlockingIOError:  # the client has left again
             return
         except OSError:
             self._loop.remove_reader(sock.fileno())
@@ -164,7 +164,7 @@ class StampedTransport(asyncio.Transport):
         return self._closing
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing to set: bytes leave when they are written."""
+        """Does nothing: bytes are sent when they are written."""
 
     def write(self, data: Any) -> None:
         if self._closing:
@@ -184,7 +184,7 @@ class StampedTransport(asyncio.Transport):
             self._unsent += data
 
     def close(self) -> None:
-        """Read no more, and end the connection once what has been written has left."""
+        """Stop reading, and end the connection once all written bytes have been sent."""
         if self._closing:
             return
         self._closing = True
@@ -212,7 +212,7 @@ class StampedTransport(asyncio.Transport):
             self._protocol.resume_writing()
 
     def _read(self) -> None:
-        # Once: what more there is wakes the loop again, and a second look that finds nothing costs half a read.
+        # One read: remaining bytes wake the loop again, and a second read that finds nothing costs half a read.
         try:
             size, ancillary, _, _ = self._sock.recvmsg_into(self._rooms, _ANCILLARY)
         except BlockingIOError:
@@ -223,14 +223,14 @@ class StampedTransport(asyncio.Transport):
         if not size:
             self.close()
             return
-        # In this order: a stop between the two makes a stamp later, up to the read's own, and never too early.
+        # In this order: a pause between the two makes a stamp later, up to the time of the read, and never too early.
         wall, now = time_ns(), monotonic_ns()
         stamp = now
         for level, kind, value in ancillary:
             if kind == _SO_TIMESTAMPNS and level == _SOL_SOCKET:
                 seconds, nanoseconds = _unpack(value)
                 stamp = seconds * 1_000_000_000 + nanoseconds + now - wall
-                # Comparisons: this runs for each read, and `min` and `max` would cost as much as all the rest.
+                # Comparisons: this runs for each read, and `min` and `max` would cost as much as all other code here.
                 if stamp > now:
                     stamp = now
                 elif stamp < self._last:

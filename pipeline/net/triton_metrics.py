@@ -1,7 +1,7 @@
-"""What a Triton server publishes at /metrics -> typed samples -> rates and states a person can read.
+"""Parser of a Triton server's /metrics: typed samples, and the rates and states derived from them.
 
-Counters count since the server started, so everything a second is taken from two scrapes. A value whose family is not
-published, or that nothing happened for, is None, never 0.
+Counters count since the server started, so every rate is computed from two scrapes. A value whose family is not
+published, or without an event in the interval, is None, never 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trtpipe.engines.errors import InputDataError
 class Family:
     """A metric family worth watching; docs/metrics.md and the dashboard name these and no others.
 
-    `kind` is counter, gauge, histogram or summary; `label` the family's own label beside `model` and `version`, with
-    its values; `reference` says whether a server of the reference runtime publishes it; `option` the server's option
-    without which nobody does.
+    `kind` is counter, gauge, histogram or summary; `label` is the family's own label besides `model` and `version`,
+    with its values; `reference` tells whether a server of the reference runtime publishes it; `option` is the server
+    option without which no server publishes it.
     """
 
     name: str
@@ -126,20 +126,20 @@ GENERAL = "nv_trt_llm_general_metrics"
 INPUT_TOKENS, OUTPUT_TOKENS = "nv_llm_input_token_len", "nv_llm_output_token_len"
 ENGINE = (REQUESTS, KV_BLOCKS, INPUT_TOKENS, OUTPUT_TOKENS)
 
-# Bytes and lines of a page, and bytes of a line: a server with a hundred models has a tenth of that. The parser takes
-# quadratic time for a long line, and some 30 microseconds for a short one.
+# Most bytes and lines of a page, and bytes of a line: a server with a hundred models has a tenth of that. The parser
+# takes quadratic time for a long line, and some 30 microseconds for a short one.
 MAX_PAGE = 4 << 20
 MAX_LINES = 50_000
 MAX_LINE = 16 << 10
 
 Labels = tuple[tuple[str, str], ...]
-# Published as gauges, and yet they only grow until the server starts again.
+# Published as gauges, although they only grow until the server restarts.
 GROWING = {(KV_BLOCKS, ("kv_cache_block_type", "reused")), (GENERAL, ("general_type", "iteration_counter"))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One line of a scrape. `part` is what a histogram or summary adds to its family's name: sum, count, bucket."""
+    """One line of a scrape. `part` is the suffix of a histogram or summary: sum, count, bucket."""
 
     family: str
     part: str
@@ -153,13 +153,13 @@ class Sample:
 
     @property
     def scope(self) -> Labels:
-        """Whose life it counts: a model's counters begin anew when it is loaded again, all with the server."""
+        """Lifetime of the counter: a model's counters restart when it is reloaded, all counters with the server."""
         return tuple(label for label in self.labels if label[0] in ("model", "version", "gpu_uuid"))
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """The samples of one moment; `at_s` is any clock that never goes back."""
+    """Samples of one moment; `at_s` is a time of any clock that never goes back."""
 
     at_s: float
     samples: tuple[Sample, ...]
@@ -175,19 +175,19 @@ class Scrape:
         return [sample for sample in self._index.get((family, part), ()) if sample.has(labels)]
 
     def total(self, family: str, part: str = "", **labels: str) -> float | None:
-        """The sum of all series with these labels (versions, reasons of failure); None if there is none."""
+        """Sum of all series with these labels (over versions, reasons of failure); None if there is none."""
         found = self.find(family, part, **labels)
-        # Every quantity here is at least 0. TensorRT-LLM's waiting requests are not: active minus scheduled.
+        # No quantity here is negative, but TensorRT-LLM's waiting requests (active minus scheduled) can be: cut at 0.
         return _finite(max(0.0, sum(sample.value for sample in found))) if found else None
 
     def values(self, label: str, *families: str) -> list[str]:
-        """All values of a label, of these families or of any."""
+        """All values of a label, in these families or in any."""
         samples = [sample for sample in self.samples if not families or sample.family in families]
         return sorted({value for sample in samples for name, value in sample.labels if name == label})
 
 
 def parse(text: str, at_s: float) -> Scrape:
-    """Samples of Prometheus' text format; those that are no finite number are left out. Raises InputDataError."""
+    """Read Prometheus' text format; samples that are no finite number are left out. Raises InputDataError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     within = len(text) <= MAX_PAGE and text.count("\n") < MAX_LINES
@@ -212,14 +212,14 @@ def parse(text: str, at_s: float) -> Scrape:
                 samples[metric.name, part, labels] = Sample(
                     family=metric.name, part=part, labels=labels, value=value, grows=grows
                 )
-    except (ValueError, IndexError, OverflowError) as error:  # the parser's ways to say that a line is none
+    except (ValueError, IndexError, OverflowError) as error:  # the parser's errors for an invalid line
         raise InputDataError("these are no metrics in Prometheus' text format", why=str(error)) from None
     return Scrape(at_s, tuple(samples.values()))
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened between two scrapes of one server."""
+    """Change between two scrapes of one server."""
 
     before: Scrape | None
     after: Scrape
@@ -236,7 +236,7 @@ class Change:
 
     @cached_property
     def restarted(self) -> frozenset[Labels]:
-        """Scopes in which a counter went down: all their counters began at 0 since, not only those it shows in."""
+        """Scopes in which a counter went down: all its counters restarted at 0, not only those that went down."""
         return frozenset(
             sample.scope
             for sample in self.after.samples
@@ -244,7 +244,7 @@ class Change:
         )
 
     def increase(self, family: str, part: str = "", **labels: str) -> float | None:
-        """By how much counters grew; what was not there before began at 0. None without the family or an interval."""
+        """Growth of counters; a series absent before began at 0. None without the family or an interval."""
         found = self.after.find(family, part, **labels)
         if not found or self.seconds is None:
             return None
@@ -260,7 +260,7 @@ class Change:
         return _ratio(self.increase(family, part, **labels), self.seconds)
 
     def mean_ms(self, family: str, model: str) -> float | None:
-        """Milliseconds a successful request, of a counter of microseconds. Only successful requests are added to it."""
+        """Milliseconds per successful request, from a counter in microseconds that only successful requests add to."""
         us = self.increase(family, model=model)
         return _scaled(_ratio(us, self.increase("nv_inference_request_success", model=model)), 1e-3)
 
@@ -306,7 +306,7 @@ class EngineFigures:
     output_tokens_per_s: float | None
     in_flight: float | None
     in_flight_max: float | None
-    # In the last step, while any is in flight: the gauge alone keeps its value for ever on an idle engine.
+    # In the last step, while any request is in flight: on an idle engine the gauge would keep its old value.
     scheduled: float | None
     waiting: float | None
     paused: float | None
@@ -318,7 +318,7 @@ class EngineFigures:
     kv_tokens_per_block: float | None
     kv_reused: float | None
     kv_reused_per_s: float | None
-    # Of the prompt tokens of the interval, the share that was found in the cache.
+    # Share of the interval's prompt tokens that was found in the cache.
     kv_reuse_share: float | None
 
 
@@ -334,7 +334,7 @@ class GpuFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """All of a server. `seconds` is the interval of the rates, None after a first scrape.
+    """All figures of a server. `seconds` is the interval of the rates, None after a first scrape.
 
     `restarted` names the models whose counters began anew within it.
     """
@@ -410,12 +410,12 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
         kv_used=blocks("used"),
         kv_free=blocks("free"),
         kv_max=blocks("max"),
-        # Not the gauge `fraction`: older containers have none, and two versions' fractions do not add up.
+        # The gauge `fraction` is not used: older containers lack it, and fractions of two versions do not add up.
         kv_fraction=_ratio(blocks("used"), blocks("max")),
         kv_tokens_per_block=tokens_per_block,
         kv_reused=blocks("reused"),
         kv_reused_per_s=_ratio(reused, change.seconds),
-        # Prompts are counted when their request ends, blocks when it begins: a short interval can show more than all.
+        # Prompts are counted when a request ends, blocks when it begins, so a short interval can show a share above 1.
         kv_reuse_share=None if share is None else min(1.0, share),
     )
 

@@ -1,4 +1,4 @@
-"""Axes of a plot: where values are, and ticks at round numbers."""
+"""Axes of a plot: positions of values, and ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A ratio of largest to smallest from which differences of the small ones are lost on a linear axis.
+# Ratio of largest to smallest value above which a linear axis hides differences between small values.
 WIDE = 20
 TICKS = 5
 _DIGITS = (1, 2, 5)
@@ -23,7 +23,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high one; values beyond the ends are put there."""
+        """0 at the low end, 1 at the high one; values beyond the ends are moved to the ends."""
         inside = min(max(value, self.low), self.high)
         if self.log:
             return math.log(inside / self.low) / math.log(self.high / self.low)
@@ -31,7 +31,7 @@ class Axis:
 
 
 def fitting(label: str, values: Iterable[float], *, from_zero: bool = True, ticks: int = TICKS) -> Axis:
-    """An axis for `values`: logarithmic where they are WIDE apart and none is 0."""
+    """An axis for `values`: logarithmic where they are WIDE apart and all are positive."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low > 0 and high / low >= WIDE:
@@ -56,7 +56,7 @@ def _logarithmic(label: str, low: float, high: float) -> Axis:
     stop = min(mark for mark in marks if mark >= high * (1 - 1e-9))
     inside = [mark for mark in marks if start <= mark <= stop]
     decades = [mark for mark in inside if f"{mark:e}".startswith("1.0")]
-    # All of 1, 2, 5 over two decades; beyond that powers of ten, and of many each second, third, ...
+    # All of 1, 2, 5 up to two decades; beyond, powers of ten, and of many only every second, third, ...
     shown = inside if len(inside) <= 2 * len(_DIGITS) + 1 else decades[:: math.ceil(len(decades) / (TICKS + 1))]
     return Axis(label=label, low=start, high=stop, ticks=tuple(shown), log=True)
 
@@ -68,12 +68,12 @@ def _at_least(smallest: float) -> float:
 
 
 def _tidy(value: float) -> float:
-    """Without what binary fractions add: 0.30000000000000004."""
+    """Round off what binary fractions add: 0.30000000000000004."""
     return float(f"{value:.9g}")
 
 
 def tick(value: float) -> str:
-    """A round number in few signs."""
+    """A round number in few characters."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):g}{unit}"

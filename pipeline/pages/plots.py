@@ -1,7 +1,7 @@
-"""Plots as SVG text: nothing but the drawing, coloured by the classes s0, s1, ... of the page that holds it.
+"""Plots as SVG text: only the drawing, coloured by the classes s0, s1, ... of the page that contains it.
 
-Drawn for the width of a phone; on wide screens they are scaled up a little and set side by side. Every mark has the
-class `mark`, and a title that shows when the pointer rests on it.
+Plots are made for the width of a phone; on wide screens they are enlarged a little and placed side by side. Every mark
+has the class `mark`, and a title that shows when the pointer rests on it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from trtpipe.pipeline.pages.axes import Axis, fitting, tick
 
 WIDTH = 340
 LEFT, RIGHT, TOP, BOTTOM = 46, 18, 10, 36
-# Left of distributions is room for their names.
+# Space for names at the left of distributions.
 NAMES = 126
 HEIGHT = 150
-# One row of distributions, one panel of a timeline, one bar.
+# Heights of one row of distributions, one panel of a timeline, one bar.
 ROW, PANEL, BAR = 26, 54, 22
 PANEL_GAP = 26
-# Columns in which a long series keeps its smallest and largest value, and bins of a distribution.
+# A long series is reduced to the smallest and largest value of this many columns; most bins of a distribution.
 COLUMNS = 120
 BINS = 100
 _LETTER = 5.6  # the mean width of a letter of the labels
@@ -38,7 +38,7 @@ _MARKERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing under a title; `legend` are names and the classes that they are drawn in."""
+    """A drawing under a title; `legend` has names and the classes that they are drawn in."""
 
     title: str
     drawing: Markup
@@ -47,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """`hollow` where what it shows is to be taken with care."""
+    """A point; `hollow` where its value needs caution."""
 
     x: float
     y: float
@@ -66,7 +66,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A distribution; `marks` are (name, value) of some of its percentiles."""
+    """A distribution; `marks` are (name, value) of some percentiles."""
 
     label: str
     title: str
@@ -101,7 +101,7 @@ class Bar:
 
 @dataclass
 class _Drawing:
-    """The parts of one plot. Numbers are pixels; `left` is where its axes cross."""
+    """Parts of one plot. Numbers are pixels; `left` is where the axes cross."""
 
     left: float = LEFT
     parts: list[str] = field(default_factory=list)
@@ -138,17 +138,17 @@ class _Drawing:
 
     def done(self, height: float, described: str) -> Markup:
         opened = f'<svg viewBox="0 0 {WIDTH} {_n(height)}" role="img" aria-label="{escape(described)}">'
-        # Every text of the parts was escaped as it was written.
+        # All text in the parts has been escaped already.
         return Markup(f"{opened}{''.join(self.parts)}</svg>")
 
 
 def _n(number: float) -> str:
-    """A coordinate, to a tenth of a pixel."""
+    """A coordinate, rounded to a tenth of a pixel."""
     return f"{number:.1f}".removesuffix(".0")
 
 
 def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequence[Point] = ()) -> Markup:
-    """Points joined by lines in the order given, each labelled where there is room; `band` lies behind some of them."""
+    """Points joined by lines in the given order, labelled where there is room; `band` lies behind the curves."""
     points = [point for curve in found for point in curve.points]
     across, up = fitting(x, (point.x for point in points)), fitting(y, (point.y for point in points))
     drawing, base = _Drawing(), TOP + 14 + HEIGHT
@@ -162,7 +162,7 @@ def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequ
     if len(band) > 1:
         line = [f"{_n(drawing.across(across, p.x))} {_n(base - up.share(p.y) * HEIGHT)}" for p in band]
         drawing.parts.append(f'<path class="band" d="M{"L".join(line)}"/>')
-    # No label hides a point.
+    # Labels must not hide points.
     taken = [(a - _DOT, 2 * _DOT, b + _DOT) for _, places in drawn for a, b, _ in places]
     for curve, places in drawn:
         if len(places) > 1:
@@ -178,7 +178,7 @@ def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequ
 
 
 def _label(drawing: _Drawing, taken: list[tuple[float, float, float]], x: float, y: float, words: str) -> None:
-    """Write beside a point, on the first side that is free; nowhere if none is."""
+    """Write beside a point, on the first side that is free; write nothing if none is."""
     width = _LETTER * len(words)
     for left, base in ((x + 6, y - 4), (x - 6 - width, y - 4), (x + 6, y + 11), (x - 6 - width, y + 11)):
         fits = left >= LEFT and left + width <= WIDTH and base - 9 >= TOP
@@ -191,7 +191,7 @@ def _label(drawing: _Drawing, taken: list[tuple[float, float, float]], x: float,
 
 
 def spreads(rows: Sequence[Spread], *, x: str, described: str) -> Markup:
-    """Distributions one below the other on one axis. Areas are shares; the highest of each row fills it."""
+    """Distributions one below the other on one axis. Areas are shares; the highest bar of each row fills its height."""
     rows = [row for row in rows if sum(row.counts)]
     values = [edge for row in rows for edge in (*_ends(row), *(value for _, value in row.marks))]
     axis = fitting(x, values, from_zero=False)
@@ -213,16 +213,16 @@ def _shortened(words: str, width: float) -> str:
 
 
 def _ends(row: Spread) -> tuple[float, float]:
-    """Where a distribution begins and ends, without its empty bins."""
+    """Start and end of a distribution, without its empty bins."""
     filled = [number for number, count in enumerate(row.counts) if count]
     return row.edges[filled[0]], row.edges[filled[-1] + 1]
 
 
 def _steps(drawing: _Drawing, row: Spread, axis: Axis, base: float) -> str:
-    """The outline of a histogram: heights are counts over the width that a bin has on the axis."""
+    """Outline of a histogram: heights are counts divided by the width of the bin on the axis."""
     edges, counts = _merged(row.edges, row.counts)
     places = [drawing.across(axis, edge) for edge in edges]
-    # What the axis cannot spread out is drawn a pixel wide.
+    # Bins too narrow for the axis are drawn a pixel wide.
     widths = [max(1.0, right - left) for left, right in pairwise(places)]
     heights = [count / width for count, width in zip(counts, widths, strict=True)]
     scale = (ROW - 8) / max(heights)
@@ -233,7 +233,7 @@ def _steps(drawing: _Drawing, row: Spread, axis: Axis, base: float) -> str:
 
 
 def _merged(edges: Sequence[float], counts: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    """Neighbouring bins put together until there are at most BINS."""
+    """Join neighbouring bins until there are at most BINS."""
     every = math.ceil(len(counts) / BINS)
     if every == 1:
         return edges, counts
@@ -271,7 +271,7 @@ def _panel_title(drawing: _Drawing, panel: Panel, y: float) -> None:
 
 
 def _thinned(seconds: Sequence[float], values: Sequence[float | None]) -> list[tuple[float, float | None]]:
-    """The series itself; of one too long to draw, the smallest and the largest of each column in their order."""
+    """The series; one too long to draw is reduced to the smallest and the largest value of each column, in order."""
     pairs = list(zip(seconds, values, strict=True))
     every = math.ceil(len(pairs) / COLUMNS)
     if every <= 2:
@@ -288,7 +288,7 @@ def _thinned(seconds: Sequence[float], values: Sequence[float | None]) -> list[t
 
 
 def _gapped(places: Iterable[tuple[float, float | None]]) -> str:
-    """A path through the points, begun anew after each gap. A point alone becomes a dot."""
+    """A path through the points, with a new start after each gap. A single point becomes a dot."""
     path: list[str] = []
     run = 0
     for x, y in places:

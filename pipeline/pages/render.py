@@ -1,4 +1,4 @@
-"""Pages that need nothing else, neither network nor script: the templates they are made from."""
+"""Renderer of self-contained HTML pages, without network or script, from templates."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, **values: object) -> str:
-    """The text of a page, ending in one line end; what a template asks for and is not given is an error."""
+    """Text of a page, ending in one newline; a value that the template needs and does not get is an error."""
     return _environment().get_template(template).render(values).strip() + "\n"

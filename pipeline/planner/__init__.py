@@ -1,1 +1,1 @@
-"""What a deployment will need and do, before it is paid for: memory, speed, cost."""
+"""Planner: predicts memory, speed and cost of a deployment before it is built."""

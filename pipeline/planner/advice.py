@@ -1,4 +1,4 @@
-"""Which GPUs, how many, in which precision: each option at the highest rate within the objectives, and its cost."""
+"""Advice on GPU, tensor parallelism and precision: each option's highest rate within the objectives, and its cost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.predict import Option, Prediction
 
 TPS = (1, 2, 4, 8)
-# The CPU's runtime executes every recipe.
+# A stand-in for any GPU: the CPU runtime supports every recipe.
 ANYTHING = GpuSpec(name="anything", sm=None)
-# A rate is found this exactly.
+# Relative precision of the highest rate.
 PRECISION = 0.02
-# One option's share of time below which it is not worth a sentence.
+# Share of an option's time from which its largest bound is named as the limit.
 RULES = 0.35
 BOUND = {
     "compute": "compute-bound",
@@ -37,14 +37,14 @@ BOUND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the plan is for. Raises UsageError.
+    """Input of a plan. Raises UsageError.
 
-    gpus        in the order of the question
-    dtypes      `--dtype` words, each tried on each GPU
+    gpus        GPUs to compare, in the order of the output
+    dtypes      values of `--dtype`, each tried on each GPU
     tps         GPUs of one engine; empty: every power of two up to 8
-    rate        clients a second that the deployment must bear; None where only cost is compared
-    objectives  empty: throughput without limit
-    prices      of one GPU an hour by name, before those of the GPU's file
+    rate        clients per second that the deployment must serve; None where only cost is compared
+    objectives  SLOs; empty: throughput without limit
+    prices      price of one GPU per hour, by GPU name; overrides the GPU's file
     """
 
     model: str
@@ -66,7 +66,7 @@ class Question:
             if not getattr(self, name):
                 raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
         for dtype in self.dtypes:
-            # A word that means nothing is refused; what one GPU does not run is said of that GPU.
+            # An unknown dtype is refused; a dtype that one GPU does not support is reported for that GPU.
             resolve_precision(dtype, ANYTHING, facts.load_quant_recipes(), self.kv_cache)
         for tp in self.tps:
             if tp < 1:
@@ -78,14 +78,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One row of the advice. Without `best` it cannot serve this, and `reason` says why.
+    """One row of the advice. Without `best` the option cannot serve the demand, and `reason` says why.
 
-    rate              most clients a second within the objectives, one engine
-    best              what it does then
-    single            what one client alone gets
-    cost              of a million output tokens at `best`, where the price is known
-    single_cost       likewise for one client alone
-    replicas          engines that the asked rate takes
+    rate              highest rate of clients per second within the objectives, for one engine
+    best              prediction at that rate
+    single            prediction for a single client
+    cost              price of a million output tokens at `best`, where the price is known
+    single_cost       likewise for a single client
+    replicas          engines needed for the requested rate
     """
 
     gpu: GpuSpec
@@ -113,17 +113,17 @@ class Candidate:
 
     @property
     def hourly(self) -> float | None:
-        """Of one engine."""
+        """Price of one engine per hour."""
         return None if self.price is None else self.price * self.tp
 
     @property
     def per_gpu(self) -> float:
-        """Output tokens a second of one GPU, within the objectives."""
+        """Output tokens per second per GPU, within the objectives."""
         return 0.0 if self.best is None else self.best.tokens_per_s / self.tp
 
     @property
     def gpus(self) -> int | None:
-        """For the rate that is asked for."""
+        """Number of GPUs for the requested rate."""
         return None if self.replicas is None else self.replicas * self.tp
 
     def _cost(self, at: Prediction | None) -> float | None:
@@ -154,7 +154,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Candidates, the best first: by cost where every price is known, else by tokens a second of a GPU."""
+    """Candidates, the best first: by cost where every price is known, else by tokens per second per GPU."""
 
     question: Question
     lengths: Lengths
@@ -176,7 +176,7 @@ class Advice:
 
 
 def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
-    """Raises UsageError for objectives that are not predicted, and where nothing could be served at all."""
+    """Raises UsageError for objectives that cannot be predicted, and where no option can serve anything."""
     how = (efficiency or load_efficiency()).of(question.runtime)
     lengths = question.demand.lengths()
     rows = [
@@ -211,7 +211,7 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
     made: list[Candidate] = []
     for tp in question.tps or TPS:
         one = _candidate(question, gpu, precision, tp, lengths, how)
-        # What did not fit one GPU and fits two is said once, by the largest that does not.
+        # A number of GPUs that does not fit is dropped once a larger number has been tried.
         if made and made[-1].option is None:
             made.pop()
         made.append(one)
@@ -256,8 +256,8 @@ def _candidate(
 
 
 def highest_rate(option: Option, demand: Demand, objectives: Sequence[Objective]) -> tuple[float, Prediction] | None:
-    """The most clients a second within the objectives, by bisection, and what is served then; None where it is not a
-    hundredth of what the engine could do without them.
+    """Highest rate of clients per second within the objectives, by bisection, and its prediction; None where the rate
+    is below a hundredth of what the engine could do without objectives.
     """
     full = option.full(demand)
     if not objectives:
@@ -320,7 +320,7 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
             f"{best.name} {best.single_cost:.2f}"
         )
     if cheap is not best and best.cost and cheap.cost:
-        # The dearer one must be kept busy: its price an hour buys nothing while it idles.
+        # The dearer option must be kept busy: its hourly price is also paid while it is idle.
         duty = best.cost / cheap.cost
         said.append(
             f"{best.name} must be busy {duty:.0%} of the time that it is paid for to match {cheap.name} kept full; "
@@ -338,8 +338,8 @@ def _remarks(ranked: Sequence[Candidate], question: Question, priced: bool) -> l
 
 
 def every_head(option: Option) -> int:
-    """Bytes of KV cache of a token, if every attention head had keys and values of its own: often quoted, and many
-    times what grouped-query attention takes.
+    """Bytes of KV cache per token if every attention head had its own keys and values: often quoted, and many times
+    what grouped-query attention takes.
     """
     model = option.model
     return (

@@ -1,15 +1,15 @@
-"""How long a step of the engine takes: a roofline with measured efficiencies.
+"""Duration of a step of the engine: a roofline with measured efficiencies.
 
-A step computes `context` tokens of prompts and one token of each of `decoding` sequences. On each GPU of tp:
+A step computes `context` tokens of prompts and one token of each of `decoding` sequences. On each of tp GPUs:
 
-    products    every layer's four, over T = context + decoding tokens: 2 x T x parameters operations against the
-                weights' bytes, joined by a p-norm since neither hides the other whole
+    products    four per layer, over T = context + decoding tokens: time of 2 x T x parameters operations and time to
+                read the weights, joined by a p-norm since neither hides the other completely
     attention   of prompts: 4 x heads x head size x work operations, work = sum of tokens x (those before + half);
-                of decoding: the bytes of the KV cache that are read
+                of decoding: bytes of the KV cache that are read
     elementwise norms, activations, quantization: passes over T x (hidden + intermediate / tp) values of 16 bits
-    head        the vocabulary's product, of the sequences that get a token
-    all-reduce  two a layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency
-    overhead    a step, a layer, a sequence
+    head        product with the vocabulary, for the sequences that get a token
+    all-reduce  two per layer: 2 x (tp - 1) / tp x T x hidden x 2 bytes over the link, and a latency
+    overhead    per step, per layer, per sequence
 
 Sources: the roofline of Williams, Waterman and Patterson (CACM 52(4), 2009); counts of operations as in Kaplan et al.
 (arXiv 2001.08361, section 2.1); the ring all-reduce's volume as in NCCL's performance notes (nccl-tests).
@@ -27,7 +27,7 @@ from trtpipe.engines.hf.folder import ModelConfig
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 
-# Operands of the products: what is absent computes in 16 bits.
+# Operand type of matrix products; an algorithm that is absent computes in 16 bits.
 PRODUCTS: dict[QuantAlgo | None, str] = {
     QuantAlgo.W8A8_SQ_PER_CHANNEL: "int8",
     QuantAlgo.FP8: "fp8",
@@ -38,13 +38,13 @@ KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "
 
 
 class Step(NamedTuple):
-    """What one step computes. A tuple, since a simulation makes thousands.
+    """Work of one step. A tuple, since a simulation makes thousands.
 
     context   tokens of prompts
     decoding  sequences that get one more token
-    cached    tokens of KV cache that those read, all together
-    work      of the prompts' attention: sum over chunks of tokens x (tokens before + tokens / 2)
-    logits    sequences that get a token: those that decode, and prompts that end
+    cached    tokens of KV cache that the decoding sequences read, all together
+    work      work of the prompts' attention: sum over chunks of tokens x (tokens before + tokens / 2)
+    logits    sequences that get a token: decoding ones, and prompts that end in this step
     """
 
     context: Any
@@ -55,7 +55,7 @@ class Step(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Seconds of a step by what they go to."""
+    """Seconds of a step by cause."""
 
     products: Any
     attention: Any
@@ -72,7 +72,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Made by `of`; one engine on one kind of GPU. All counts are of one GPU; works on numbers and on numpy arrays."""
+    """Step cost of one engine on one kind of GPU. Made by `of`. Counts are per GPU; takes numbers or numpy arrays."""
 
     layers: int
     parameters: int
@@ -103,14 +103,14 @@ class StepCost:
         gpu: GpuSpec,
         efficiency: Efficiency,
     ) -> StepCost:
-        """Raises UsageError for a GPU without a figure that this needs."""
+        """Raises UsageError for a GPU that lacks a figure needed here."""
         tp, layers = mapping.tp_size, model.num_hidden_layers
         heads = (model.num_attention_heads + 2 * max(model.num_key_value_heads, tp)) * model.head_size
         attention = heads + model.num_attention_heads * model.head_size
         parameters = layers * model.hidden_size * (attention + 3 * model.intermediate_size) // tp
         head = model.vocab_size * model.hidden_size // tp
         wide = 4 if dtype is DataType.FLOAT32 else 2
-        # The embedding is looked up, not read; a tied one is read as the head.
+        # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
         table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
         weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide
         kind = PRODUCTS.get(quantization.quant_algo, KIND[dtype])
@@ -160,7 +160,7 @@ class StepCost:
         return self.parts(step).total
 
     def with_kv_share(self, share: float) -> StepCost:
-        """With a cache that is read at `share` of the speed."""
+        """The same cost with a KV cache that is read at `share` of the speed."""
         return replace(self, efficiency=replace(self.efficiency, kv=self.efficiency.kv * share))
 
     @property
@@ -173,16 +173,16 @@ class StepCost:
 
 
 def tp_bound(hidden: int, link_bytes: float, flops: float) -> float:
-    """The rule of thumb for tensor parallelism: products outweigh the all-reduces up to this many GPUs.
+    """Rule of thumb for tensor parallelism: up to this number of GPUs, products take longer than the all-reduces.
 
-    3 x hidden x link bandwidth / operations a second. A layer of 12 x hidden^2 parameters computes 24 x hidden^2
-    operations for a token and sends 8 x hidden bytes of it; the link's bytes a second are those of both directions.
+    3 x hidden x link bandwidth / operations per second. A layer of 12 x hidden^2 parameters computes 24 x hidden^2
+    operations per token and sends 8 x hidden bytes per token; the link's bandwidth is that of both directions.
     """
     return 3 * hidden * link_bytes / flops
 
 
 def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
-    """Bytes a second of an all-reduce over tp GPUs, in one direction."""
+    """Bytes per second of an all-reduce over tp GPUs, in one direction."""
     if tp == 1:
         return 1.0
     joined = gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or tp <= gpu.nvlink_gpus)

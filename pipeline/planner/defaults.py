@@ -1,4 +1,4 @@
-"""What a build takes where nobody says it. Light: `trtpipe settings` resolves it in a blink."""
+"""Default build sizes from the plan. Light to import: `trtpipe settings` resolves them at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trtpipe.pipeline.planner.sizes import MAX_NUM_TOKENS, sizes
 def planned_sizes(
     chosen: dict[str, tuple[Any, str]], name: str, gpu: GpuSpec, dtype: DataType, quantization: Quantization
 ) -> dict[str, tuple[Any, str]]:
-    """tp, batch, lengths and tokens of a step that nobody has given: dotted name -> (value, why).
+    """tp, batch, lengths and tokens per step that the user has not set: dotted name -> (value, why).
 
-    Of a load its lengths; without one BuildConfig's lengths, half of which a sequence is taken to use. Nothing where
-    the model's shapes are not known before it is downloaded. Raises UsageError for a load that is not there.
+    Lengths come from a load if one is given, else from BuildConfig: sequences are then expected to use half of them.
+    Empty where the model's shapes are unknown before its download. Raises UsageError for a load that does not exist.
     """
     try:
         _, model = facts.find_shape(name)
@@ -51,7 +51,7 @@ def planned_sizes(
     try:
         found = sizes(model, dtype, mapping, quantization, gpu, wanted.mean, how)
     except UsageError:
-        return out  # a mapping that cannot be is refused with the model at hand
+        return out  # an impossible mapping is refused later, when the model is at hand
     held = f"the plan: what {gpu.name} holds of sequences of {wanted.mean} tokens"
     out["build.max_batch_size"] = (found.max_batch_size, held)
     out["build.max_num_tokens"] = (found.max_num_tokens, "the plan: large enough to compute at full speed")
@@ -66,7 +66,7 @@ def _of_load(name: str) -> Lengths:
 
 
 def _given(chosen: dict[str, tuple[Any, str]], name: str, otherwise: int) -> int:
-    """What is wrong about a given value is said where it is read."""
+    """A value set by the user, unchecked: errors in it are reported where it is read."""
     value, _ = chosen.get(name, (otherwise, ""))
     return value if isinstance(value, int) and value > 0 else otherwise
 

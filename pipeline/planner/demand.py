@@ -1,4 +1,4 @@
-"""A load as the planner simulates it: the lengths and times of the load tester's own load files, without texts."""
+"""Demand that the planner simulates: lengths and arrival times of the load generator's load files, without texts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.scheduler import Asked
 
-# Requests of one simulation: a p99 rests on eight of them.
+# Requests per simulation, so that eight requests lie beyond the p99.
 REQUESTS = 800
-# From which those are drawn.
+# Number of requests that these are drawn from.
 POOL = 4000
 SEED = 0
 
@@ -27,11 +27,11 @@ Follow = Callable[[int, float], "Asked | None"]
 
 
 class Demand:
-    """What clients ask for, by a seed. A conversation's turns are requests among others, each with its history: so a
-    simulation is in its steady state from the start, whatever people think between turns.
+    """Requests of clients, determined by a seed. Turns of a conversation are mixed with other requests, each with its
+    history: so a simulation starts in its steady state, whatever the think times are.
 
-    reuse   whether prompts that begin alike find their beginning in the KV cache
-    turns   requests of a client, on average
+    reuse   whether prompts with a common beginning find it in the KV cache
+    turns   mean number of requests per client
     """
 
     def __init__(self, work: Work, *, reuse: bool = False) -> None:
@@ -47,13 +47,13 @@ class Demand:
         self._pool = [request for client in clients for request in client]
 
     def requests(self, rate: float, count: int = REQUESTS) -> list[Asked]:
-        """`count` requests of clients that begin at `rate` a second."""
+        """`count` requests of clients that begin at `rate` per second."""
         load = Open(rate=rate * self.turns, requests=count)
         due = due_times(load, (SEED, 0), count=count) / 1e9
         return [replace(one, arrival=at) for one, at in zip(self._drawn(count), due.tolist(), strict=True)]
 
     def together(self, concurrency: int, count: int) -> tuple[list[Asked], Follow]:
-        """`count` requests of so many clients, each of which asks again as soon as it is answered."""
+        """`count` requests of `concurrency` clients, each of which sends the next as soon as one is answered."""
         asked = self._drawn(count)
         rest = iter(asked[concurrency:])
 
@@ -75,7 +75,7 @@ class Demand:
         )  # fmt: skip
 
     def _clients(self, rng: np.random.Generator) -> Any:
-        """Each one's requests in turn."""
+        """Requests of each client in order."""
         work = self.work
         if work.trace is not None:
             for row in read_trace(work.folder / work.trace, work.max_total_tokens):

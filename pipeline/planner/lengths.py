@@ -1,4 +1,4 @@
-"""How long a load's requests are."""
+"""Lengths of a load's requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of a load's requests: means, and the longest prompt and sequence that it asks for."""
+    """Tokens of a load's requests: mean lengths, and the longest prompt and sequence."""
 
     mean_input: float
     mean_output: float
@@ -16,5 +16,5 @@ class Lengths:
 
     @property
     def mean(self) -> int:
-        """Of a whole sequence."""
+        """Mean length of a whole sequence."""
         return max(2, round(self.mean_input + self.mean_output))

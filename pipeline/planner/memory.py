@@ -1,7 +1,7 @@
-"""What of a GPU's memory an engine takes, and how many tokens of KV cache the rest holds.
+"""Memory of a GPU that an engine takes, and tokens of KV cache that the rest holds.
 
 Weights and KV cache are exact, from shapes. Activations, buffers and the runtime are estimates: their coefficients are
-in configs/efficiency.yaml, fitted with the speeds, since what they leave bounds the batch.
+in configs/efficiency.yaml, fitted together with the speeds, since the memory that is left bounds the batch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Limits:
 class Memory:
     """Bytes on each GPU.
 
-    total        as the driver reports it
-    runtime      CUDA context, NCCL, cuBLAS and TensorRT's own
-    weights      of the largest rank
-    activations  of one step of max_num_tokens
+    total        memory as the driver reports it
+    runtime      CUDA context, NCCL, cuBLAS and TensorRT's own memory
+    weights      weights of the largest rank
+    activations  activations of one step of max_num_tokens
     buffers      logits and decoder state of max_batch_size requests
-    kv_pool      the part of what is left that the KV cache takes, in whole blocks
-    kv_token     of one token
+    kv_pool      part of the remaining memory that the KV cache takes, in whole blocks
+    kv_token     KV cache of one token
     """
 
     total: int
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """Left for the KV cache before its fraction is taken; below zero nothing fits."""
+        """Bytes left for the KV cache before its fraction is taken; where this is negative, nothing fits."""
         return self.total - self.runtime - self.weights - self.activations - self.buffers
 
     @property
@@ -64,11 +64,11 @@ class Memory:
         return self.kv_tokens // self.tokens_per_block
 
     def batch(self, context: int) -> int:
-        """Requests of `context` tokens, prompt and answer, that the pool holds at once."""
+        """Number of requests of `context` tokens, prompt plus answer, that the pool holds at once."""
         return self.kv_blocks // -(-context // self.tokens_per_block)
 
     def context(self, batch: int) -> int:
-        """The longest sequence of which the pool holds `batch` at once."""
+        """Longest sequence of which the pool holds `batch` at once."""
         return self.kv_blocks // batch * self.tokens_per_block
 
 
@@ -81,13 +81,13 @@ def memory(
     limits: Limits,
     efficiency: Efficiency,
 ) -> Memory:
-    """Raises UsageError for a mapping that cannot be, and for a GPU of unknown memory."""
+    """Raises UsageError for an impossible mapping, and for a GPU of unknown memory."""
     check_mapping(model, mapping, quantization=quantization)
     total = gpu.memory_bytes
     if total is None:
         raise UsageError(f"the memory of {gpu.name} is not known", remedy="name a GPU, as `trtpipe gpus` lists them")
     tp = mapping.tp_size
-    # What the largest layer holds at once: both halves of the MLP, the attention's inputs, and the residual stream.
+    # The largest layer holds at once: both halves of the MLP, the attention's inputs, and the residual stream.
     widest = (
         2 * model.intermediate_size // tp
         + (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_size // tp

@@ -1,4 +1,4 @@
-"""Advice as a self-contained HTML page: every option's frontier of throughput against speed for one client."""
+"""Page of a plan, self-contained HTML: each option's frontier of throughput against speed for one client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice, Candidate
 from trtpipe.pipeline.planner.whatif import WhatIf
 
-# Curves that can be told apart in one drawing.
+# Most curves that can be told apart in one drawing.
 CURVES = 4
 
 
@@ -29,7 +29,7 @@ def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
 
 
 def _figures(found: Advice) -> Iterator[Figure]:
-    """Of the best option of each GPU and dtype, some to a drawing."""
+    """Curves of the best option of each GPU and dtype, some per drawing."""
     best: dict[tuple[str, str], Candidate] = {}
     for one in found.candidates:
         if one.best is not None:

@@ -1,4 +1,4 @@
-"""One way to serve a model, and what it does at a rate: a simulation, read as the load tester reads a server."""
+"""Prediction of a serving option at a rate: a simulation, evaluated as the load generator evaluates a server."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trtpipe.pipeline.planner.memory import Limits, Memory, memory
 from trtpipe.pipeline.planner.scheduler import Asked, Places, Timeline, simulate
 from trtpipe.pipeline.planner.sizes import sizes
 
-# Of a run's time: before that the batch fills.
+# Share of a run's time that is left out at the start, while the batch fills.
 FILLING = 0.5
-# Of the answers of clients who ask again: the first and the last are left out.
+# Share of a closed loop's answers that is left out at the start and at the end.
 EDGE = 0.1
-# How many times as long as a request a run is, and the most requests that this may take.
+# Least length of a run in request latencies, and the most requests to reach it.
 LATENCIES, MOST_REQUESTS = 8, 10_000
-# Of what is offered; chance alone takes a few per cent of a run.
+# Least share of the offered rate that must be served; chance alone takes a few per cent of a run.
 KEEPS_UP = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way to serve: `tp` GPUs of one kind in one precision, with the sizes its engine is built for."""
+    """A way to serve a model: `tp` GPUs of one kind in one precision, with the sizes that its engine is built for."""
 
     model: ModelConfig
     gpu: GpuSpec
@@ -59,7 +59,7 @@ class Option:
         *,
         chunked: bool = True,
     ) -> Option:
-        """With `limits`, or the sizes that suit these lengths. Raises UsageError for what cannot be."""
+        """Make an option with `limits`, or with sizes that suit `lengths`. Raises UsageError for an impossible one."""
         made = quantization(precision)
         mapping = Mapping(tp_size=tp)
         chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths.mean, efficiency)
@@ -95,23 +95,23 @@ class Option:
             )
 
     def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
-        """`rate` is of clients that begin, a second. Without `shares` it is half the work."""
+        """Predict `rate` clients per second. Without `shares`, which are not computed then, it takes half the time."""
         offered, count = rate * demand.turns, REQUESTS
         while True:
             found = self._predict(demand.requests(rate, count), None, offered, shares)
-            # A run has to be several times as long as a request, or it ends before the batch has filled.
+            # A run must be several times as long as a request, or it ends before the batch has filled.
             needed = min(MOST_REQUESTS, round(LATENCIES * offered * float(found.latency.mean()) / 1e3))
             if needed <= 1.2 * count:
                 return found
             count = needed
 
     def together(self, demand: Demand, concurrency: int) -> Prediction:
-        """So many clients, each of which asks again as soon as it is answered."""
+        """Predict `concurrency` clients, each of which sends its next request as soon as one is answered."""
         asked, follow = demand.together(concurrency, max(40, 4 * concurrency))
         return self._predict(asked, follow, None, True)
 
     def full(self, demand: Demand) -> Prediction:
-        """As many clients as the batch has places."""
+        """Predict as many clients as the batch has slots."""
         return self.together(demand, self.limits.max_batch_size)
 
     def _predict(
@@ -129,7 +129,7 @@ class Option:
 
 
 def bounds(cost: StepCost, step: Step) -> dict[str, float]:
-    """Seconds of a step by what bounds them: compute, weights, kv, all-reduce, overhead."""
+    """Seconds of a step by what bounds it: compute, weights, kv, all-reduce, overhead."""
     parts: Parts = cost.parts(step)
     tokens = step.context + step.decoding
     compute = 2 * tokens * cost.parameters / (cost.flops * cost.share)
@@ -147,18 +147,18 @@ def bounds(cost: StepCost, step: Step) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is served. Times in ms as the load tester names them; of the measured middle of the run.
+    """Predicted service, over the measured middle of the run. Times in ms, named as the load generator names them.
 
-    offered        requests a second; None where each client asks again when it is answered
-    ttft, tpot     of each request
+    offered        requests per second; None where each client sends its next request when one is answered
+    ttft, tpot     values of each request
     itl            (ms, tokens) of every step
-    latency        of each request
-    output         tokens of each request
-    tokens_per_s   output tokens over the measured time
-    requests_per_s likewise
+    latency        values of each request
+    output         output tokens of each request
+    tokens_per_s   output tokens per second over the measured time
+    requests_per_s requests per second, likewise
     in_flight      most sequences at once
     busy           share of the time in which a step ran
-    shares         of busy time, by what bounds it
+    shares         shares of the busy time, by what bounds it
     """
 
     offered: float | None
@@ -207,14 +207,14 @@ class Prediction:
         )
 
     def value(self, objective: Objective) -> float | None:
-        """The objective's statistic, in ms; None where no request has a value."""
+        """The objective's statistic in ms; None where no request has a value."""
         if objective.metric in ("inter_token_latency", "inter_chunk_latency"):
             return _weighted(self.itl, objective)
         values = {
             "time_to_first_token": self.ttft,
             "time_per_output_token": self.tpot,
             "request_latency": self.latency,
-        }.get(objective.metric.removesuffix("_from_due"))  # its clients never wait for a place
+        }.get(objective.metric.removesuffix("_from_due"))  # simulated clients never wait for a slot
         if values is None:
             raise UsageError(
                 f"the planner does not predict {objective.metric}", remedy="use ttft, tpot, itl or latency"
@@ -227,7 +227,7 @@ class Prediction:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether as much is answered as is asked: what queues up for ever still starts in time at first."""
+        """Whether answers keep up with requests: in a growing queue the first requests still start in time."""
         return self.offered is None or self.requests_per_s > KEEPS_UP * self.offered
 
     def meets(self, objectives: Sequence[Objective]) -> bool:

@@ -1,4 +1,4 @@
-"""`trtpipe probe`: measures this machine's GPUs in a process of its own, and writes what `trtpipe plan` prefers."""
+"""Probe of this machine's GPUs (`trtpipe probe`): measures in a child process, writes a file that the planner uses."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ HEADER = "# Written by `trtpipe probe` on this card; goes before the data sheet'
 
 
 def probe(out: Path | None = None) -> tuple[GpuSpec, Path]:
-    """Measure, write gpus/NAME.yaml of TRTPIPE_HOME (or `out`), and return the GPU with it.
+    """Measure, write gpus/NAME.yaml of TRTPIPE_HOME (or `out`), and return the GPU and that path.
 
-    What the file says already of the card, its price for instance, stays. Raises HostError without a GPU or without
-    torch, StageFailed when the measuring fails.
+    Other facts in an existing file, such as the price, are kept. Raises HostError without a GPU or without
+    torch, StageFailed when the measurement fails.
     """
     gpus = read_gpus()
     if not gpus:
@@ -77,7 +77,7 @@ def _measure() -> dict[str, Any]:
 
 
 def _facts(gpu: Gpu) -> tuple[str, dict[str, Any]]:
-    """The card's name among those known, or one of its own with what the driver tells."""
+    """Name of the card and its facts, from the known cards or else from the driver."""
     product = gpu.name.replace(" ", "-")
     for spec in config.load_gpus().values():
         if spec.product == product:

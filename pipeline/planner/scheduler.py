@@ -1,9 +1,9 @@
-"""In-flight batching, step by step: which requests the scheduler takes into a step, and when each gets its tokens.
+"""Simulation of in-flight batching, step by step: requests that the scheduler takes into a step, and token times.
 
-A discrete-event simulation of TensorRT-LLM's guaranteed_no_evict policy: a request is taken when a place in the batch
-is free and the KV cache holds all the tokens it may ever have; every sequence that decodes gets a token in each step,
-and prompts fill the rest of max_num_tokens, in chunks where context chunking is on. Steps in which nothing begins or
-ends are taken together.
+A discrete-event simulation of TensorRT-LLM's guaranteed_no_evict policy: a request is taken when a slot of the batch is
+free and the KV cache has room for all the tokens it may ever have; every decoding sequence gets a token in each step,
+and prompts fill the rest of max_num_tokens, in chunks where context chunking is on. Steps in which no request begins or
+ends are simulated together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Seconds = Callable[[Step], float]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: when it arrives in seconds, its tokens, and how many of its prompt a reused cache already holds."""
+    """A request: arrival time in seconds, prompt and output tokens, and prompt tokens in a reused cache."""
 
     arrival: float
     input: int
@@ -31,11 +31,11 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """What the scheduler may fill.
+    """Capacity of the scheduler.
 
     batch      sequences in flight
-    tokens     of a step
-    kv_blocks  of tokens_per_block tokens
+    tokens     tokens of a step
+    kv_blocks  number of blocks of tokens_per_block tokens
     chunked    whether a prompt may be spread over steps
     window     tokens of a sequence that the cache keeps; None: all
     """
@@ -54,12 +54,12 @@ class Places:
 
 @dataclass
 class Timeline:
-    """Seconds, a request at an index; None in `first` of one that never fits.
+    """Times in seconds, indexed by request; `first` is None for a request that never fits.
 
-    gaps   (seconds, how many tokens came after that time) of every step with sequences that decode
+    gaps   (seconds, number of tokens that came after that time) of every step with decoding sequences
     busy   seconds in steps
-    steps  how many
-    most   sequences in flight at once
+    steps  number of steps
+    most   most sequences in flight at once
     """
 
     asked: list[Asked] = field(default_factory=list)
@@ -82,9 +82,9 @@ def simulate(
     follow: Follow | None = None,
     watch: Callable[[int, Step], None] | None = None,
 ) -> Timeline:
-    """Serve `requests`; `follow` gives the next request of a client whose request (index) has ended.
+    """Serve `requests`; `follow` gives a client's next request when its request (index) has ended.
 
-    `watch` is told of each run of equal steps: how many, and the one in their middle.
+    `watch` is called for each run of equal steps, with their number and the step in their middle.
     """
     return _Simulation(requests, places, seconds, follow, watch).run()
 
@@ -101,11 +101,11 @@ class _Simulation:
         self._out = Timeline()
         self._coming: list[tuple[float, int]] = []
         self._waiting: deque[int] = deque()
-        self._prompts: deque[int] = deque()  # taken, and not yet read whole
-        self._read = 0  # of the first of them
-        self._ending: list[tuple[int, int]] = []  # step before which it has ended, index
+        self._prompts: deque[int] = deque()  # requests taken whose prompt is not fully read
+        self._read = 0  # prompt tokens read of the first of them
+        self._ending: list[tuple[int, int]] = []  # (step before which the request has ended, index)
         self._active = self._decoding = self._blocks = 0
-        self._cached = 0  # tokens in the cache of all that decode
+        self._cached = 0  # cached tokens of all decoding sequences
         self._step = 0
         self._now = 0.0
         for asked in requests:
@@ -193,7 +193,7 @@ class _Simulation:
             self._begin(index)
 
     def _chunks(self) -> tuple[int, float, list[int]]:
-        """Tokens of prompts that this step reads, their attention's work, and whose prompt ends with it."""
+        """Prompt tokens read in this step, the work of their attention, and the requests whose prompt ends with it."""
         places, room = self._places, self._places.tokens - self._decoding
         context, work, begun = 0, 0.0, []
         while self._prompts and room > 0:
@@ -202,7 +202,7 @@ class _Simulation:
             done = asked.reused + self._read
             left = max(1, asked.input - done)
             if left > room and not places.chunked:
-                # Alone it fits; what decodes goes on meanwhile.
+                # The prompt fits into an empty step and waits for one; decoding sequences go on meanwhile.
                 break
             take = min(left, room)
             work += take * (done + take / 2)

@@ -1,4 +1,4 @@
-"""The sizes an engine is built for, from what its GPU holds."""
+"""Sizes that an engine is built for, from the memory of its GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.memory import Limits, memory
 
-# Of a batch: what more gains less than its logits' memory costs.
+# Largest batch: beyond it, throughput gains less than the memory of the logits costs.
 MOST_BATCH = 2048
-# TensorRT-LLM's own default: large enough for products to be compute-bound.
+# TensorRT-LLM's own default: large enough for matrix products to be compute-bound.
 MAX_NUM_TOKENS = 8192
 
 
@@ -26,8 +26,8 @@ def sizes(
     mean: int,
     efficiency: Efficiency,
 ) -> Limits:
-    """For sequences of `mean` tokens, prompt and answer: as many at once as the KV cache holds, and a little more, as
-    trtllm-bench has it. Raises UsageError for a mapping that cannot be.
+    """Sizes for sequences of `mean` tokens, prompt plus answer: as many sequences as the KV cache holds, and a few
+    more, as trtllm-bench does. Raises UsageError for an impossible mapping.
     """
     least = Limits(max_batch_size=64, max_num_tokens=MAX_NUM_TOKENS)
     held = memory(model, dtype, mapping, quantization, gpu, least, efficiency).batch(mean)
@@ -36,6 +36,6 @@ def sizes(
 
 
 def rounded(batch: int) -> int:
-    """Up to a multiple of 8, 32 or 128 by size; what is below 8 stays, and is at least 1."""
+    """Round up to a multiple of 8, 32 or 128 by size; a batch below 8 stays, and is at least 1."""
     grain = 1 if batch < 8 else 8 if batch <= 128 else 32 if batch <= 512 else 128
     return max(1, -(-batch // grain) * grain)

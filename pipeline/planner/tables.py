@@ -1,4 +1,4 @@
-"""Advice as rows of words: what the terminal and the page both show."""
+"""Tables of a plan as rows of text, which both the terminal and the page show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(found: Advice) -> str:
 
 
 def options(found: Advice) -> Table:
-    """Those that can serve the load, the best first."""
+    """Options that can serve the load, the best first."""
     columns = ["option", "KV GiB", "batch", "TTFT alone", "TPOT alone", "clients/s", "TTFT p99", "TPOT p99", "tokens/s"]
     columns += ["a GPU"] + (["1M tokens"] if found.priced else []) + (["GPUs"] if found.question.rate else [])
     rows = [_option(one, found) for one in found.candidates if one.best is not None]
@@ -40,7 +40,7 @@ def options(found: Advice) -> Table:
 
 
 def memory(found: Advice) -> Table:
-    """Where each option's memory goes, in GiB, and what the rest holds."""
+    """Use of each option's memory in GiB, and the capacity of the rest."""
     rows: list[list[str | None]] = []
     for one in found.candidates:
         if one.option is None:

@@ -1,12 +1,12 @@
-"""Single changes to an option, each with what it does to memory, latency and throughput under the same load.
+"""What-if analysis: single changes to an option, and their effect on memory, latency and throughput under its load.
 
-KV cache off      every step computes all earlier tokens again: what a byte of cache saves
+KV cache off      every step computes all earlier tokens again, which shows what a byte of cache saves
 KV heads          every attention head with keys and values of its own (no grouped-query attention)
-weights, cache    other recipes that the GPU runs
-chunked context   a prompt in one piece: those that decode wait for it
+weights, cache    other quantization recipes that the GPU supports
+chunked context   without it a prompt is computed in one step, for which decoding sequences wait
 KV reuse          half of the requests find half of their prompt in the cache
 streaming window  attention over the last 1024 tokens and the first few
-multi-block       without it a sequence's cache is read by few multiprocessors, which tells at small batches
+multi-block       without it few multiprocessors read a sequence's cache, which matters at small batches
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.predict import Option, quantization
 
 WINDOW = 1024
-# Thread blocks that keep a GPU's memory busy: about one a multiprocessor, of which data-centre cards have a hundred.
+# Thread blocks that keep a GPU's memory busy: about one per multiprocessor, of which data-centre cards have a hundred.
 BLOCKS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change. `said` explains a figure that the others do not show, or why there is none.
+    """A change. `said` explains an effect that the figures do not show, or why there is no figure.
 
-    kv_tokens  tokens of KV cache, of the option and with the change
-    ttft, tpot  p50 in ms for one client alone, likewise
-    tokens_per_s  output tokens a second when as many ask as can be served, likewise
+    kv_tokens  tokens of KV cache: (of the option, with the change)
+    ttft, tpot  p50 in ms for a single client, likewise
+    tokens_per_s  output tokens per second with as many clients as can be served, likewise
     """
 
     name: str
@@ -53,7 +53,7 @@ class WhatIf:
 
 
 def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
-    """Of every change, in the order above."""
+    """All changes, in the order above."""
     lengths = demand.lengths()
     now = _figures(option, demand)
 
@@ -92,8 +92,8 @@ def what_ifs(option: Option, demand: Demand) -> list[WhatIf]:
 
 
 def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, float]) -> WhatIf:
-    """Each step computes all tokens of a sequence again; as many sequences together as gain anything: none, since one
-    alone is compute-bound. A byte of cache saves 2 x parameters operations for each token, over the token's bytes.
+    """Each step computes all tokens of its sequence again. The batch is one sequence, since that alone is compute-bound
+    and more would gain nothing. A byte of cache saves 2 x parameters / (bytes of a token) operations.
     """
     tokens = lengths.mean_input + lengths.mean_output / 2
     cost = option.cost
@@ -108,8 +108,8 @@ def without_cache(option: Option, lengths: Lengths, now: tuple[float, float, flo
 
 
 def unsplit(option: Option, demand: Demand, tpot: float) -> WhatIf:
-    """Without multi-block decoding one sequence's cache is read by as many thread blocks as it has KV heads on a GPU;
-    a full batch has enough of them.
+    """Without multi-block decoding, as many thread blocks read one sequence's cache as it has KV heads on a GPU; a full
+    batch has enough thread blocks.
     """
     readers = max(1, option.model.num_key_value_heads // option.tp)
     slower = replace(option, cost=option.cost.with_kv_share(min(1.0, readers / BLOCKS)))
@@ -133,7 +133,7 @@ def _ungrouped(option: Option, lengths: Lengths) -> Option:
 
 
 def _recipes(option: Option) -> list[tuple[str, str | None]]:
-    """Others that are worth a line: unquantized, FP8 with and without its cache, INT8."""
+    """Other quantization recipes to compare: unquantized, FP8 with and without its cache, INT8."""
     every: list[tuple[str, str | None]] = [("bf16", None), ("fp8", "none"), ("fp8", "fp8"), ("int8", None)]
     return [one for one in every if _quantization(option, *one) != quantization(option.precision)]
 

@@ -1,4 +1,4 @@
-"""Comparison of reports, ours and those of other tools.
+"""Comparison of reports, of this load generator and of other tools.
 
 comparison   two or more reports against the first; pairing finds the load points that match
 differences  what differs between the runs besides the results

@@ -1,8 +1,8 @@
-"""How far a statistic of one level may be off: its values over bootstrap resamples of the level's requests.
+"""Uncertainty of a statistic of one load point: its values over bootstrap resamples of the load point's requests.
 
 Whole requests are drawn, since the gaps of one request are alike. Requests that were in flight together are not
-independent of each other either: what stalls one stalls all, and a resample does not know. Several repeats of a level
-are the remedy; `repeats` draws among them first.
+independent either: what stalls one stalls all, which a resample does not show. Several repeats of a load point are the
+remedy; `repeats` draws among them first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 RESAMPLES = 1000
 COVERAGE = (2.5, 97.5)
-# Values of a metric with many a request are drawn by rank in at most this many groups, half of them for the top tenth.
+# A metric with many values per request is drawn by rank in at most this many groups, half of them for the top tenth.
 GROUPS = 400
 _TOP = 0.9
-# Numbers held at a time: rows of counts, and requests by groups.
+# Most numbers held at a time: rows of counts, and requests by groups.
 _AT_ONCE = 4_000_000
 _TABLE = 16_000_000
 
 
 class Resampler:
-    """Draws for one level. The same seed gives the same draws."""
+    """Resamples of one load point. The same seed gives the same draws."""
 
     def __init__(self, found: Records, *, closed: bool, seed: Sequence[int]) -> None:
         import numpy as np
@@ -46,10 +46,10 @@ class Resampler:
         self._tables: dict[str, tuple[Floats, Floats]] = {}
 
     def draws(self, metric: str, statistic: str, value: float) -> Floats | None:
-        """RESAMPLES values of `mean`, a percentile (`p99`), or of a rate (`value`); None for what requests do not tell,
-        or are too few to tell.
+        """RESAMPLES values of `mean`, of a percentile (`p99`), or of a rate (`value`); None where they cannot be
+        computed from the requests, or the requests are too few.
 
-        `value` is what the level says.
+        `value` is the figure that the load point reports.
         """
         if len(self._found) < 2:
             return None
@@ -77,7 +77,7 @@ class Resampler:
         return self._ratio(sums, counts.astype(np.float64))
 
     def _ratio(self, above: Floats, below: Floats) -> Floats | None:
-        """Sum of `above` / sum of `below` over resamples; None where one of them has nothing below."""
+        """Sum of `above` / sum of `below` over resamples; None where a resample's sum of `below` is not positive."""
         import numpy as np
 
         totals = self._totals(np.stack([above, below], axis=1))
@@ -87,14 +87,14 @@ class Resampler:
         return ratios
 
     def _totals(self, table: Floats | Ints) -> Floats:
-        """Column sums of `table` (one row a request) over resamples of its rows, to six digits."""
+        """Column sums of `table` (one row per request) over resamples of its rows, to six digits."""
         import numpy as np
 
         single = table.astype(np.float32)
         return np.concatenate([(times @ single).astype(np.float64) for times in self._blocks()])
 
     def _blocks(self) -> Iterator[Floats32]:
-        """How often each resample has drawn each request: the same resamples each time, in blocks if they are large."""
+        """How often each resample has drawn each request: always the same resamples, in blocks if they are large."""
         import numpy as np
 
         if self._times is not None:
@@ -112,10 +112,10 @@ class Resampler:
             yield times
 
     def _order_statistic(self, found: Values, share: float) -> Floats:
-        """Percentiles of a metric with one value a request.
+        """Percentiles of a metric with one value per request.
 
-        The rank that a resample's k-th smallest value has among all n is that of the k-th smallest of n uniform
-        numbers, which has a Beta distribution: no resample need be made.
+        The rank among all n values of a resample's k-th smallest value is distributed as the k-th smallest of n uniform
+        numbers, which has a Beta distribution: so no resample is made.
         """
         import numpy as np
 
@@ -126,15 +126,15 @@ class Resampler:
         low = self._rng.beta(below + 1, size - below, RESAMPLES)
         at_low: Floats = ranked[np.minimum((low * size).astype(np.int64), size - 1)]
         if below + 1 == size:
-            return at_low  # the largest
-        # The next larger is the smallest of those that are left, spread evenly above it.
+            return at_low  # the largest value
+        # The next larger one is the smallest of the remaining numbers, spread evenly above it.
         high = 1 - (1 - low) * self._rng.random(RESAMPLES) ** (1 / (size - below - 1))
         at_high = ranked[np.minimum((high * size).astype(np.int64), size - 1)]
         drawn: Floats = at_low + (place - below) * (at_high - at_low)
         return drawn
 
     def _grouped(self, metric: str, found: Values, share: float) -> Floats | None:
-        """Percentiles of a metric with many values a request, to the nearest group of ranks."""
+        """Percentiles of a metric with many values per request, to the nearest group of ranks."""
         import numpy as np
 
         if metric not in self._tables:
@@ -157,7 +157,7 @@ class Resampler:
         return drawn
 
     def _rate(self, metric: str, value: float) -> Floats | None:
-        """A rate goes with the sum over requests that it counts; in a closed loop also against the time they took."""
+        """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms."""
         name = metric.removesuffix("_whole_run")
         terms = rate_terms(name, self._found, closed=self._closed)
         if terms is None:
@@ -172,7 +172,7 @@ class Resampler:
 
 
 def repeats(draws: Sequence[Floats], seed: Sequence[int]) -> Floats:
-    """Draws of the mean over repeats of a level, themselves drawn anew."""
+    """Resamples of the mean over repeats of a load point; the repeats themselves are drawn, too."""
     import numpy as np
 
     if len(draws) == 1:

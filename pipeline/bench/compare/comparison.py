@@ -1,7 +1,8 @@
-"""Two or more reports side by side: the first is the base, levels meet where protocol and load are the same.
+"""Comparison of two or more reports: the first is the base, load points match where protocol and load are the same.
 
-Where the requests of both sides were kept, each ratio has an interval and is significant or not; without them nothing
-is said about significance. A condition that cannot be judged counts as one that fires: a gate never opens by silence.
+Where the requests of both sides were kept, each ratio has an interval and is significant or not; without requests there
+is no statement about significance. A condition that cannot be judged counts as fired, so that a gate never passes for
+lack of data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Rows of the table: metrics that say much the same, the best one first, with their names there.
+# Rows of the table: alternative metrics of one quantity, the best one first, with their names in the table.
 SHOWN: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({"time_to_first_token": "TTFT", "time_to_first_chunk": "time to first chunk"}, ("p50", "p99")),
     (
@@ -52,13 +53,13 @@ SHOWN: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
 STATISTICS = ("mean", "p50", "p90", "p99")
 _HIGHER_IS_BETTER = {"tokens/s", "requests/s"}
 _LOWER_IS_BETTER = {"ms", "/1M tokens"}
-# Levels named for one condition.
+# Most load points named for one condition.
 _NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One report's figure in a row. Against the base: the ratio and its interval; None where there is none.
+    """One report's figure in a row, with its ratio to the base and the interval of the ratio; None where unknown.
 
     better  True or False where the difference is significant and has a direction
     """
@@ -72,7 +73,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A statistic of a metric at one level, by the reports' letters."""
+    """A statistic of a metric at one load point, by the reports' letters."""
 
     place: str
     metric: str
@@ -83,7 +84,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A condition at one level of one report. `fired` is None where it cannot be judged, and `told` says why."""
+    """A condition at one load point of one report. `fired` is None where it cannot be judged; `told` says why."""
 
     condition: str
     place: str
@@ -94,7 +95,7 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """warnings are what makes the runs unlike, to be read before the numbers."""
+    """Result of a comparison. `warnings` are differences between the runs, to be read before the numbers."""
 
     paths: dict[str, str]
     warnings: tuple[str, ...]
@@ -107,7 +108,7 @@ class Comparison:
         return {**asdict(self), "resamples": RESAMPLES, "coverage": COVERAGE, "failed": self.refusal() is not None}
 
     def refusal(self) -> StageFailed | None:
-        """What a command ends with; None if no condition fired."""
+        """The error that ends the command; None if no condition fired."""
         bad = [judgement for judgement in self.judgements if judgement.fired is not False]
         if not bad:
             return None
@@ -119,7 +120,7 @@ class Comparison:
         return StageFailed("the comparison fails", why="; ".join(told))
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str | None, ...]]]:
-        """(columns, rows) for people; all but the first two columns and the verdicts are numbers."""
+        """(columns, rows) of the printed table; all but the first two columns and the verdicts are numbers."""
         others = [letter for letter in self.paths if letter != LETTERS[0]]
         columns = ["level", "", LETTERS[0]]
         for letter in others:
@@ -136,7 +137,7 @@ class Comparison:
         return tuple(columns), rows
 
     def _shown(self) -> Iterator[tuple[str, Row]]:
-        """(name, row) of the rows for people."""
+        """(name, row) of the rows in the printed table."""
         found = {(row.place, row.metric, row.statistic): row for row in self.rows}
         for place in dict.fromkeys(row.place for row in self.rows):
             for names, statistics in SHOWN:
@@ -148,7 +149,7 @@ class Comparison:
                         yield f"{names[row.metric]}{told} {row.unit or '%'}", row
 
     def summary(self) -> list[str]:
-        """What the intervals say of each report as a whole."""
+        """Sentences about each report as a whole, from the intervals."""
         out = []
         for letter in self.paths:
             if letter == LETTERS[0]:
@@ -185,8 +186,8 @@ def compare(
     """Compare reports, the first being the base. Raises UsageError and InputDataError.
 
     fail_if         expressions of `conditions`
-    price_per_hour  of what was measured: one price for all, or one for each report
-    own_price       of what a report tells of, where none is given
+    price_per_hour  price of the measured deployment: one for all, or one for each report
+    own_price       price of the deployment that a report describes, where none is given
     """
     if not 2 <= len(paths) <= len(LETTERS):
         told = "one report is given" if len(paths) == 1 else f"{len(paths)} reports are given"
@@ -226,7 +227,7 @@ def compare(
 
 
 def _known(sides: Mapping[str, Side]) -> tuple[dict[str, Kind], list[str]]:
-    """(the metrics of all reports, warnings about those that do not mean the same in each)."""
+    """(metrics of all reports, warnings about metrics that do not mean the same in each)."""
     out: dict[str, Kind] = {}
     unlike: dict[str, None] = {}
     for side in sides.values():
@@ -243,7 +244,7 @@ def _known(sides: Mapping[str, Side]) -> tuple[dict[str, Kind], list[str]]:
 
 
 def _only_alike(sides: Mapping[str, Side]) -> Iterator[str]:
-    """What no two reports have under one name, but every report under some."""
+    """Kinds of metric that every report has, but no two reports under the same name."""
     for names, _ in SHOWN:
         mine = {letter: [metric for metric in names if side.has(metric)] for letter, side in sides.items()}
         if all(mine.values()) and not set.intersection(*map(set, mine.values())):
@@ -287,7 +288,7 @@ def _cells(
 
 
 def _significance(ours: Floats | None, theirs: Floats | None) -> tuple[tuple[float, float] | None, bool | None]:
-    """(interval of the ratio, whether the difference is beyond chance)."""
+    """(interval of the ratio, whether the difference is significant)."""
     import numpy as np
 
     if ours is None or theirs is None:
@@ -346,7 +347,7 @@ def _outcome(
 def _invalid(side: Side, numbers: Sequence[int]) -> bool:
     if any(side.levels[number]["verdict"]["valid"] is False for number in numbers):
         return True
-    # A run that is INVALID as a whole has no level that is not.
+    # A run that is INVALID as a whole has no valid load point.
     whole: bool = side.report["verdict"]["valid"] is False
     return whole and not any(level["verdict"]["valid"] is False for level in side.levels)
 

@@ -1,10 +1,10 @@
-"""`--fail-if` expressions: what a comparison must not find.
+"""`--fail-if` expressions: results of a comparison that make it fail.
 
     [STATISTIC_]METRIC  <, <=, > or >=  NUMBER UNIT
 
-    p99_ttft > 1.1x        against A, the base
+    p99_ttft > 1.1x        relative to A, the base
     throughput < 0.95x
-    p50_itl > 20ms         as it is; ms, s or us
+    p50_itl > 20ms         the value itself; ms, s or us
     error_rate > 1%
 
 A metric with a distribution needs a statistic, a rate has none.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from trtpipe.engines.errors import UsageError, suggestion
 
-# Short names, and what they stand for: the first that both reports have.
+# Short names -> metrics in order of preference: the first that both reports have is used.
 ALIASES = {
     "ttft": ("time_to_first_token",),
     "itl": ("inter_token_latency",),
@@ -33,7 +33,7 @@ ALIASES = {
     "cost": ("cost_per_million_output_tokens",),
 }
 STATISTICS = ("mean", "std", "min", "max", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p99.9")
-# What stands for a statistic in a rate.
+# Stands for a statistic where the metric is a rate.
 VALUE = "value"
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
@@ -41,7 +41,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-# How many of a metric's unit a unit of a condition is.
+# Size of a condition's unit in units of the metric.
 _UNITS = {
     "ms": {"ms": 1.0, "s": 1000.0, "us": 0.001},
     "tokens/s": {"tokens/s": 1.0, "tok/s": 1.0},
@@ -55,7 +55,7 @@ _EXAMPLES = 'write for example "p99_ttft > 1.1x", "throughput < 0.95x", "p50_itl
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a metric is."""
+    """Type of a metric."""
 
     unit: str
     is_rate: bool
@@ -63,7 +63,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """Fires where the statistic of the first of `metrics` that there is compares so with `limit`.
+    """Fires where the statistic of the first available metric of `metrics` compares this way with `limit`.
 
     relative  the statistic is divided by that of the base
     """

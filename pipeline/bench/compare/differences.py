@@ -1,4 +1,4 @@
-"""In what the reports of a comparison differ besides their results: said before the numbers, so that none is missed."""
+"""Differences between the reports of a comparison besides their results, printed before the numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Who was asked and how much was measured do not make runs unlike; loads are told by level, tokenizers by their digest.
+# Targets and numbers of repeats may differ; loads are compared per load point, tokenizers by their digest.
 _NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder")
-# Of the machine that the load came from.
+# Compared facts of the machine that sent the load.
 _HOST = ("cpu", "usable_cores")
-# Mean lengths that differ by more are told.
+# Mean lengths that differ by more than this share are reported.
 LENGTH_SHARE = 0.01
 _LONGEST = 60
-# Of a dotted name, in characters: each value under it has its own copy.
+# Most characters of a dotted name: each value under it has its own copy.
 LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
 UNTOLD = "does not say"
@@ -26,7 +26,7 @@ def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def level_differences(place: str, levels: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
-    """The same of the repeats of one level, by the letters of their reports."""
+    """Differences between the repeats of one load point, by the letters of their reports."""
     out = []
     for metric in ("input_sequence_length", "output_sequence_length"):
         means = {
@@ -52,7 +52,7 @@ def level_differences(place: str, levels: Mapping[str, Sequence[dict[str, Any]]]
 
 
 def load_differences(place: str, loads: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The same of the loads of one level."""
+    """Differences between the loads of one load point."""
     return [f"{place}: {line}" for line in _differing_keys("load", loads, told_by_all=False)]
 
 
@@ -87,7 +87,7 @@ def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         letter: {key: value for key, value in _flat(report["options"]).items() if key not in _NOT_COMPARED}
         for letter, report in reports.items()
     }
-    # Tools name their options differently: what one alone has is no difference.
+    # Tools name their options differently, so an option that only one tool has is no difference.
     alike = len({_tool(report) for report in reports.values()}) == 1
     yield from _differing_keys("option", options, told_by_all=not alike)
     hosts = {letter: report.get("host") or {} for letter, report in reports.items()}
@@ -118,7 +118,7 @@ def _differing(what: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """16.0 is 16."""
+    """Equal numbers as one type: 16.0 becomes 16."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

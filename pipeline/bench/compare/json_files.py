@@ -1,4 +1,4 @@
-"""JSON files of a benchmark, read within limits, with errors that name the file and the line."""
+"""Reader of a benchmark's JSON files, within limits; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import bounded_lines, parse_json, read_bounded
 
-# A result of another tool may hold a number for each token of every request: 6 million of them take 250 MB of memory.
+# Another tool's result may hold a number for each token of every request: 6 million take 250 MB of memory.
 MAX_BYTES = 128 << 20
 MAX_VALUES = 6_000_000
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:
-    """The object in a file, or several, one a line. Raises InputDataError.
+    """The object in a file, or several, one per line. Raises InputDataError.
 
-    NaN and Infinity, which Python writes though JSON has none, are None: numbers that nobody knows.
+    NaN and Infinity, which Python writes although JSON has neither, become None: unknown numbers.
     """
     try:
         data = read_bounded(file, MAX_BYTES)
@@ -38,7 +38,7 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(what it is called in an error, object) of each line of a file. Raises InputDataError."""
+    """(name in error messages, object) of each line of a file. Raises InputDataError."""
     remedy = "measure again, or remove the file to do without it"
     try:
         for number, line in bounded_lines(file):
@@ -58,7 +58,7 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _values(data: bytes) -> list[Any]:
-    """Raises ValueError."""
+    """JSON values of a file's bytes. Raises ValueError."""
     if not data.strip():
         return []
     try:
@@ -74,7 +74,7 @@ def _values(data: bytes) -> list[Any]:
 
 
 def _known(value: Any) -> Any:
-    """The same with None in place of what is no finite number. As deep as `parse_json` lets it be."""
+    """The same value with None in place of non-finite numbers. Recursion is as deep as `parse_json` allows."""
     if isinstance(value, dict):
         return {key: _known(one) for key, one in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The reports of a comparison: their figures, resamples of these, and the levels at which they meet."""
+"""Reports of a comparison: their figures, resamples of the figures, and the load points that the reports share."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ COST = "cost_per_million_output_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One load, and the numbers of the levels (its repeats) that each report has there."""
+    """One load, and for each report the numbers of its load points (its repeats) with that load."""
 
     name: str
     levels: dict[str, list[int]]
 
 
 class Side:
-    """One report, its requests, and resamples of them."""
+    """One report, its requests, and resamples of its figures."""
 
     def __init__(self, path: Path, price: float | None, seed: tuple[int, ...]) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Side:
         return {level["protocol"] for level in self.levels}
 
     def has(self, metric: str) -> bool:
-        """Some level has a figure of it."""
+        """Whether some load point has a figure of the metric."""
         return any(
             any(number is not None for key, number in level["metrics"].get(metric, {}).items() if key != "n")
             for level in self.levels
@@ -76,7 +76,7 @@ class Side:
         return self._requests.get(number)
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
-        """The mean over repeats."""
+        """Mean over repeats."""
         if metric == COST:
             name = self._throughput_name(numbers)
             cost: float | None = None if name is None else self._cost(self.value(numbers, name, VALUE))
@@ -86,7 +86,7 @@ class Side:
         return sum(known) / len(known) if known else None
 
     def draws(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
-        """The value over resamples; None where the requests do not tell it."""
+        """The value over resamples; None where it cannot be computed from the requests."""
         key = (tuple(numbers), metric, statistic)
         if key not in self._draws:
             self._draws[key] = self._drawn(numbers, metric, statistic)
@@ -125,7 +125,7 @@ class Side:
 
 
 def add_whole_run_rates(sides: Sequence[Side]) -> None:
-    """Rates over the whole run for the reports that have them over a window, where another has no others."""
+    """Add whole-run rates to reports with rates over a window, where another report has whole-run rates only."""
     theirs = {
         name: entry
         for side in sides
@@ -146,11 +146,11 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
 
 
 def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]], list[str]]:
-    """Where the base meets another report; each load of the base with the letter of a report that has it not; and
-    warnings about all that is not alike."""
+    """Match the load points of the base and the other reports. Returns the shared loads, (load, letter) for each load
+    that a report lacks, and warnings about all that differs."""
     base, *others = sides
     warnings = []
-    # One protocol each, and not the same: then the protocol is what is compared.
+    # Where each report has one protocol and they differ, the protocols are what is compared.
     protocols = {letter: side.protocols for letter, side in sides.items()}
     by_protocol = any(len(mine) > 1 for mine in protocols.values()) or len(set.union(*protocols.values())) == 1
     if not by_protocol:
@@ -197,7 +197,7 @@ _Key = tuple[str, str]
 def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
     out: dict[_Key, list[int]] = {}
     for number, level in enumerate(side.levels):
-        # 16.0 is 16, and a setting that was not made is none.
+        # 16.0 equals 16, and a setting of None equals an absent one.
         load = {
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in level["load"].items()
@@ -209,7 +209,7 @@ def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
 
 
 def _counterpart(key: _Key, mine: Mapping[_Key, list[int]], theirs: Mapping[_Key, list[int]]) -> _Key | None:
-    """The same protocol and load, else the only ones that are the same in what matters most."""
+    """The same protocol and load, else the only one that agrees in protocol family and main settings."""
     if key in theirs:
         return key
     near = [other for other in theirs if _core(other) == _core(key) and other not in mine]
@@ -218,7 +218,7 @@ def _counterpart(key: _Key, mine: Mapping[_Key, list[int]], theirs: Mapping[_Key
 
 @lru_cache(maxsize=4096)
 def _core(key: _Key) -> tuple[Any, ...]:
-    """The family of a protocol, and a load without its minor settings."""
+    """Family of a protocol, and a load without its minor settings."""
     load = json.loads(key[1])
     amount = "concurrency" if load["kind"] == "closed" else "rate"
     return (_FAMILIES.get(key[0], key[0]), *(load.get(name) for name in ("kind", amount, "arrivals")))

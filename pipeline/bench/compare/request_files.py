@@ -1,5 +1,5 @@
-"""Requests of one level, read back from report.requests.jsonl or another tool's file: as Records again, with unknown
-moments and counts where the tool does not tell them, and by the formulas of `metrics`."""
+"""Requests of one load point as Records, read back from report.requests.jsonl or another tool's file. Stamps and counts
+that the tool does not write are unknown; the formulas of `metrics` compute the values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS
 from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Values
 from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
 
-# Levels of a report.
+# Most load points of a report.
 MOST_LEVELS = 1000
-# Nanoseconds: the difference of two moments is a number of 64 bits as well.
+# Bounds of a stamp in nanoseconds: the difference of two stamps fits in 64 bits as well.
 _MOMENT = (-(1 << 61), 1 << 61)
 _COUNT = (0, MOST_TOKENS)
 _NUMBERS = {
     **dict.fromkeys(("due_ns", "sent_ns", "end_ns"), _MOMENT),
     **dict.fromkeys(("slot", "session", "turn", "input_tokens", "output_tokens", "max_tokens"), _COUNT),
 }
-# Other tools' metrics that need no more than stamps, and what of ours has the same formula.
+# Other tools' metrics that need stamps only -> our metric with the same formula.
 ALIKE = {
     "time_to_first_chunk": "time_to_first_token",
     "inter_chunk_latency_with_role_chunk": "inter_chunk_latency",
@@ -30,7 +30,7 @@ _FORMULAS = {metric.name: metric.values for metric in DISTRIBUTIONS}
 
 
 def by_level(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
-    """The measured requests of each level, without those that were cut off when it ended. Raises InputDataError."""
+    """Measured requests of each load point, without those cut off when it ended. Raises InputDataError."""
     found: dict[int, Columns] = {}
     for line in lines:
         columns = found.setdefault(line["level"], Columns())
@@ -40,7 +40,7 @@ def by_level(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
 
 
 def checked(line: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same line of report.requests.jsonl, if it is one. Raises InputDataError naming `where`."""
+    """Return the line if it is a valid one of report.requests.jsonl. Raises InputDataError naming `where`."""
     fault = next(_faults(line), None)
     if fault is not None:
         remedy = "measure again, or remove the file to do without it"
@@ -49,7 +49,7 @@ def checked(line: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _faults(line: dict[str, Any]) -> Iterator[str]:
-    """What in a line cannot be computed with."""
+    """Values of a line that cannot be computed with."""
     for name, kind in (("id", str), ("warmup", bool)):
         if type(line.get(name)) is not kind:
             yield f"{name} is {_told(line.get(name))}"
@@ -80,13 +80,13 @@ def _told(value: Any) -> str:
 
 
 def values(found: Records, metric: str) -> Values | None:
-    """Values of `metric`; None for one that requests do not tell."""
+    """Values of `metric`; None for one that cannot be computed from requests."""
     formula = _FORMULAS.get(ALIKE.get(metric, metric))
     return None if formula is None else formula(found)
 
 
 def whole_run_rates(found: Records) -> dict[str, float]:
-    """Rates as tools without a window take them: from the first request sent to the last response."""
+    """Rates over the whole run, as tools without a window take them: from first request sent to last response."""
     import numpy as np
 
     good = found.good()

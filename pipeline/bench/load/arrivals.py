@@ -1,12 +1,12 @@
-"""When each request of a load is due: nanoseconds from its start, all known before the first one leaves.
+"""Arrival times of a load's requests: nanoseconds from its start, all computed before the first request is sent.
 
-Drawn arrivals are made in operational time, where one request comes per unit on average (constant: 0, 1, 2...;
-Poisson and gamma: sums of gaps with mean 1), and carried to the clock by the inverse of the integral of the rate.
-So one formula serves rates, stages and ramps: constant arrivals follow the integral exactly and add up no error,
-and Poisson ones are the inhomogeneous process of that rate (time rescaling).
+Drawn arrivals are made in operational time, in which one request comes per unit on average (constant: 0, 1, 2...;
+Poisson and gamma: sums of gaps with mean 1), and mapped to the clock by the inverse of the integral of the rate.
+So one formula serves rates, stages and ramps: constant arrivals follow the integral exactly without adding up errors,
+and Poisson arrivals are the inhomogeneous process of that rate (time rescaling).
 
-A seed fixes the times. More requests of the same load are the same ones and then some; drawn times of an open loop are
-then stretched or shrunk so that its measured part has just the rate that was asked for (`schedule`).
+The seed determines the times, and a longer schedule of the same load begins with the same arrivals. Drawn times of an
+open loop are then scaled so that its measured part has exactly the requested rate (`schedule`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trtpipe.pipeline.bench.load.trace import read_trace
 Times = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Random gaps are drawn so many at a time until there are enough.
+# Random gaps are drawn in chunks of this size until there are enough.
 CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All requests of a load.
+    """Due times of all requests of a load.
 
-    due_ns  when each is due, from the start of the load
-    first   index of the first measured one; those before are warm-up
-    end     index after the last measured one; those from there on are cool-down
-    window  nanoseconds, (start, end) of the measured part, warm-up and cool-down left out
+    due_ns  due time of each request, from the start of the load
+    first   index of the first measured request; those before it are warm-up
+    end     index after the last measured request; those from there on are cool-down
+    window  (start, end) of the measured part in nanoseconds, without warm-up and cool-down
     """
 
     due_ns: Times
@@ -50,9 +50,9 @@ class Schedule:
 def due_times(
     load: Open | Staged | Replay, seed: Seed, *, count: int | None = None, duration_s: float | None = None
 ) -> Times:
-    """The first `count` arrivals of a load, or those before `duration_s`, or where neither is given all there are.
+    """The first `count` arrivals of a load, or those before `duration_s`, or all where neither is given.
 
-    All there are: of stages up to the end of the last, of a trace its requests; an open loop needs one of the two.
+    All are: of stages those up to the end of the last, of a trace its requests. An open loop needs one of the two.
     """
     if isinstance(load, Replay):
         stamps = np.array([row.timestamp_ms for row in read_trace(load.trace, load.max_total_tokens)], dtype=np.float64)
@@ -76,7 +76,7 @@ def due_times(
 
 
 def schedule(load: Open | Staged | Replay, seed: Seed) -> Schedule:
-    """Every request of a load, and which of them are measured. Raises UsageError when none would be."""
+    """Every request of a load, and which of them are measured. Raises UsageError when none would be measured."""
     if isinstance(load, Open):
         return _open(load, seed)
     if isinstance(load, Staged):
@@ -90,7 +90,7 @@ def schedule(load: Open | Staged | Replay, seed: Seed) -> Schedule:
 
 
 def slot_starts(load: Closed) -> Times:
-    """When each slot of a closed loop sends its first request: evenly over the ramp, the first at once."""
+    """When each slot of a closed loop sends its first request: evenly over the ramp, the first slot at once."""
     return _whole(np.arange(load.concurrency) * (load.ramp_s * 1e9) / load.concurrency)
 
 
@@ -109,7 +109,7 @@ def _open(load: Open, seed: Seed) -> Schedule:
     if measured == 0:
         raise _nothing()
     warmup, cooldown = load.edges_s(span_s, EDGE_FRACTION)
-    # In requests: so many are measured, whatever the edges are.
+    # Converted to numbers of requests, so that the number of measured ones does not depend on warm-up and cool-down.
     before, after = math.ceil(round(warmup * load.rate, 6)), math.ceil(round(cooldown * load.rate, 6))
     due = due_times(load, seed, count=before + measured + max(after, 1))
     if not constant:
@@ -120,9 +120,9 @@ def _open(load: Open, seed: Seed) -> Schedule:
 
 
 def _fitted(due: Times, first: int, end: int, start_ns: int, end_ns: int) -> Times:
-    """Drawn times such that request `first` is due at `start_ns` and request `end` at `end_ns`: what is measured then
-    has the rate that was asked for, not one that is off by the square root of its number. Gaps of a Poisson process
-    that are stretched to a sum are those of one with that many arrivals."""
+    """Drawn times, scaled so that request `first` is due at `start_ns` and request `end` at `end_ns`: the measured part
+    then has the requested rate, instead of one that is off by the square root of its number of requests. Gaps of a
+    Poisson process that are scaled to a given sum are those of a Poisson process with that many arrivals."""
     start, stop = int(due[first]), int(due[end])
     before = due[:first] * (start_ns / max(1, start))
     within = start_ns + (due[first:end] - start) * ((end_ns - start_ns) / max(1, stop - start))
@@ -153,7 +153,7 @@ def _moments(load: Open | Staged, rng: np.random.Generator, count: int | None, t
     drawn, last = 0, 0.0
     while last < limit and (count is None or drawn < count):
         gaps = rng.standard_gamma(shape, CHUNK) / shape
-        # Added up in one order whatever the chunks, so that no time depends on how many are asked for.
+        # Summed in one order whatever the chunks are, so that no time depends on how many arrivals are asked for.
         gaps[0] += last
         pieces.append(np.cumsum(gaps))
         drawn, last = drawn + CHUNK, float(pieces[-1][-1])
@@ -167,14 +167,14 @@ def _clock(stages: Sequence[Stage], moments: Floats) -> Times:
     for stage in stages:
         reached.append(reached[-1] + stage.arrivals)
         started.append(started[-1] + exact(stage.duration_s))
-    # To the right of equal sums: past a stage without arrivals, to the one in which the next request comes.
+    # side="right" skips stages without arrivals, whose sums are equal, to the stage in which the next request comes.
     index = np.searchsorted(np.array([float(value) for value in reached[:-1]]), moments, side="right") - 1
     before = np.array([float(value) for value in reached])[index]
     offset = np.array([float(value * 10**9) for value in started])[index]
     start = np.array([stage.start for stage in stages])[index]
     slope = np.array([(stage.end - stage.start) / stage.duration_s for stage in stages])[index]
     left = moments - before
-    # The root of start*t + slope*t^2/2 = left in the form that loses no digits when the slope is small or 0.
+    # Root of start*t + slope*t^2/2 = left, in the form that keeps its digits when the slope is small or 0.
     root = start + np.sqrt(np.maximum(start * start + 2 * slope * left, 0))
     since = np.divide(2e9 * left, root, out=np.zeros_like(left), where=root > 0)
     return _whole(offset + since)

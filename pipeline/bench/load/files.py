@@ -1,11 +1,12 @@
-"""Load files: configs/load/*.yaml and files of the user's, read strictly into what the load tester takes.
+"""Load files: configs/load/*.yaml and files of the user's, read and validated.
 
-    name, description; the file's own name where it says none
-    load   when: one of `concurrency`, `rate`, `stages` and `trace` says of which kind; the fields are those of the
-           kind's class in bench.loads. `concurrency`, `rate` and `speedup` may be lists: one level each.
-    work   what: the fields of bench.work.Work. A trace's load brings its own prompts.
+    name, description; the name defaults to the name of the file
+    load   when requests are sent: exactly one of `concurrency`, `rate`, `stages` and `trace` selects the kind; the
+           fields are those of its class in load.loads. `concurrency`, `rate` and `speedup` may be lists: one load
+           point for each entry.
+    work   what is sent: the fields of load.work.Work. A trace's load brings its own prompts.
 
-Relative files in it are beside the file.
+Relative file names in it start from its own folder.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
 
 _T = TypeVar("_T")
-# (class, its fields, where they are from, the error to raise)
+# (class, its fields, where they are from, class of the error to raise) -> object
 Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
 
-# The key that says of which kind a load is.
+# The key that selects the kind of a load.
 KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
-# Keys that may hold a list, for a level each.
+# Keys that may hold a list, with a load point for each entry.
 LEVELS = ("concurrency", "rate", "speedup")
 MOST_LEVELS = 1000
 STAGE_KEYS = ("duration_s", "rate", "from", "to")
@@ -38,7 +39,7 @@ PARTS: dict[str, type] = {"shared_prefix": SharedPrefix, "sessions": Sessions}
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFile:
-    """A load file: its levels in order, and the work that each of them does."""
+    """A load file: its load points in order, and the work that each of them does."""
 
     name: str
     description: str
@@ -47,14 +48,14 @@ class LoadFile:
 
 
 def names() -> list[str]:
-    """The load files that are shipped."""
+    """Names of the load files that are shipped."""
     return sorted(path.stem for path in (facts.CONFIGS / "load").glob("*.yaml"))
 
 
 def find_load(name: str) -> LoadFile:
     """The load file of configs/load of that name, or the YAML file at that path.
 
-    Raises UsageError for one that is not there, ConfigError for a mistake in it.
+    Raises UsageError where no such file exists, ConfigError for a mistake in it.
     """
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
@@ -78,9 +79,9 @@ def find_load(name: str) -> LoadFile:
 def parse_levels(
     raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = read.build
 ) -> tuple[Load, ...]:
-    """The levels of a `load` mapping. Raises `error` naming `where` and the mistake.
+    """The load points of a `load` mapping. Raises `error` naming `where` and the mistake.
 
-    build  makes an object of a class from its fields, and looks at their types where nobody has before
+    build  makes an object of a class from its fields, and checks their types where nothing has before
     """
     known = {field.name for kind in KINDS.values() for field in dataclasses.fields(kind)}
     read.check_keys(raw, known, where, error)
@@ -117,7 +118,7 @@ def parse_work(
     error: type[TrtpipeError] = ConfigError,
     build: Build = read.build,
 ) -> Work:
-    """The `work` mapping of a load of these levels. Raises `error` naming `where` and the mistake."""
+    """The `work` mapping of a load with these load points. Raises `error` naming `where` and the mistake."""
     data = dict(raw)
     for key, kind in PARTS.items():
         if isinstance(data.get(key), dict):
@@ -127,7 +128,7 @@ def parse_work(
         for key in ("trace", "max_total_tokens"):
             if key in data:
                 raise error(f"{where}: {key} is given twice", why="the load names it", remedy="leave it out here")
-        # All levels of a file replay one trace.
+        # All load points of a file replay one trace.
         data["trace"] = replays[0].trace
         data["max_total_tokens"] = replays[0].max_total_tokens
     data.setdefault("folder", folder)
@@ -136,7 +137,7 @@ def parse_work(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plain:
-    """A load file before its two parts are understood."""
+    """A load file before its `load` and `work` are parsed."""
 
     load: dict[str, Any]
     work: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -162,7 +163,7 @@ def _stages(value: Any, where: str, error: type[TrtpipeError]) -> list[dict[str,
 def _beside(value: Any, where: str, folder: Path, error: type[TrtpipeError]) -> Path:
     if not isinstance(value, str | Path):
         raise error(f"{where} is {shown(value)}, not a file")
-    # Absolute, so that it is the same file for the load and for the work, which has a folder of its own.
+    # Absolute, so that the load and the work, which has a folder of its own, name the same file.
     return (folder / value).absolute()
 
 
@@ -173,5 +174,5 @@ def _build(kind: type[_T], data: dict[str, Any], where: str, error: type[Trtpipe
     except UsageError as mistake:
         if mistake.what.startswith(where):
             raise
-        # The class says what is wrong with its values; this says in which file.
+        # The class says what is wrong with its values; this adds the name of the file.
         raise error(f"{where}: {mistake.what}", why=mistake.why, remedy=mistake.remedy) from None

@@ -1,14 +1,14 @@
-"""Distributions of token lengths, and of think times, read from short strings.
+"""Distributions of token lengths and of think times, parsed from short strings.
 
     128                              always the same
     normal:128,32                    mean and standard deviation
     lognormal:128,0.5                median, and sigma of the logarithm; the mean is median x exp(sigma^2 / 2)
-    uniform:64,256                   from the first to the second, both included, all equally often
-    mix:0.7*128+0.3*normal:1024,64   each part as often as its weight says; the weights add up to 1
+    uniform:64,256                   from the first to the second, both included, all equally likely
+    mix:0.7*128+0.3*normal:1024,64   each part with the probability of its weight; the weights add up to 1
     empirical:FILE                   drawn from a file: a number or "in out" a line, or JSONL with input_length and
                                      output_length
 
-Token lengths are rounded and never below 1; that is all that happens to the tails of normal and lognormal ones.
+Token lengths are rounded, and at least 1; the tails of normal and lognormal distributions are not cut otherwise.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Floats = npt.NDArray[np.float64]
 
 KINDS = ("normal", "lognormal", "uniform", "mix", "empirical")
 FORMS = "give a number, normal:128,32, lognormal:128,0.5, uniform:64,256, mix:0.7*128+0.3*1024 or empirical:FILE"
-# Of a length, and of a time in seconds. The largest contexts have 10 million tokens.
+# Upper limits of a length, and of a time in seconds. The largest contexts have 10 million tokens.
 MOST_TOKENS = 1 << 24
 MOST_SECONDS = 1e6
-# Characters of a description.
+# Most characters of a description.
 LONGEST = 4096
 LONGEST_SHOWN = 200
-# What a distribution of two numbers calls them.
+# Names of the two parameters of a distribution.
 ARGUMENTS = {"normal": ("mean", "std"), "lognormal": ("median", "sigma"), "uniform": ("first", "last")}
 COLUMNS = ("input_length", "output_length")
 # A part of a mix begins with its weight; a file name may hold a plus of its own.
@@ -45,20 +45,20 @@ _NEXT_PART = re.compile(r"\s*\+\s*(?=[0-9.]+\s*\*)")
 
 
 class Distribution(ABC):
-    """Something to draw from."""
+    """A distribution to draw values from."""
 
     @property
     @abstractmethod
     def typical(self) -> float:
-        """The least value that is no mere tail: of normal and lognormal the centre, of all others the minimum."""
+        """Least value that is not a mere tail: the centre of normal and lognormal, the minimum of all others."""
 
     @abstractmethod
     def sample(self, rng: np.random.Generator, count: int) -> Floats:
-        """`count` values as they come, neither rounded nor bounded."""
+        """Draw `count` values, neither rounded nor bounded."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What it is read from."""
+        """Files that the distribution is read from."""
         return ()
 
     def tokens(self, rng: np.random.Generator, count: int) -> Ints:
@@ -145,13 +145,13 @@ class Mix(Distribution):
         return drawn
 
     def _choice(self, rng: np.random.Generator, count: int) -> tuple[Ints, Ints]:
-        # All parts are drawn in full: what one draws must not depend on how often another is chosen.
+        # Every part draws `count` values: its draws must not depend on how often another part is chosen.
         return rng.choice(len(self.parts), size=count, p=self.weights), np.arange(count)
 
 
 @dataclass(frozen=True)
 class Empirical(Distribution):
-    """Rows of a file, read when first drawn from; `column` 0 is what goes in, 1 what comes out."""
+    """Rows of a file, read at the first draw; `column` 0 is the input length, 1 the output length."""
 
     file: Path
     column: int = 0
@@ -174,7 +174,7 @@ class Empirical(Distribution):
 
     @cached_property
     def rows(self) -> Ints:
-        """[rows, 1 or 2]. Raises InputDataError."""
+        """Rows as an array of shape [rows, 1 or 2]. Raises InputDataError."""
         rows = [self._row(where, line) for where, line in numbered(self.file, "lengths")]
         if not rows:
             raise InputDataError(f"lengths {self.file} holds no line")
@@ -198,7 +198,7 @@ class Empirical(Distribution):
 
 
 def draw_pairs(inputs: Distribution, outputs: Distribution, rng: np.random.Generator, count: int) -> tuple[Ints, Ints]:
-    """`count` input and output lengths; a pair of one line of a file where both come from that file."""
+    """Draw `count` input and output lengths; both are from one line where both distributions read the same file."""
     if isinstance(inputs, Empirical) and isinstance(outputs, Empirical) and inputs.file == outputs.file:
         rows = inputs.rows[rng.integers(0, len(inputs.rows), count)]
         return rows[:, 0], rows[:, -1]
@@ -210,9 +210,9 @@ def parse(
 ) -> Distribution:
     """The distribution that `value` describes. Raises UsageError naming `what` and the mistake.
 
-    whole   of tokens: numbers that are lengths must be whole and positive; otherwise of seconds, and 0 is one
-    column  of an empirical file
-    folder  where relative files are
+    whole   token lengths: numbers must be whole and positive; otherwise seconds, of which 0 is allowed
+    column  column of an empirical file
+    folder  folder that relative file names start from
     """
     text = str(value)
     if len(text) > LONGEST:

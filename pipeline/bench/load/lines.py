@@ -1,4 +1,4 @@
-"""Files of a record a line, read within limits, so that a mistake is named with its line."""
+"""Reader of files with one record per line, within limits; an error names the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import bounded_lines, parse_json
 
-# Records of a file: of a prompt of a word each they take some 300 MB of memory. The largest collections of
+# Most records of a file: as prompts of one word each they take some 300 MB of memory. The largest collections of
 # conversations have some 100,000.
 MOST_LINES = 1_000_000
 
@@ -21,7 +21,7 @@ def numbered(file: Path, what: str) -> Iterator[tuple[str, str]]:
         for count, (number, line) in enumerate(bounded_lines(file), 1):
             if count > MOST_LINES:
                 raise InputDataError(f"{what} {file} has more than {MOST_LINES:,} lines", remedy="give a part of it")
-            # JSON allows the other line separators of Unicode inside a string: they end no line.
+            # JSON allows the other line separators of Unicode inside a string, so they do not end a line here.
             text = line.decode("utf-8")
             if text.strip():
                 yield f"{file}:{number}", text
@@ -47,13 +47,13 @@ def read_object(where: str, line: str) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as an error names it."""
+    """A value as an error message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers are. As deep as `parse_json` lets it be."""
+    """Whether all numbers in a value are finite. Recursion is as deep as `parse_json` allows."""
     if isinstance(value, float):
         return math.isfinite(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

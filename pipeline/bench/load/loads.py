@@ -1,13 +1,13 @@
-"""When requests are sent, as asked for. Each class is one level; lists in a load file have been spread out by then.
+"""Kinds of load: when requests are sent. Each object is one load point; lists in a load file have been expanded.
 
-Closed  a number of requests, or of sessions, in flight: the next one leaves when one has ended
-Open    a rate: requests leave on schedule, whatever the server does
+Closed  a fixed number of requests, or of sessions, in flight: the next one is sent when one has ended
+Open    a fixed rate: requests are sent on schedule, whatever the server does
 Staged  rates that change over time
-Replay  the moments of a trace
+Replay  arrival times of a trace
 
-What of a schedule is measured: an open loop's `requests` or `duration_s` is the measured part, and warm-up and
-cool-down come on top; stages and traces are given as a whole, and warm-up and cool-down are taken from their ends.
-A session's turns after the first are due `think_s` after the answer before; the load says when sessions start.
+The measured part: for an open loop, `requests` or `duration_s` gives the measured part, and warm-up and cool-down are
+added to it; stages and traces are given as a whole, and warm-up and cool-down are taken from their ends.
+Later turns of a session are due `think_s` after the previous answer; the load determines when sessions start.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from trtpipe.engines.errors import UsageError, suggestion
 
 ARRIVALS = ("constant", "poisson", "gamma")
-# What a load may ask for: each request of a level is made before it begins, and has a time of its own.
+# Limits of a load: each request of a load point is made before it begins, and has a due time of its own.
 MOST_REQUESTS = 10_000_000
 MOST_PLACES = 100_000
 MOST_WARMUPS = 1000
 MOST_SECONDS = 30 * 86_400.0
 MOST_RATE = 1_000_000.0
 MOST_STAGES = 10_000
-# Burstiness below which nearly all requests of a day would come together; and speeds of a replay.
+# Limits of burstiness, below which nearly all requests of a day would come together, and of a replay's speed.
 BURSTINESS = (0.01, 10_000.0)
 SPEEDUPS = (1e-6, 1e6)
 
@@ -41,8 +41,8 @@ class Closed:
     requests     measured requests, over all slots; without a duration the larger of 20 and 4 x concurrency
     duration_s   seconds for which measured requests are sent, from the moment the last slot has warmed up
     warmup       full-length requests of every slot before its measured ones; 0 measures the start-up burst too
-    cooldown     slots that find no measured request left go on with others until the last measured one has ended, so
-                 that none is answered by a server with less to do; without it the last ones are
+    cooldown     slots that find no measured request left send others until the last measured one has ended, so that the
+                 last measured ones are answered under full load; without it the server has less to do for them
     ramp_s       seconds over which the slots start, one after the other
     """
 
@@ -59,7 +59,7 @@ class Closed:
         _check_between("warmup", self.warmup, 0, MOST_WARMUPS)
         _check_between("ramp_s", self.ramp_s, 0, MOST_SECONDS)
         if self.requests is not None and self.requests < 2 * self.concurrency:
-            # Below that no stretch of time exists in which all slots serve measured requests.
+            # With fewer requests there is no time in which all slots serve measured requests.
             raise UsageError(
                 f"{self.requests} requests are too few for a throughput at concurrency {self.concurrency}",
                 remedy=f"give at least {2 * self.concurrency}, twice the concurrency",
@@ -67,7 +67,7 @@ class Closed:
 
     @property
     def measured_requests(self) -> int | None:
-        """None when a duration decides."""
+        """None when a duration ends the loop."""
         if self.requests is None and self.duration_s is None:
             return max(20, 4 * self.concurrency)
         return self.requests
@@ -75,8 +75,8 @@ class Closed:
     def warmup_lengths(self, slot: int, output_tokens: int) -> list[int]:
         """Output lengths of a slot's warm-up requests in order, for answers of `output_tokens`.
 
-        The first one of slot k is cut to k/concurrency: equal requests that start together would end together for
-        ever, and this spreads the slots over one request's time before anything is measured.
+        The first one of slot k is cut to k/concurrency of the length: equal requests that start together would always
+        end together, and this spreads the slots over one request's time before anything is measured.
         """
         if self.warmup == 0:
             return []
@@ -88,7 +88,7 @@ class Closed:
         return f"{self.concurrency} in flight"
 
     def entry(self) -> dict[str, Any]:
-        """For the report."""
+        """The load's entry in the report."""
         return {
             "kind": "closed", "concurrency": self.concurrency, "warmup": self.warmup, "cooldown": self.cooldown,
             "ramp_s": self.ramp_s,
@@ -97,13 +97,13 @@ class Closed:
 
 @dataclass(frozen=True, kw_only=True)
 class _OnSchedule:
-    """What every load has whose requests leave on schedule.
+    """Fields of all loads whose requests are sent on schedule.
 
-    max_in_flight      requests beyond it wait, and their waiting shows as dispatch delay; None: no limit
+    max_in_flight      requests beyond this number wait, and their wait shows as dispatch delay; None: no limit
     warmup_s           seconds at the start that are not measured
-    warmup_fraction    the same as a share of the measured part, or of all where the schedule is given as a whole
-    cooldown_s         seconds at the end that are not measured, likewise
-    cooldown_fraction
+    warmup_fraction    the same as a share of the measured part, or of the whole where the schedule is given as a whole
+    cooldown_s         seconds at the end that are not measured
+    cooldown_fraction  the same as a share, like warmup_fraction
     """
 
     max_in_flight: int | None = None
@@ -125,7 +125,7 @@ class _OnSchedule:
                 raise UsageError(f"{name}_fraction is {_shown(fraction)}", remedy="give 0 to below 1")
 
     def edges_s(self, span_s: float, default_fraction: float) -> tuple[float, float]:
-        """Seconds of warm-up and of cool-down, of a part of `span_s` seconds."""
+        """Seconds of warm-up and of cool-down for a part of `span_s` seconds."""
 
         def edge(seconds: float | None, fraction: float | None) -> float:
             if seconds is not None:
@@ -137,7 +137,7 @@ class _OnSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn(_OnSchedule):
-    """Arrivals that are made, not replayed.
+    """Arrivals that are drawn, not replayed.
 
     arrivals    constant: even; poisson: independent; gamma: gaps from a gamma distribution
     burstiness  shape of that gamma, as vLLM defines it: 1 is Poisson, above is smoother, below comes in bursts; the
@@ -163,8 +163,8 @@ class _Drawn(_OnSchedule):
         return {"burstiness": self.burstiness} if self.arrivals == "gamma" else {}
 
 
-# Of an open loop's measured part, where neither seconds nor a share are given: the first requests meet an idle server,
-# the last ones one that is no longer sent to.
+# Default warm-up and cool-down as a share of an open loop's measured part: the first requests meet an idle server, the
+# last ones a server that gets no new requests.
 EDGE_FRACTION = 0.1
 
 
@@ -193,7 +193,7 @@ class Open(_Drawn):
 
     @property
     def span_s(self) -> float:
-        """Of the measured part."""
+        """Seconds of the measured part."""
         return self.duration_s if self.requests is None else self.requests / self.rate  # type: ignore[return-value]
 
     @property
@@ -201,7 +201,7 @@ class Open(_Drawn):
         return f"{self.rate:g} requests/s"
 
     def entry(self) -> dict[str, Any]:
-        """For the report."""
+        """The load's entry in the report."""
         return {
             "kind": "open",
             "arrivals": self.arrivals,
@@ -213,7 +213,7 @@ class Open(_Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stretch of time with a rate, in requests a second, that goes straight from `start` to `end`."""
+    """A stretch of time whose rate, in requests per second, changes linearly from `start` to `end`."""
 
     duration_s: float
     start: float
@@ -229,7 +229,7 @@ class Stage:
 
     @property
     def arrivals(self) -> Fraction:
-        """The integral of the rate: exact, so that stages of whole numbers of requests make just as many."""
+        """Integral of the rate, exact: stages of whole numbers of requests make exactly that many."""
         return exact(self.duration_s) * (exact(self.start) + exact(self.end)) / 2
 
 
@@ -260,7 +260,7 @@ class Staged(_Drawn):
         return f"{len(self.stages)} stages to {max(max(stage.start, stage.end) for stage in self.stages):g} requests/s"
 
     def entry(self) -> dict[str, Any]:
-        """For the report; `rate` is the mean over all stages."""
+        """The load's entry in the report; `rate` is the mean over all stages."""
         return {
             "kind": "open",
             "arrivals": "stages",
@@ -274,12 +274,12 @@ class Staged(_Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class Replay(_OnSchedule):
-    """A trace from its first request on. Ends with it, or before by one of `requests` and `duration_s`.
+    """A trace from its first request on. Ends with the trace, or earlier by one of `requests` and `duration_s`.
 
     trace             JSONL in Mooncake's format
     speedup           how many times faster than it was recorded
     duration_s        seconds of replay, not of the recording
-    max_total_tokens  requests longer than that, in and out together, are left out
+    max_total_tokens  longer requests, prompt plus answer, are left out
     """
 
     trace: Path
@@ -300,7 +300,7 @@ class Replay(_OnSchedule):
         return self.trace.name if self.speedup == 1 else f"{self.trace.name} at {self.speedup:g} times its speed"
 
     def entry(self) -> dict[str, Any]:
-        """For the report. The rate follows from the trace: the schedule says it."""
+        """The load's entry in the report. Its rate follows from the trace and is taken from the schedule."""
         return {
             "kind": "open",
             "arrivals": "trace",
@@ -314,7 +314,7 @@ Load = Closed | Open | Staged | Replay
 
 
 def exact(value: float) -> Fraction:
-    """The decimal number that a user wrote: 1.1 is 11/10, which no float is."""
+    """The decimal number that a user wrote: 1.1 is exactly 11/10, which no float is."""
     return Fraction(repr(value))
 
 
@@ -336,7 +336,7 @@ def _check_between(name: str, value: float, least: int, most: float) -> None:
 
 
 def _check_span(edges_s: tuple[float, float], span_s: float, rate: float) -> None:
-    """Of an open loop: a rate may be so low, and an edge so long, that there is no end of it."""
+    """Check an open loop: its rate may be so low, or warm-up and cool-down so long, that it would not end in time."""
     whole_s = span_s + sum(edges_s)
     if whole_s > MOST_SECONDS * 2:
         raise UsageError(f"the load lasts {whole_s:g} s", remedy="give a higher rate, or fewer requests")

@@ -1,9 +1,9 @@
-"""Prompts from a file of the user's, and from conversations in ShareGPT's form.
+"""Reader of prompt files, and of conversations in ShareGPT's format.
 
-A prompt file is text with a prompt a line, or JSONL (`.jsonl`) with an object a line: `prompt`, or `text_input`, or
+A prompt file is text with a prompt per line, or JSONL (`.jsonl`) with an object per line: `prompt`, or `text_input`, or
 `messages` ({role, content} each); `max_tokens` or `output_tokens`; and sampling options under their usual names.
-ShareGPT's form is a JSON list, or JSONL, of objects with `conversations`: the first turn of a human is the prompt,
-and the answer that follows says how long the answer is to be.
+ShareGPT's format is a JSON list, or JSONL, of objects with `conversations`: the first turn of a human is the prompt,
+and the length of the answer that follows is the length to ask for.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SAMPLING: dict[str, tuple[type, ...]] = {
 }
 PROMPTS = ("prompt", "text_input", "messages")
 LENGTHS = ("max_tokens", "output_tokens")
-# Of conversations in one JSON list: the one that most benchmarks take, ShareGPT's, has 673 MB, and some 30 million of
-# what `parse_json` counts, most of it commas in text. It is a file of the user's own choice.
+# Limit of a file that is one JSON list: ShareGPT's own, which most benchmarks use, has 673 MB, and some 30 million of
+# the items that `parse_json` counts, most of them commas in text. The user has chosen the file.
 MAX_BYTES = 2 << 30
 MAX_VALUES = 64_000_000
 HUMAN = ("human", "user")
@@ -47,9 +47,9 @@ ASSISTANT = ("gpt", "assistant")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One request of a file: a prompt or messages, and what else the file says of it.
+    """One request of a file: a prompt or messages, and what else the file specifies for it.
 
-    answer  the text whose length the answer is to have, where no number says it
+    answer  text whose length the answer should have, where the file gives no number
     """
 
     prompt: str | None = None
@@ -60,7 +60,7 @@ class Entry:
 
 
 def check_options(options: Mapping[str, Any], where: str, error: type[TrtpipeError] = InputDataError) -> None:
-    """Raise `error` for an option that is no sampling option, or of the wrong type."""
+    """Raise `error` for an unknown sampling option, or for one of the wrong type."""
     for name, value in options.items():
         if name not in SAMPLING:
             raise error(f"{where}: unknown sampling option '{name}'", remedy=suggestion(str(name), SAMPLING))
@@ -110,7 +110,7 @@ def _is_list(file: Path) -> bool:
 
 
 def _list(file: Path) -> list[Any]:
-    """Raises InputDataError."""
+    """Items of a file that is one JSON list. Raises InputDataError."""
     try:
         data = read_bounded(file, MAX_BYTES)
         found: list[Any] = parse_json(data, max_bytes=MAX_BYTES, max_wide_bytes=MAX_BYTES, max_values=MAX_VALUES)

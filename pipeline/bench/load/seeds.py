@@ -1,4 +1,4 @@
-"""Random numbers that a seed fixes."""
+"""Random number generators made from a seed."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ Seed = int | Sequence[int] | np.random.Generator
 
 
 def generator(seed: Seed) -> np.random.Generator:
-    """A generator as it is, or one from a seed. PCG64 by name: numpy may change what its default is."""
+    """Return a generator unchanged, or make one from a seed. PCG64 by name, since numpy may change its default."""
     return seed if isinstance(seed, np.random.Generator) else np.random.Generator(np.random.PCG64(seed))

@@ -26,15 +26,15 @@ from trtpipe.pipeline.bench.load.seeds import generator
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Enough that two texts rarely share a word at one place; few enough to be found in milliseconds.
+# Enough that two texts rarely share a word at one position; few enough to be found in milliseconds.
 WORDS = 2048
-# Texts that begin with as many words as make this number of beginnings possible.
+# A text's own beginning has as many words as it takes for this number of different beginnings.
 BEGINNINGS = 1 << 24
-# Rounds in which a text of a wrong length is changed; then another is drawn, so many times.
+# Rounds in which a text of a wrong length is changed; after them another text is drawn, at most this many times.
 ROUNDS = 16
 REDRAWS = 64
 
-# A token with a space, as three families of tokenizers write it, after something else.
+# A token in which a space follows another character, as three families of tokenizers write spaces.
 _RUNS_OVER = re.compile("[^ \u2581\u0120][ \u2581\u0120]")
 
 
@@ -50,20 +50,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise InputDataError(f"tokenizer {path} cannot be read", why=str(error), remedy="replace it") from None
-    # Both may be stored in the file and would make every length a lie.
+    # The file may store both settings, and they would falsify every length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def count_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """Tokens of a generated text; special tokens are not added to an answer."""
+    """Number of tokens of a generated text; special tokens are not added to an answer."""
     return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @dataclass
 class _Row:
-    """The words of a text of `tokens` tokens; of them the first `keep` are not changed to make it fit."""
+    """Words of a text of `tokens` tokens; the first `keep` of them are not changed to reach that length."""
 
     tokens: int
     words: list[str]
@@ -71,11 +71,11 @@ class _Row:
 
 
 class Texts:
-    """Makes texts with one tokenizer. A seed fixes them, in the order in which they are asked for.
+    """Makes texts with one tokenizer. The seed and the order of the calls determine them.
 
-    special    tokens that the tokenizer adds to a text
-    trailing   those of them that it adds at the end
-    beginning  words of a text's own within which it differs from all others; shorter ones run out
+    special    number of tokens that the tokenizer adds to a text
+    trailing   number of those that it adds at the end
+    beginning  number of words within which a text differs from all others; with fewer words, distinct texts run out
     """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
@@ -94,7 +94,7 @@ class Texts:
         starters = [word for word, code in zip(words, encoded, strict=True) if len(code) == self.special + 1]
         self._starters = starters or words
         self._apart = bool(starters) and self._words_are_apart()
-        self._made: dict[tuple[int, bool], int] = {}  # beginnings so far, by their words and whether they open a text
+        self._made: dict[tuple[int, bool], int] = {}  # beginnings so far, by (number of words, opens a text)
         self._step, self._origin = (int(value) for value in rng.integers(1, 1 << 31, 2))
         self._beginning = {opens: self._words_to_differ(opens) for opens in (True, False)}
         self.beginning = max(self._beginning.values())
@@ -105,9 +105,9 @@ class Texts:
         rng: np.random.Generator,
         openings: Sequence[Sequence[str]] | None = None,
     ) -> list[str]:
-        """A text of each length, unlike any other made so far, after an opening where one is given.
+        """A text of each length, different from all made so far, and after an opening where one is given.
 
-        Raises UsageError when a length has no room for a word of the text's own, or when no further one exists.
+        Raises UsageError when a length has no room for a word of the text's own, or when no further text exists.
         """
         return [self.joined(row.words) for row in self._unlike(lengths, rng, openings)]
 
@@ -117,12 +117,12 @@ class Texts:
         return row.words
 
     def block(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Words of `count` tokens that depend on the state of `rng` alone. They begin a text or go on with one."""
+        """Words of `count` tokens that depend on the state of `rng` alone. They can begin or continue a text."""
         first = self._starters[int(rng.integers(0, len(self._starters)))]
         return [first, *self.words(rng, count - 1)]
 
     def fit(self, words: list[str], tokens: int) -> str:
-        """The text of these words, which were chosen to make `tokens` tokens; its end is changed where they do not."""
+        """The text of words chosen to make `tokens` tokens; its end is changed where they make another number."""
         row = _Row(tokens, words, min(1, len(words)))
         if self._settle([row], generator(tokens)):
             raise self._unfit(tokens)
@@ -139,8 +139,8 @@ class Texts:
         before, space, last = prompt.rpartition(" ")
         if not (self._apart and before and self._between == space):
             return text, self.count([text])[0]
-        # What is before the last word is cut off from it, and counted already: a long conversation is not encoded
-        # again at each turn, which would keep the loop that measures from its work.
+        # The tokenizer splits before the last word, and what precedes it has been counted: so a long conversation is
+        # not encoded again at each turn, which would keep the measuring loop from its work.
         end = f"{self._starters[0]} {last}{answer}{new}"
         return text, tokens - 2 + count_tokens(self._tokenizer, end)
 
@@ -200,7 +200,7 @@ class Texts:
         step = self._step
         while math.gcd(step, possible) > 1:
             step += 1
-        # Every beginning once, far from the one before: the steps of a number without a common factor.
+        # Takes every beginning once, far from the one before: the step has no common factor with their number.
         place = (self._origin + number * step) % possible
         words = []
         for _ in range(count - 1):
@@ -233,11 +233,11 @@ class Texts:
         return wrong
 
     def _words_are_apart(self) -> bool:
-        """Whether each word is one token at its place in a row, and none ever depends on its neighbours."""
+        """Whether each word is one token at its position, and no token depends on neighbouring words."""
         row = self._tokenizer.encode(self.joined([self._starters[0], *self._words]), add_special_tokens=False)
         if len(row) != len(self._words) + 1:
             return False
-        if row.word_ids == list(range(len(row))):  # each was cut out before the model saw it
+        if row.word_ids == list(range(len(row))):  # the tokenizer split off each word before its model ran
             return True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
         return self._between == " " and not any(_RUNS_OVER.search(token) for token in vocabulary)
@@ -249,14 +249,14 @@ class Texts:
 
 
 def _find_words(tokenizer: Tokenizer, rng: np.random.Generator) -> tuple[str, list[str]]:
-    """What stands between words, and up to WORDS lower-case ASCII words of one token each at their place.
+    """The separator of words, and up to WORDS lower-case ASCII words of one token each.
 
-    A space, and where a space is a token of its own, nothing: then the words are single letters.
+    The separator is a space, or empty where a space is a token of its own: then the words are single letters.
     """
     ids = rng.permutation(tokenizer.get_vocab_size(with_added_tokens=False)).tolist()
     alone = count_tokens(tokenizer, "a")
     for between in (" ", ""):
-        found: dict[str, None] = {}  # an ordered set: the order is part of what the seed fixes
+        found: dict[str, None] = {}  # an ordered set: the seed determines the order too
         for start in range(0, len(ids), WORDS):
             texts = tokenizer.decode_batch([[token] for token in ids[start : start + WORDS]])
             words = [word for word in (text.strip() for text in texts) if word.isascii() and word.isalpha()]

@@ -1,8 +1,8 @@
-"""Request traces in Mooncake's format: when each request came, how long it was, and which blocks it began with.
+"""Reader of request traces in Mooncake's format: arrival time, lengths and prefix blocks of each request.
 
-One JSON object a line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids`, one
-for each 512 tokens of the input, the last one for what is left. Equal ids stand for equal text, so that requests that
-begin with the same ids share that many blocks of prefix. Other keys are left alone: tools add their own.
+One JSON object per line: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids`,
+one for each 512 tokens of the input, the last one for the rest. Equal ids stand for equal text: requests that begin
+with the same ids share that many blocks of prefix. Other keys are ignored, since tools add their own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class TracedRequest:
 
 @lru_cache(maxsize=4)
 def read_trace(file: Path, max_total_tokens: int | None = None) -> tuple[TracedRequest, ...]:
-    """The requests of a trace in order of time, without those longer than `max_total_tokens`, in and out together.
+    """The requests of a trace in order of time, without those above `max_total_tokens`, prompt plus answer.
 
-    Kept, because the times and the prompts of one load are read from the same file. Raises InputDataError.
+    Cached, because the times and the prompts of one load are read from the same file. Raises InputDataError.
     """
     found = [_request(where, read_object(where, line)) for where, line in numbered(file, "trace")]
     kept = [
@@ -45,7 +45,7 @@ def read_trace(file: Path, max_total_tokens: int | None = None) -> tuple[TracedR
     if not kept:
         why = f"all {len(found)} are longer than {max_total_tokens} tokens" if found else "the file is empty"
         raise InputDataError(f"trace {file} has no request to replay", why=why, remedy=FORMAT if not found else "")
-    # Sorting keeps the order of requests that came together.
+    # The sort is stable: requests with the same time keep their order.
     return tuple(sorted(kept, key=lambda request: request.timestamp_ms))
 
 
@@ -61,7 +61,7 @@ def _request(where: str, entry: dict[str, Any]) -> TracedRequest:
         raise InputDataError(f"{where}: hash_ids is no list")
     for identity in hash_ids:
         _check(where, "hash_ids", identity, (int,), 0, 2**63 - 1)
-    # What is beyond the input stands for nothing.
+    # Ids beyond the length of the input stand for no text.
     used = hash_ids[: -(-entry["input_length"] // BLOCK_TOKENS)]
     return TracedRequest(entry["timestamp"], entry["input_length"], entry["output_length"], tuple(used))
 

@@ -1,4 +1,4 @@
-"""What is asked for, checked before anything is made: lengths, prefixes, sessions, files, sampling options."""
+"""Description of a load's requests, validated first: lengths, prefixes, sessions, files, sampling options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtpipe.pipeline.bench.load.lines import shown
 from trtpipe.pipeline.bench.load.prompt_files import check_options
 
 DEFAULT_TOKENS = 64
-# Common texts of a shared prefix.
+# Most common texts of a shared prefix.
 MOST_GROUPS = 10_000
 
 
@@ -21,7 +21,7 @@ MOST_GROUPS = 10_000
 class SharedPrefix:
     """A share of the requests begins with one of `groups` common texts, each equally often.
 
-    tokens  of such a text, special tokens in front included; the prompt's length stays what it is
+    tokens  length of such a text, special tokens in front included; the length of the prompt does not change
     """
 
     share: float
@@ -39,7 +39,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Conversations; all three are written as lengths are.
+    """Conversations; the three fields are distributions, written as lengths are.
 
     turns        requests of a session
     think_s      seconds from the end of an answer until the next turn is due
@@ -53,20 +53,20 @@ class Sessions:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What requests ask. At most one of `prompts`, `sharegpt` and `trace`; without one, prompts are made.
+    """Description of requests. At most one of `prompts`, `sharegpt` and `trace`; without one, prompts are synthetic.
 
-    input_tokens      lengths of made prompts (see lengths), all their tokens counted
-    output_tokens     lengths of answers, to made prompts and where a prompt file does not say
-    shared_prefix     of made prompts
-    sessions          of made prompts
+    input_tokens      lengths of synthetic prompts (see lengths), special tokens included
+    output_tokens     lengths of answers to synthetic prompts, and where a prompt file gives none
+    shared_prefix     shared prefixes of synthetic prompts
+    sessions          conversations of synthetic prompts
     prompts           a prompt file
-    sharegpt          conversations in ShareGPT's form
+    sharegpt          conversations in ShareGPT's format
     trace             a trace in Mooncake's format: its lengths and shared blocks; its times are a load of their own
-    shuffle           take the prompts of a file in an order fixed by the seed instead of the file's
-    options           sampling options of every request; a file's own go before
+    shuffle           take the prompts of a file in an order that the seed determines instead of the file's order
+    options           sampling options of every request; those that a file gives for a request take precedence
     ignore_eos        answers are exactly as long as asked: end tokens are ignored, and min_tokens is the length
-    max_total_tokens  requests longer than that, prompt and answer together, are left out; sessions end before
-    folder            where relative files are
+    max_total_tokens  longer requests (prompt plus answer) are left out, and sessions end before them
+    folder            folder that relative file names start from
     """
 
     input_tokens: int | str | None = None
@@ -100,7 +100,7 @@ class Work:
         self.turns()
 
     def lengths(self) -> tuple[Distribution, Distribution]:
-        """Of prompts and of answers. Raises UsageError."""
+        """Distributions of the lengths of prompts and of answers. Raises UsageError."""
         given = (self.input_tokens, self.output_tokens)
         inputs, outputs = (DEFAULT_TOKENS if value is None else value for value in given)
         return (
@@ -110,14 +110,14 @@ class Work:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that it is made from, as absolute paths."""
+        """All files that the requests are made from, as absolute paths."""
         sources = [source for source in (self.prompts, self.sharegpt, self.trace) if source is not None]
         lengths = [one for one in (*self.lengths(), *(self.turns() or ())) if one is not None]
         found = [self.folder / source for source in sources] + [file for one in lengths for file in one.files]
         return tuple(dict.fromkeys(file.absolute() for file in found))
 
     def turns(self) -> tuple[Distribution, Distribution, Distribution | None] | None:
-        """Turns, think times and lengths of later user texts; None without sessions. Raises UsageError."""
+        """Distributions of turns, think times and later user texts; None without sessions. Raises UsageError."""
         if self.sessions is None:
             return None
         user = self.sessions.user_tokens

@@ -1,14 +1,14 @@
-"""Makes the requests that Work asks for: a prompt each, how long its answer is to be, and the options sent with it.
+"""Maker of the requests that Work describes: a prompt each, the length of its answer, and its sampling options.
 
-Prompts are made (synthetic, or with the lengths and shared blocks of a trace) or read from a file. What is made has
-exactly the tokens it says, counted as the served preprocessing counts them; see texts.
+Prompts are synthetic (with drawn lengths, or the lengths and shared blocks of a trace) or read from a file. A synthetic
+prompt has exactly its stated number of tokens, counted as the served preprocessing counts them; see texts.
 
-`Workload.asks` starts the work from its beginning, once for each level: all levels see the same lengths in the same
-order, but another text each time, and no made prompt occurs twice in a run. A file that comes to its end begins again;
-`distinct` says after how many prompts, since a server that keeps KV blocks gains from that.
+`Workload.asks` starts the work from its beginning, once for each load point: all load points see the same lengths in
+the same order, but different texts, and no synthetic prompt occurs twice in a run. A file that is used up begins again;
+`distinct` gives the number of prompts after which it does, since a server that keeps KV blocks gains from that.
 
-In a session every prompt is the conversation so far and new words of the user. The driver gives each answer to
-`next_turn`. What is drawn for a session depends on its number alone, not on when others end.
+In a session every prompt is the conversation so far and new words of the user. The driver passes each answer to
+`next_turn`. What is drawn for a session depends on its number alone, not on when other sessions end.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Render = Callable[[list[Message]], str]
-# Reads what was answered, which costs as much as a dozen requests: only where there is a turn after it.
+# Reads an answer, which costs as much as a dozen requests: called only where another turn follows.
 ReadAnswer = Callable[[], str]
 
-# Prompts are made so many at a time, fewer where they are long: a batch takes a millisecond or two, for which neither
-# the first request nor the loop that measures should have to wait longer.
+# Prompts are made in batches, smaller ones where prompts are long: a batch takes a millisecond or two, and neither the
+# first request nor the measuring loop should wait longer for it.
 BATCH = 64
 BATCH_TOKENS = 1 << 14
-# Requests in a row that are longer than allowed, after which none that is not is expected.
+# After this many requests in a row above the allowed length, no shorter one is expected.
 LEFT_OUT = 10_000
-# Of a session.
+# Upper limit of the turns of a session.
 MOST_TURNS = 10_000
-# Streams of random numbers, so that no choice moves another.
+# Streams of random numbers: separate ones, so that no choice changes another.
 LENGTHS, PREFIXES, WORDS, SESSIONS, TURNS, BLOCKS, ORDER = range(7)
 
 
@@ -53,11 +53,11 @@ LENGTHS, PREFIXES, WORDS, SESSIONS, TURNS, BLOCKS, ORDER = range(7)
 class RequestSpec:
     """One request.
 
-    session   number of the session, or of the request where it is a session of its own
-    think_s   seconds from the end of the answer before until this turn is due
+    session   number of the session; a request without a session counts as a session of its own
+    think_s   seconds from the end of the previous answer until this turn is due
     options   sampling options; among them `ignore_eos` and `min_tokens` where the length of the answer is fixed
-    messages  what the prompt was rendered from, for servers that render it themselves
-    last      no turn of its session comes after it; False where that shows once it has been answered
+    messages  messages that the prompt was rendered from, for servers that render it themselves
+    last      no turn of its session comes after it; False where that is known only after the answer
     """
 
     prompt: str
@@ -72,12 +72,12 @@ class RequestSpec:
 
 
 def unrendered(messages: list[Message]) -> str:
-    """Where the server alone renders: what is said, so that it has about its length until the server tells it."""
+    """Text of messages that only the server renders: its length serves until the server reports the prompt's."""
     return "\n".join(message["content"] for message in messages)
 
 
 class Asks(Iterator[RequestSpec]):
-    """The requests of one level, without end: single ones, or the first turns of sessions. Made by Workload.asks."""
+    """Endless requests of one load point: single ones, or first turns of sessions. Made by Workload.asks."""
 
     def __init__(
         self, first_turns: Iterator[RequestSpec], next_turn: Callable[[RequestSpec, ReadAnswer], RequestSpec | None]
@@ -89,13 +89,13 @@ class Asks(Iterator[RequestSpec]):
         return next(self._first_turns)
 
     def next_turn(self, ask: RequestSpec, answer: ReadAnswer) -> RequestSpec | None:
-        """The turn after `ask`, whose answer `answer` reads; None when the session is over."""
+        """The turn after `ask`; `answer` reads the answer to `ask`. None when the session is over."""
         return self._next_turn(ask, answer)
 
 
 @dataclass(frozen=True)
 class _First:
-    """A made prompt before it has a text."""
+    """A synthetic prompt before it has a text."""
 
     tokens: int
     output: int
@@ -105,7 +105,7 @@ class _First:
 
 @dataclass(frozen=True)
 class _Session:
-    """Lengths of each turn; of inputs after the first, those of the new text alone."""
+    """Lengths of each turn; input lengths after the first turn are those of the new text alone."""
 
     inputs: list[int]
     outputs: list[int]
@@ -113,10 +113,10 @@ class _Session:
 
 
 class Workload:
-    """Work for one tokenizer and seed.
+    """Requests for one tokenizer and seed.
 
-    render    the model's chat template; files of messages need it
-    distinct  prompts of a file, after which it begins again; None where prompts are made
+    render    the model's chat template, needed for files of messages
+    distinct  number of prompts in a file, after which it begins again; None for synthetic prompts
     """
 
     def __init__(self, work: Work, tokenizer: Tokenizer, seed: int, render: Render | None = None) -> None:
@@ -131,7 +131,7 @@ class Workload:
         self._inputs, self._outputs = work.lengths()
         self._turns = work.turns()
         self._entries: list[Entry] = []
-        self._sized: dict[int, tuple[str, int, int | None]] = {}  # of the entries used so far; see _size
+        self._sized: dict[int, tuple[str, int, int | None]] = {}  # sizes of the entries used so far; see _size
         self._requests: tuple[TracedRequest, ...] = ()
         self._starts = 0
         if work.prompts is not None:
@@ -145,7 +145,7 @@ class Workload:
         self.distinct = len(self._entries) or None
 
     def asks(self, share: Share = WHOLE) -> Asks:
-        """The work from its beginning, as far as it is in `share`."""
+        """The requests of `share`, from the beginning of the work."""
         self._starts += 1
         start = self._starts
         if self._entries:
@@ -168,7 +168,7 @@ class Workload:
     def _options(self, output: int, own: Mapping[str, Any]) -> dict[str, Any]:
         asked = {**self._work.options, **own}
         fixed = {"ignore_eos": True, "min_tokens": output} if self._work.ignore_eos else {}
-        if asked.get("ignore_eos") is False:  # this one may end where it ends
+        if asked.get("ignore_eos") is False:  # this answer may end earlier
             fixed = {}
         return {**fixed, **asked}
 
@@ -176,14 +176,14 @@ class Workload:
         most = self._work.max_total_tokens
         return most is None or tokens + output <= most
 
-    # Made prompts
+    # Synthetic prompts
 
     def _least(self, prefix_tokens: int) -> int:
-        """Tokens of the shortest prompt with a word of its own."""
+        """Number of tokens of the shortest prompt with a word of its own."""
         return 1 + max(self._texts.special, prefix_tokens + self._texts.trailing)
 
     def _shortest(self, prefix_tokens: int) -> int:
-        """Where the tails of distributions are cut: below it, texts that differ do not exist or run out."""
+        """Lower end of drawn lengths: below it, distinct texts do not exist or run out."""
         least = self._least(prefix_tokens)
         return max(least, min(int(self._inputs.typical), least - 1 + self._texts.beginning))
 
@@ -280,7 +280,7 @@ class Workload:
 
     def _traced(self, start: int) -> Iterator[RequestSpec]:
         own = self._rng(WORDS, start)
-        # Blocks are shared within one pass over the trace: a second pass is not to find the first one's in the cache.
+        # Blocks are shared within one pass over the trace: a second pass must not hit the cache of the first one.
         for number in count():
             replay, index = divmod(number, len(self._requests))
             request = self._requests[index]
@@ -323,7 +323,7 @@ class Workload:
                 raise self._nothing_left(f"all {len(self._entries)} prompts of the file are longer")
 
     def _size(self, entry: Entry) -> tuple[str, int, int | None]:
-        """The prompt, its tokens, and those of its answer where the file says them."""
+        """The prompt, its tokens, and the tokens of its answer where the file gives them."""
         prompt = entry.prompt
         if prompt is None:
             assert self._render is not None

@@ -1,1 +1,1 @@
-"""Closed and open loops: sending requests at their times while the clock runs."""
+"""Closed and open loops, which send requests at their times while the clock runs."""

@@ -1,4 +1,4 @@
-"""An alarm at an absolute time, by the kernel's timerfd: uvloop's own timers have the grain of a millisecond."""
+"""Alarm at an absolute time, by the kernel's timerfd: uvloop's own timers have a resolution of a millisecond."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class Alarm:
-    """Calls `callback` once for each time that `at` sets. Of one event loop.
+    """Calls `callback` once for each time set by `at`. Belongs to one event loop.
 
     Raises HostError where there is no timerfd.
     """
@@ -41,7 +41,7 @@ class Alarm:
         loop.add_reader(self._fd, self._fire)
 
     def at(self, when_ns: int) -> None:
-        """The next time, in nanoseconds of `time.monotonic_ns`, instead of an earlier one; at once if it has passed."""
+        """Set the alarm to a time of `time.monotonic_ns`, replacing an earlier one; a past time fires at once."""
         seconds, nanoseconds = divmod(max(1, when_ns), 1_000_000_000)
         spec = _Itimerspec(_Timespec(0, 0), _Timespec(seconds, nanoseconds))
         _LIBC.timerfd_settime(self._fd, _ABSOLUTE, ctypes.byref(spec), None)
@@ -54,14 +54,14 @@ class Alarm:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
-            return  # set anew between the event and this call
+            return  # the alarm was set again between the event and this call
         self._callback()
 
 
 class Metronome:
-    """How late the event loop is: an alarm every `period_ns`, and the time from each beat until it was heard.
+    """Measures how late the event loop is: an alarm every `period_ns`, and the time from each beat to its handling.
 
-    Beats that came due while the loop was held up count too: as one they would be lost among those in time.
+    Beats that were due while the loop was blocked count one by one: as one beat they would vanish among punctual ones.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, period_ns: int = 10_000_000) -> None:

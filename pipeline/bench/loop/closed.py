@@ -1,11 +1,11 @@
-"""A closed loop keeps a number of requests in flight.
+"""Closed loop, which keeps a fixed number of requests in flight.
 
-Each place sends its next request as soon as the last one has ended. Its warm-up requests are followed by its measured
-ones without a pause and without waiting for the other places, so neither the burst in which all start nor a second one
-after a drain is measured. The first warm-up request of place k is shortened to k/concurrency of the output length:
-equal requests that start together would end together for ever, and this spreads the places over one request's time
-before anything is measured. A place that finds no measured request left goes on with others until the last measured
-one has ended: those of the end are answered under the load of all others.
+Each slot sends its next request as soon as its last one has ended. Its warm-up requests are followed by its measured
+ones without a pause and without waiting for the other slots, so neither the burst in which all slots start nor a second
+one after a drain is measured. The first warm-up request of slot k is shortened to k/concurrency of the output length:
+equal requests that start together would always end together, and this spreads the slots over one request's time
+before anything is measured. A slot that finds no measured request left sends others until the last measured one has
+ended, so the last measured requests are answered under full load.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trtpipe.pipeline.bench.protocols.transport import Sender
 
 
 class ClosedLoop(Driver):
-    """A place for each of `warmups`.
+    """Has a slot for each entry of `warmups`.
 
-    warmups     requests of each place before its measured ones, in order
-    measured    the others, for whichever place is free
-    fillers     without end, for places that are ready before the last has begun, or find none left while some are still
-                answered: requests or conversations, as those that are measured; None: those measure at once, these rest
-    starts_ns   when each place begins, from the start
-    duration_s  measure so long from the moment the last place has warmed up, instead of until `measured` ends
+    warmups     requests of each slot before its measured ones, in order
+    measured    measured requests, taken by whichever slot is free
+    fillers     endless requests or conversations, for slots that are ready before the last slot has begun, or that
+                find no measured request left while some are unanswered; None: early slots measure, late ones rest
+    starts_ns   when each slot begins, from the start
+    duration_s  time to measure, from the moment the last slot has warmed up, instead of until `measured` ends
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class ClosedLoop(Driver):
         self._fillers = fillers
         self._starts = starts_ns
         self._duration_s = duration_s
-        self.deadline: int | None = None  # of a duration, once all places have warmed up
+        self.deadline: int | None = None  # end of the duration, once all slots have warmed up
         self._warm: set[int] = set()
-        # Places whose request, or conversation, is measured; and those at a filler.
+        # Slots whose request or conversation is measured, and slots with a filler.
         self._measuring: set[int] = set()
         self._filling: set[int] = set()
-        self._exhausted = False  # nothing that is measured is left to begin
+        self._exhausted = False  # no measured request is left to begin
         self._resting = 0
-        self._free: list[tuple[int, int, InFlightRequest | None]] = []  # place, since when, its last request
+        self._free: list[tuple[int, int, InFlightRequest | None]] = []  # slot, since when it is free, its last request
         self._beginning: deque[tuple[int, int]] = deque()
-        self._whole_ns = 0  # by the clock: when the last place begins
+        self._whole_ns = 0  # when the last slot begins, by the clock
 
     @property
     def _until_ns(self) -> int | None:
@@ -101,7 +101,7 @@ class ClosedLoop(Driver):
                 exchange.due_ns = since
                 batch.append(exchange)
         self._send(batch)
-        if self._exhausted and not self._measuring:  # nobody waits for turns of fillers that are still to come
+        if self._exhausted and not self._measuring:  # later turns of fillers are not waited for
             self._resting += len(self._later)
             self._later.clear()
         if self._resting == len(self._warmups):
@@ -111,12 +111,12 @@ class ClosedLoop(Driver):
         if last is None:
             return False
         if place in self._measuring:
-            # Whoever still thinks when the time is over does so until then, and no longer.
+            # A turn that is due after the deadline is moved to the deadline.
             return not self._is_past(since) and self._continue(last, self.deadline)
         return place in self._filling and self._needs_fillers(since) and self._continue(last)
 
     def _needs_fillers(self, since: int) -> bool:
-        """Not all places have begun, or some are still at the last that is measured."""
+        """Whether some slots have not begun, or some still have a measured request after the last one was taken."""
         return since < self._whole_ns or (self._exhausted and bool(self._measuring))
 
     def _is_past(self, moment: int) -> bool:
@@ -142,7 +142,7 @@ class ClosedLoop(Driver):
                 self._measuring.add(place)
                 return exchange
             self._exhausted = True
-        # A warm-up still under way is not waited for: what comes after it is not measured either.
+        # Warm-up requests in flight are not waited for: nothing after them is measured.
         if self._fillers is None or not self._needs_fillers(since):
             return None
         self._filling.add(place)

@@ -1,6 +1,7 @@
-"""What drives a level, closed or open: it has a sender send, notes what ends, and gives up on what does not.
+"""Driver of a load point, closed or open: it passes requests to a sender, records their ends, and enforces time limits.
 
-What comes in one turn of the event loop is read before anything is sent: reads carry stamps, and must not wait.
+All bytes that arrive in one turn of the event loop are read before anything is sent: reads are stamped and must not
+wait.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from trtpipe.pipeline.bench.loop.alarm import Alarm, Metronome
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Sender
 
-# After a request that has ended: the next turn of its conversation and the nanoseconds until it is due, or None.
+# Called after a request has ended; returns the next turn of its conversation and nanoseconds until it is due, or None.
 Follow = Callable[[InFlightRequest], "tuple[InFlightRequest, int] | None"]
 
 SWEEP_S = 0.25
-# Requests in a row that find no connection, after which a server is gone, however many others were to come.
+# After this many requests in a row without a connection, the server counts as gone, however many requests are left.
 UNREACHED = 5
-# First tokens that the live view keeps.
+# Most first-token times kept for the live view.
 RECENT = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to give up.
+    """Limits after which requests or the load point are given up.
 
-    request_s  a request that has not ended after so many seconds has failed (Timeout)
-    token_s    one of which nothing but signs of life has come for so many seconds has failed (Stalled)
-    failures   so many in a row end the level: a dead server must not cost a timeout for every request that is left
+    request_s  a request that has not ended after this many seconds has failed (Timeout)
+    token_s    a request without data, keep-alives aside, for this many seconds has failed (Stalled)
+    failures   this many failures in a row end the load point: a dead server must not cost a timeout per request
     """
 
     request_s: float
@@ -44,12 +45,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """What the client itself did in a level.
+    """Measurements of the client itself in a load point.
 
-    lateness_ns    of the event loop, measured every 10 ms
-    cpu_ns, wall_ns  of this process, from the first request to the last end
+    lateness_ns    lateness of the event loop, measured every 10 ms
+    cpu_ns, wall_ns  CPU and wall time of this process, from the first request to the last end
     peak           most requests in flight
-    clock_step_ns  by which somebody set the time of day meanwhile
+    clock_step_ns  amount by which the time of day was set meanwhile
     """
 
     lateness_ns: list[int]
@@ -61,8 +62,8 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """Where a level stands. `first_ns` are the last times to the first bytes of an answer; `left_s` seconds until the
-    last request is due, None where a number of requests decides, not time."""
+    """Progress of a load point. `first_ns` are the latest times to first byte of an answer; `left_s` seconds until the
+    last request is due, None where a number of requests ends the load point."""
 
     elapsed_s: float
     warmed: int
@@ -75,7 +76,7 @@ class Live:
 
     @classmethod
     def sum(cls, parts: Iterable[Live]) -> Live:
-        """Of processes that share a level."""
+        """Combined progress of processes that share a load point."""
         known = list(parts)
         counts = ("warmed", "done", "failed", "in_flight", "responses")
         return cls(
@@ -87,18 +88,18 @@ class Live:
 
 
 class Driver:
-    """What both loops share. One level; `ended` grows by each request as it ends, so that an interrupted one keeps what
-    it has.
+    """Common part of both loops; drives one load point. Each request is added to `ended` as it ends, so that an
+    interrupted load point keeps its results.
 
-    stopped      why the level ended early, None if it did not
-    interrupted  it was told to end
+    stopped      why the load point ended early, None if it did not
+    interrupted  whether `interrupt` was called
     """
 
     def __init__(
         self, sender: Sender, limits: Limits, follow: Follow | None, watch: Callable[[Live], None] | None
     ) -> None:
         self.ended: list[InFlightRequest] = []
-        self.cut = 0  # abandoned when the level ended
+        self.cut = 0  # requests abandoned when the load point ended
         self.stopped: str | None = None
         self.interrupted = False
         self.client: Client | None = None
@@ -106,17 +107,17 @@ class Driver:
         self._limits = limits
         self._follow = follow
         self._watch = watch
-        self._later: list[tuple[int, str, InFlightRequest]] = []  # a heap: when it is due, its id
+        self._later: list[tuple[int, str, InFlightRequest]] = []  # later turns, as a heap: due time, id
         self._flying: dict[str, InFlightRequest] = {}
         self._peak = 0
         self._in_a_row = self._unreached = 0
         self._warmed = self._failed = self._responses = 0
         self._firsts: deque[int] = deque(maxlen=RECENT)
         self._sweeper: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[None] | None = None  # from the moment it runs
+        self._over: asyncio.Future[None] | None = None  # set once it runs
 
     async def run(self, start_ns: int = 0) -> None:
-        """Begin at `start_ns`, or now where it is 0. Returns when the last request has ended, or the level was
+        """Begin at `start_ns`, or now where it is 0. Returns when the last request has ended, or the load point was
         stopped or interrupted."""
         self._start_ns = start_ns
         self._loop = asyncio.get_running_loop()
@@ -129,7 +130,7 @@ class Driver:
         self._sweeper = self._loop.call_later(SWEEP_S, self._step, self._sweep)
         try:
             self._begin()
-            if self.interrupted:  # before it began
+            if self.interrupted:  # before `run` was called
                 self._finish()
             await over
         finally:
@@ -151,36 +152,36 @@ class Driver:
             )
 
     def interrupt(self) -> None:
-        """End now, or as soon as it begins; what is in flight is abandoned and counted in `cut`."""
+        """End now, or as soon as the load point begins; requests in flight are abandoned and counted in `cut`."""
         self.interrupted = True
         self._finish()
 
-    # What a loop has to say
+    # Implemented by each loop
 
     @property
     def _until_ns(self) -> int | None:
-        """When the last request is due, where that is known."""
+        """When the last request is due, where it is known."""
         raise NotImplementedError
 
     def _begin(self) -> None:
         raise NotImplementedError
 
     def _freed(self, exchange: InFlightRequest) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
         raise NotImplementedError
 
     def _close(self) -> None:
-        """Nothing more is sent."""
+        """Called when nothing more is sent."""
 
     def _send_due(self, batch: Sequence[InFlightRequest]) -> None:
-        """Turns of conversations whose time has come."""
+        """Send turns of conversations that are due."""
         self._send(batch)
 
-    # What it may use
+    # Used by each loop
 
     def _continue(self, exchange: InFlightRequest, latest_ns: int | None = None) -> bool:
-        """Have the next turn of a conversation sent when it is due, or asked for at `latest_ns` if it is due later;
-        False where there is none."""
+        """Schedule the next turn of a conversation for its due time, or for `latest_ns` if that is earlier; False
+        where there is no next turn."""
         following = None if self._follow is None else self._follow(exchange)
         if following is None:
             return False
@@ -193,7 +194,7 @@ class Driver:
         return True
 
     def _cap_later(self, latest_ns: int) -> None:
-        """Measured turns that are due later than that are asked for then."""
+        """Move measured turns that are due later to this time."""
         for _, _, turn in self._later:
             turn.due_ns = turn.due_ns if turn.warmup else min(turn.due_ns, latest_ns)
         self._later = sorted((turn.due_ns, name, turn) for _, name, turn in self._later)
@@ -222,13 +223,13 @@ class Driver:
             self._over.set_exception(error)
 
     def _step(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Of a callback: the loop would log its error, and the level wait for ever."""
+        """Run a callback; its error ends the load point, which would never end if asyncio only logged the error."""
         try:
             step(*arguments)
         except Exception as error:
             self._finish(error)
 
-    # What happens
+    # Events
 
     def _ring_later(self) -> None:
         now = monotonic_ns()
@@ -260,12 +261,12 @@ class Driver:
         self._freed(exchange)
 
     def _sweep(self) -> None:
-        """Now and then: who has waited too long, and what is there to show."""
+        """Called now and then: fail requests that have waited too long, and report progress."""
         now = monotonic_ns()
         request_ns, token_ns = self._limits.request_s * 1e9, self._limits.token_s * 1e9
         for exchange in list(self._flying.values()):
             kind, told = "", ""
-            # One that waits for a connection waits no longer either.
+            # A request that still waits for a connection has waited since it was due.
             sent = exchange.due_ns if exchange.sent_ns is None else exchange.sent_ns
             if now - sent > request_ns:
                 kind, told = "Timeout", f"not over within {self._limits.request_s:g} s"

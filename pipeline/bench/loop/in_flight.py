@@ -1,4 +1,4 @@
-"""One request while the clock runs: bytes and stamps as they come. Nothing is parsed before the run is over.
+"""Request in flight: its bytes and stamps as they arrive. Nothing is parsed before the run is over.
 
 All stamps are integers in nanoseconds of `time.monotonic_ns`.
 """
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.bench.load.workload import RequestSpec
 
 
-# Bytes that an answer may have: these, as many as were sent (a server may echo the prompt or name it in an error), and
-# so many for each token that was asked for. Servers send 100 to 400 for a token, chunk lengths and JSON included.
+# Byte limit of an answer: this constant, the bytes of the request (a server may echo the prompt or quote it in an
+# error), and a number for each requested token. Servers send 100 to 400 for a token, chunk lengths and JSON included.
 ANSWER_BYTES = 64 << 10
 TOKEN_BYTES = 4 << 10
-# The same for one event or message, which may hold the whole text: a token is seldom more than 16 bytes of it.
+# The same per token for one event or message, which may hold the whole text: a token seldom takes more than 16 bytes.
 RESPONSE_TOKEN_BYTES = 64
-# Reads of a request in flight that are kept apart; more of them are put together.
+# Most reads of a request in flight that are kept apart; beyond that they are joined.
 PIECES = 4096
-# Characters of a failure's message.
+# Most characters of a failure's message.
 MOST_WORDS = 400
 
 
 def answer_limit(sent: int, max_tokens: int, token_bytes: int = TOKEN_BYTES) -> int:
-    """Bytes that an answer may have to a request of `sent` bytes for `max_tokens`."""
+    """Most bytes of an answer to a request of `sent` bytes for `max_tokens` tokens."""
     return ANSWER_BYTES + sent + token_bytes * max_tokens
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request does not count. `kind` is the class that the report counts by.
+    """Reason why a request has failed. The report counts failures by `kind`.
 
-    Kinds: ConnectFailed, ConnectionLost, TruncatedStream, ServerError (an error told inside the stream),
-    MalformedResponse, OversizedResponse (more bytes than `Exchange.limit`), EmptyOutput, WrongLength (by the server's
-    own count, where a length was asked for), Timeout, Stalled, `http NNN`, `grpc STATUS`.
+    Kinds: ConnectFailed, ConnectionLost, TruncatedStream, ServerError (an error inside the stream),
+    MalformedResponse, OversizedResponse (more bytes than `InFlightRequest.limit`), EmptyOutput, WrongLength (by the
+    server's own count, where a length was requested), Timeout, Stalled, `http NNN`, `grpc STATUS`.
     """
 
     kind: str
@@ -47,35 +47,35 @@ class Failure:
 
     @classmethod
     def of(cls, kind: str, message: str) -> Failure:
-        # One line each, and not a long one: a server's traceback belongs in its own log.
+        # One short line: a server's traceback belongs in the server's log.
         words = " ".join(message.split())
         return cls(kind, words if len(words) <= MOST_WORDS else f"{words[:MOST_WORDS]}...")
 
 
 class InFlightRequest:
-    """One request.
+    """One request with its response bytes.
 
-    message       its bytes, made before the clock started
+    message       bytes of the request, made before the clock started
     input_tokens  length of the prompt
-    max_tokens    output length asked for
-    exact         neither less nor more of it
-    limit         bytes that its answer may have
-    response_limit  bytes of one event or message of it
-    slot          which place of a closed loop it took; -1 in an open loop
-    warmup        sent to bring the server into its stride, or to keep it there; in no distribution
-    due_ns        it could have left
-    sent_ns       just before its first byte; None if it never came to that
-    data          what came, a read or a message at a time; empty once the stream has ended
-    body, sizes   then all of it, and how many bytes each read had: a third less memory than so many small objects.
-                  What is not measured is compressed until it is read; with the rest there is no time for that.
-                  Of a failed request nothing is kept
-    stamps        of each read
-    chunked       the bytes have HTTP/1.1's chunks in them
-    mark          what a read has in it that is more than a sign of life; empty: each is
-    end_ns        its stream ended or failed
-    call          the sender's own
-    ask           what it was made from, while a turn may come after it
-    session, turn of a conversation, in which each request is a turn; -1 of one that stands alone
+    max_tokens    requested output length
+    exact         the answer must have exactly that length
+    limit         most bytes of the answer
+    response_limit  most bytes of one event or message of the answer
+    slot          slot of a closed loop that sent it; -1 in an open loop
+    warmup        sent to bring the server to its steady load, or to keep it there; not measured
+    due_ns        earliest time at which it could have been sent
+    sent_ns       time just before its first byte was sent; None if it never was
+    data          response bytes, one entry per read or message; empty once the stream has ended
+    body, sizes   after the end: all response bytes, and the size of each read: a third less memory than many small
+                  objects. The body of an unmeasured request is compressed until it is read; for measured requests
+                  there is no time to compress. Nothing is kept of a failed request
+    stamps        stamp of each read
+    chunked       whether the bytes contain HTTP/1.1 chunk framing
+    mark          bytes that occur in each read that is more than a keep-alive; empty: every read counts
+    end_ns        when its stream ended or failed
+    call          private data of the sender
+    ask           its specification, while another turn may follow
+    session, turn of a conversation, in which each request is a turn; -1 for a single request
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class InFlightRequest:
         self.data: list[bytes] = []
         self._kept = b""
         self._compressed = False
-        self._heard: int | None = None  # of the reads that have been put together
+        self._heard: int | None = None  # stamp among the reads that have been joined
         self.sizes = array("I")
         self.stamps = array("q")
         self.chunked = False
@@ -116,19 +116,19 @@ class InFlightRequest:
         self.stamps.append(stamp_ns)
 
     def heard_ns(self) -> int | None:
-        """When its stream last held more than a sign of life, while it is in flight; None before that."""
+        """When its stream last held more than a keep-alive, while the request is in flight; None before that."""
         recent = zip(reversed(self.data), reversed(self.stamps), strict=False)
         return next((stamp for data, stamp in recent if self.mark in data), self._heard)
 
     def compact(self) -> None:
-        """Put the reads together where there are many, while it is in flight: an object for each byte would take
-        fifty times its memory."""
+        """Join the reads of a request in flight where there are many: an object per byte would take fifty times the
+        memory."""
         if len(self.data) > PIECES:
             self._heard = self.heard_ns()
             self._pack()
 
     def end(self, stamp_ns: int, failure: Failure | None = None) -> None:
-        """Its stream is over. Only the first end counts."""
+        """Mark the stream as ended. Only the first call counts."""
         if self.end_ns is not None:
             return
         self.end_ns = stamp_ns
@@ -148,12 +148,12 @@ class InFlightRequest:
         self.end(monotonic_ns(), Failure.of(kind, message))
 
     def fail_oversized(self, why: str = "") -> None:
-        """Its answer has more bytes than `limit`, or `why` says what else is too large."""
+        """Fail the request: its answer has more bytes than `limit`, or `why` says what else is too large."""
         what = why or f"an answer of more than {self.limit:,} bytes"
         self.fail("OversizedResponse", f"{what}, where {self.max_tokens:,} tokens were asked for")
 
     def reads(self) -> Iterator[tuple[bytes, int]]:
-        """All that came, each read with its stamp."""
+        """All reads, each with its stamp."""
         body, start = self.body, 0
         for size, stamp in zip(self.sizes, self.stamps, strict=True):
             yield body[start : start + size], stamp
@@ -165,7 +165,7 @@ class InFlightRequest:
         return zlib.decompress(self._kept) if self._compressed else self._kept
 
     def forget(self) -> None:
-        """Its bytes and stamps: they have been read."""
+        """Free bytes and stamps, after they have been decoded."""
         self._kept, self._compressed, self.sizes, self.stamps = b"", False, array("I"), array("q")
 
     def _pack(self) -> None:

@@ -1,7 +1,7 @@
-"""One load point: one protocol under one load.
+"""Load point: one protocol under one load.
 
-LoadPointRun makes and drives its requests, a share of them in each process. evaluate() reads and judges what came of
-all shares.
+LoadPointRun makes and drives the requests, a share of them in each process. evaluate() computes and judges the results
+of all shares.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
 
-# Requests of each place that are made before the clock starts where nobody knows how many there will be.
+# Requests per slot made before the clock starts, where the total number is unknown.
 AHEAD = 4
-# Connections that an open loop has before the clock starts.
+# Connections that an open loop opens before the clock starts.
 OPENED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Driven:
-    """What a level left behind.
+    """Raw results of a load point.
 
-    clients    figures of each process that drove a share of it
-    window_ns  the measured part of an open loop's schedule, by the clock; None of a closed loop, whose window shows in
+    clients    measurements of each process that drove a share of it
+    window_ns  measured part of an open loop's schedule, by the clock; None for a closed loop, whose window follows from
                its records, and where nothing was measured
     until_ns   when the duration of a closed loop was over, by the clock; None where a number of requests ended it
-    distinct   prompts of a file, after which it began again; None where prompts were made
+    distinct   number of prompts in a file, after which it began again; None for synthetic prompts
     """
 
     records: Records
@@ -59,7 +59,7 @@ class Driven:
     until_ns: int | None = None
 
     def shifted(self, by_ns: int) -> Driven:
-        """The same by a clock that shows so much more."""
+        """The same results by a clock that is ahead by `by_ns`."""
         window = self.window_ns
         return replace(
             self,
@@ -70,7 +70,7 @@ class Driven:
 
     @classmethod
     def merged(cls, parts: Sequence[Driven]) -> Driven:
-        """Shares that were driven side by side as the one level that they are."""
+        """Combine shares that were driven side by side into one load point."""
         windows = [part.window_ns for part in parts if part.window_ns is not None]
         start, stop = max((w[0] for w in windows), default=0), min((w[1] for w in windows), default=0)
         return cls(
@@ -86,7 +86,7 @@ class Driven:
 
 
 class LoadPointRun:
-    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` fixes an open loop's times."""
+    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` determines an open loop's times."""
 
     def __init__(
         self, load: Load, client: Client, asker: RequestFactory, workload: Workload, *, limits: Limits, seed: int = 0,
@@ -105,7 +105,7 @@ class LoadPointRun:
 
     async def prepare(self) -> None:
         """Make requests and connections."""
-        # Requests first: an interrupt meanwhile is to find the driver.
+        # Requests first: an interrupt during `warm` must find the driver.
         if isinstance(self.load, Closed):
             self._driver, calls = self._closed(self.load), self._share.count(self.load.concurrency)
         else:
@@ -114,7 +114,7 @@ class LoadPointRun:
         await self.client.sender.warm(calls)
 
     async def drive(self, start_ns: int = 0) -> None:
-        """Begin at `start_ns`, or now where it is 0. Whatever ends it, `collect` has what there is."""
+        """Begin at `start_ns`, or now where it is 0. However it ends, `collect` returns the results so far."""
         assert self._driver is not None
         with _undisturbed():
             await self._driver.run(start_ns)
@@ -124,13 +124,13 @@ class LoadPointRun:
             self._driver.interrupt()
 
     def collect(self, count_tokens: Callable[[str], int]) -> Driven:
-        """Read what was driven. Once."""
+        """Decode the results. Call once."""
         driver = self._driver
         assert driver is not None
         assert driver.client is not None
         window = driver.window if isinstance(driver, OpenLoop) else (0, 0)
         for exchange in driver.ended:
-            if exchange.slot >= 0:  # among all places of the load, not of this share
+            if exchange.slot >= 0:  # slot number within the whole load, not within this share
                 exchange.slot = self._share.index + self._share.of * exchange.slot
         records = settle(driver.ended, self.client.codec.decode, count_tokens)
         _give_back()
@@ -150,11 +150,11 @@ class LoadPointRun:
         total = load.measured_requests
         ready = list(islice(self._asks, AHEAD * share.count(load.concurrency) if total is None else share.count(total)))
         lengths = [load.warmup_lengths(p, ready[0].output_tokens) for p in share.take(range(load.concurrency))]
-        # Drawn after the measured ones, so that those are the same whatever the warm-up is.
+        # Drawn after the measured requests, so that those are the same for any warm-up.
         warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
         measured: Iterator[InFlightRequest] = iter([self._make(ask) for ask in ready])
         if total is None:
-            # One by one from then on: what that takes shows as dispatch_delay.
+            # Further requests are made one at a time while the clock runs: the time shows as dispatch_delay.
             measured = chain(measured, map(self._make, self._asks))
         fillers: Iterator[InFlightRequest] | None = None
         if load.cooldown:
@@ -186,7 +186,7 @@ def evaluate(
     load: Load, driven: Driven, *, protocol: str, objectives: Sequence[Objective] = (), repeat: int = 0,
     beside: ServerMonitor | None = None,
 ) -> LoadPointResult:  # fmt: skip
-    """Judge a level. `beside` has been read meanwhile."""
+    """Judge a load point. `beside` is the monitor that ran during it."""
     records = driven.records
     good = records.good()
     first = (records.stamps[records.offsets[:-1][good]] - records.sent[good]) / 1e6
@@ -224,7 +224,7 @@ def _server_said(driven: Driven, beside: ServerMonitor) -> dict[str, Any] | None
     records = driven.records
     if len(records) == 0:
         return None
-    # What a request that failed or was abandoned cost the server nobody here knows.
+    # The tokens that the server spent on failed or abandoned requests are unknown.
     whole = not driven.cut and not records.failed.any()
     tokens = int(records.output_tokens.sum()) if whole else None
     return beside.said(tokens, int(records.due.min()))
@@ -232,7 +232,7 @@ def _server_said(driven: Driven, beside: ServerMonitor) -> dict[str, Any] | None
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection while the clock runs: it would stop reads for milliseconds. What is kept has no cycles."""
+    """Disable garbage collection while the clock runs: it delays reads by milliseconds. Kept data has no cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -244,8 +244,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _give_back() -> None:
-    """Room of bytes that were read is the system's again. An allocator keeps it, and what comes next, records and
-    pages, asks for room of other sizes: together they would be the most that a run takes."""
+    """Return freed memory to the system. The allocator keeps memory of decoded bytes, while records and pages need
+    blocks of other sizes: both together would set the peak memory of a run."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc
         trim(0)

@@ -1,5 +1,5 @@
-"""An open loop sends each request at its time: the times are set before the first one leaves, and nothing that server
-or client does moves them."""
+"""Open loop, which sends each request at its due time: due times are fixed before the first request, and neither server
+nor client moves them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trtpipe.pipeline.bench.protocols.transport import Sender
 
 
 class OpenLoop(Driver):
-    """Each request at its time.
+    """Sends each request at its due time.
 
-    due_ns         of each of `exchanges`, from the start, in order
-    window_ns      from the start: what is due outside is not measured
-    max_in_flight  more than that wait, and their dispatch delay says so; None for no bound
+    due_ns         due time of each of `exchanges`, from the start, in order
+    window_ns      measured part, from the start: requests due outside it are not measured
+    max_in_flight  requests beyond this number wait, which shows as dispatch delay; None for no limit
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class OpenLoop(Driver):
         self._exchanges = exchanges
         self._offsets = due_ns
         self._window_ns = window_ns
-        self.window = (0, 0)  # the same once it has begun, by the clock
+        self.window = (0, 0)  # the measured part by the clock, once it has begun
         self._most = max_in_flight
         self._next = 0
         self._waiting: deque[InFlightRequest] = deque()
@@ -41,7 +41,7 @@ class OpenLoop(Driver):
         return self._due[-1] if self._due else None
 
     def _begin(self) -> None:
-        # A little later, so that the first is no later than the others.
+        # Start a little later, so that the first request is no later than the others.
         start = self._start_ns or monotonic_ns() + 20_000_000
         self._due = [start + offset for offset in self._offsets]
         self.window = (start + self._window_ns[0], start + self._window_ns[1])
@@ -51,7 +51,7 @@ class OpenLoop(Driver):
     def _close(self) -> None:
         self._alarm.close()
         if self.stopped is not None or self.interrupted:
-            # Of the rest nothing is known.
+            # Nothing is known about the rest of the window.
             self.window = (self.window[0], min(self.window[1], monotonic_ns()))
 
     def _ring(self) -> None:

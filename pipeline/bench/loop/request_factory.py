@@ -1,4 +1,4 @@
-"""Requests as bytes, made before the clock starts."""
+"""Factory of requests as bytes, which are made before the clock starts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trtpipe.pipeline.bench.protocols.transport import Codec
 
 
 class RequestFactory:
-    """Turns what is to be asked into requests, each with an id of its own."""
+    """Turns request specifications into requests, each with an id of its own."""
 
     def __init__(self) -> None:
         self._run = secrets.token_hex(4)  # a server may remember the ids of an earlier run
         self._numbers = itertools.count()
 
     def make(self, codec: Codec, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
-        """A request, with another output length if one is given."""
+        """A request as bytes; `max_tokens` overrides its output length."""
         length = ask.output_tokens if max_tokens is None else max_tokens
         options = dict(ask.options)
         least = options.get("min_tokens")
-        # A number of the user's own is a bound, and the answer may be longer.
+        # Where the user has set a number, it is only a lower bound, and the answer may be longer.
         exact = least == ask.output_tokens and bool(options.get("ignore_eos"))
         if least is not None:
             options["min_tokens"] = length if exact else min(least, length)
@@ -32,13 +32,13 @@ class RequestFactory:
         exchange = InFlightRequest(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
         exchange.exact = exact
         if not ask.last:
-            exchange.ask = ask  # otherwise it is not kept: a prompt takes memory
+            exchange.ask = ask  # otherwise not kept, since a prompt takes memory
             exchange.session, exchange.turn = ask.session, ask.turn
         return exchange
 
     def follow(self, codec: Codec, asks: Asks, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
-        """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the
-        last, or where the answer failed."""
+        """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the last
+        turn, or where the answer failed."""
         answered, exchange.ask = exchange.ask, None
         if exchange.failure is not None or answered is None:
             return None

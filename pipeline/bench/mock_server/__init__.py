@@ -1,13 +1,13 @@
-"""Mock server: it computes nothing, sends each token when it is due, and records when it really did.
+"""Mock server: it computes nothing, sends each token when it is due, and records when it actually sent it.
 
-What a load tester reports can be compared with that record, stamp by stamp: `time.monotonic_ns` is one clock for all
-processes of a machine. Linux only.
+The report of a load generator can be compared with that record, stamp by stamp: `time.monotonic_ns` is one clock for
+all processes of a machine. Linux only.
 
 server   the process: gRPC on one port, HTTP on another
-clock    when tokens are due, and the one alarm that wakes for them
-script   what a request is answered with, faults on request included, and the record of it
-link     one connection: what is written together, and the stamp of the write
-frames   HTTP/2 frames of one connection, cut and acknowledged
+clock    schedule of token times, and the alarm that wakes the server for them
+script   scripted answers to requests, faults included, and the record of each request
+link     one connection: bytes written together, and the stamp of the write
+frames   server side of HTTP/2 framing
 grpc     Triton's gRPC endpoint, flow control included
 triton   Triton's messages and the models that it describes
 http     Triton's and OpenAI's HTTP endpoints; events, their server-sent events

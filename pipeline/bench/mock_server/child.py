@@ -1,4 +1,4 @@
-"""The server of known timing as a process of its own, so that it shares neither thread nor core with its client."""
+"""Mock server as a process of its own, so that it shares neither thread nor core with its client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = "trtpipe.pipeline.bench.mock_server.server"
 
 
 class MockServerProcess:
-    """Made by `start`."""
+    """A running mock server. Made by `start`."""
 
     def __init__(self, process: subprocess.Popen[str], truth: Path, ports: dict[str, int]) -> None:
         self.grpc_port = ports["grpc_port"]
@@ -25,7 +25,7 @@ class MockServerProcess:
 
     @classmethod
     def start(cls, timing: Timing, truth: Path, *, cpu: int | None = None) -> MockServerProcess:
-        """Start it on free ports of 127.0.0.1 and wait until it listens; `truth` is a file to be. Raises HostError."""
+        """Start on free ports of 127.0.0.1 and wait until it listens; it writes `truth` on exit. Raises HostError."""
         command = [*python_command(MODULE), "--truth", str(truth)]
         command += ["--ttft-ms", repr(timing.ttft_s * 1e3), "--itl-ms", repr(timing.itl_s * 1e3)]
         command += [
@@ -36,7 +36,7 @@ class MockServerProcess:
         ]
         command += [] if cpu is None else ["--cpu", str(cpu)]
         pipe = subprocess.PIPE
-        # It ends when its input does, and so with us, however we end.
+        # The process ends when its standard input is closed, and so with this process, however this one ends.
         process = subprocess.Popen([*command, "--lifeline"], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -49,7 +49,7 @@ class MockServerProcess:
         return self._process.pid
 
     def stop(self) -> list[Truth]:
-        """End it; what happened to each request, in the order in which they came. Raises HostError."""
+        """Stop it; return what happened to each request, in the order of arrival. Raises HostError."""
         self._process.terminate()
         if self._process.wait():
             raise _failure("has failed", self._process)

@@ -1,9 +1,9 @@
-"""When tokens are due, and the one alarm that wakes for them.
+"""Schedule of token times, and the alarm that wakes the server for them.
 
-All answers tick at one rate, so their next tokens are due in the order in which the last ones were: two plain queues,
-one for first tokens and one for all others, are in order when each answer is put at their end. Only one whose request
-was read after a later one, or later than its first token was due, has to be put before others. The alarm is set to
-absolute times, so a late token makes no other one late.
+All answers have one token rate, so their next tokens are due in the order in which the last ones were: two plain
+queues, one for first tokens and one for all others, stay in order when each answer is appended. Only an answer whose
+request was read after a later one, or after its first token was due, is inserted before others. The alarm is set to
+absolute times, so a late token makes no other token late.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Protocol
 
 from trtpipe.engines.errors import UsageError
 
-# The least between two wake-ups: where tokens are closer, those due meanwhile go out together. Never early.
+# Least time between two wake-ups: tokens that become due in between are sent together, never early.
 GRAIN_NS = 50_000
 _FAR = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """The first response of a request is due `ttft_s` after the whole request has reached this machine; each one after
-    it `itl_s` later for every token of a response. So token k is due at arrival + ttft_s + k * itl_s, and with several
-    tokens a response all of them when the first one is. With `prefill_s` first responses are at least so far apart, and
-    requests that come faster wait for one another: 1 / prefill_s a second are the most that this server can begin.
+    """The first response of a request is due `ttft_s` after the whole request has reached this machine; each later one
+    follows after `itl_s` per token of a response. So token k is due at arrival + ttft_s + k * itl_s, and all tokens of
+    a response are due with its first. With `prefill_s`, first responses are at least that far apart, and requests that
+    come faster wait for one another: the server begins 1 / prefill_s requests per second at most.
     """
 
     ttft_s: float
@@ -53,43 +53,43 @@ class Timing:
 
     @property
     def step_ns(self) -> int:
-        """From one response to the next."""
+        """Nanoseconds from one response to the next."""
         return round(self.itl_s * 1e9) * self.tokens_per_response
 
 
 class Rings(Protocol):
-    """What the schedule needs of an alarm."""
+    """Interface of an alarm, as the schedule uses it."""
 
     def at(self, when_ns: int) -> None: ...
 
 
 class Flushes(Protocol):
-    """What the schedule needs of a connection: it is told when all that is to go out together has been put there."""
+    """Interface of a connection: `flush` is called when all bytes that are sent together have been put there."""
 
     def flush(self) -> None: ...
 
 
 class Due(Protocol):
-    """What the schedule needs of an answer. `due_ns` is the schedule's own.
+    """Interface of an answer. `due_ns` belongs to the schedule.
 
-    left   ticks to come, the last one included; zero takes the answer off the schedule
+    left   ticks to come, the last one included; the schedule drops an answer with 0
     """
 
     due_ns: int
     left: int
 
     def begin(self) -> None:
-        """The first tick has come; it follows at once."""
+        """Called right before the first tick."""
 
     def tick(self) -> None:
-        """A tick that others follow."""
+        """Called at every tick but the last."""
 
     def end(self) -> None:
-        """The last tick."""
+        """Called at the last tick."""
 
 
 class Schedule:
-    """Calls answers at their times, then flushes the connections that put themselves into `outbox`."""
+    """Calls answers at their times, then flushes the connections that have put themselves into `outbox`."""
 
     def __init__(self, timing: Timing, alarm: Rings, clock: Callable[[], int] = monotonic_ns) -> None:
         self.timing = timing
@@ -102,7 +102,7 @@ class Schedule:
         self._following: deque[Due] = deque()
 
     def add(self, answer: Due, arrival_ns: int) -> None:
-        """A request has been read. With `prefill_s` they are begun in the order in which they are."""
+        """Add the answer to a request that has been read. With `prefill_s`, answers begin in call order."""
         timing = self.timing
         answer.due_ns = arrival_ns + timing.first_ns
         if timing.prefill_ns:
@@ -112,7 +112,7 @@ class Schedule:
             self._set(answer.due_ns)
 
     def wake(self) -> None:
-        """The alarm has rung."""
+        """Run what is due; called when the alarm rings."""
         now = self.clock()
         self._run(now)
         self.flush()
@@ -126,7 +126,7 @@ class Schedule:
         outbox.clear()
 
     def _run(self, now: int) -> None:
-        """Everything that is due, in the order in which it was."""
+        """Call every answer that is due, in order of due times."""
         step = self.timing.step_ns
         first = self._first
         following = self._following
@@ -158,7 +158,7 @@ class Schedule:
 
 
 def _put(queue: deque[Due], answer: Due) -> None:
-    """Behind all that are due no later than it: the end, or near to it."""
+    """Insert an answer behind all that are due no later, which is at or near the end."""
     place = len(queue)
     while place and queue[place - 1].due_ns > answer.due_ns:
         place -= 1

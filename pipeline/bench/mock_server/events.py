@@ -1,7 +1,7 @@
-"""The server-sent events of an answer, in Triton's words and in OpenAI's.
+"""Server-sent events of an answer, in Triton's format and in OpenAI's.
 
-A form is made from the body of a request and says everything of its answer beforehand. Each event is a chunk of the
-body of its own.
+A form is made from the body of a request and gives all events of its answer. Each event is a chunk of the body of its
+own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from trtpipe.pipeline.bench.mock_server.script import TOKEN_TEXT
 from trtpipe.pipeline.bench.mock_server.triton import Refused
 from trtpipe.pipeline.net.h2.status import Code
 
-MODEL = "ensemble"  # the one that OpenAI's endpoints serve
+MODEL = "ensemble"  # model that OpenAI's endpoints serve
 DONE = b"data: [DONE]\n\n"
 GARBAGE = b'data: {"text": "cut\n\n'
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def event(value: Any) -> bytes:
@@ -26,7 +26,7 @@ def event(value: Any) -> bytes:
 
 
 class Generate:
-    """Triton's generate_stream. Raises Refused."""
+    """Events of Triton's generate_stream. Raises Refused."""
 
     protocol = "http"
 
@@ -56,7 +56,7 @@ class Generate:
 
 
 class OpenAi:
-    """OpenAI's completions and, with `chat`, chat completions. Raises Refused."""
+    """Events of OpenAI's completions and, with `chat`, of chat completions. Raises Refused."""
 
     protocol = "openai"
 
@@ -74,7 +74,7 @@ class OpenAi:
         self._head = {"id": f"known-{created}", "object": kind, "created": created // 10**9, "model": MODEL}
 
     def role(self) -> list[bytes]:
-        """Goes out when the request has come: a client that takes it for a token shows it."""
+        """Event without a token, sent when the request arrives: it exposes a client that counts it as a token."""
         return [self._event({"delta": {"role": "assistant", "content": ""}})] if self._chat else []
 
     def tokens(self, count: int) -> bytes:
@@ -118,7 +118,7 @@ def _last(messages: Any) -> dict[str, Any]:
 
 
 def _text(prompt: Any) -> str:
-    """A prompt may be text, token ids, or a list of either or of parts with text: its first text, else nothing."""
+    """The first text of a prompt: text, token ids, or a list of either or of parts with text. Empty without text."""
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if isinstance(first, dict):
         first = first.get("text")

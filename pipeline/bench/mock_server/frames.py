@@ -8,13 +8,13 @@ from typing import cast
 from trtpipe.pipeline.net.h2 import frames
 from trtpipe.pipeline.net.h2.frames import frame
 
-# What a client may send before it hears from us; `received` says when it is told more.
+# Bytes that a client may send on a stream before `received` renews the window.
 STREAM_WINDOW = 1 << 24
 CONNECTION_WINDOW = 1 << 30
 
 
 class FrameServer(asyncio.Protocol):
-    """One connection. Each frame a server has to act on is given to `received`."""
+    """One connection. Each frame that a server has to act on is passed to `received`."""
 
     transport: asyncio.Transport
 
@@ -25,7 +25,7 @@ class FrameServer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        # No header table: equal header blocks are equal bytes, and decoded once.
+        # Without a dynamic header table, equal header blocks are equal bytes and are decoded once.
         settings = {frames.HEADER_TABLE_SIZE: 0, frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW}
         widen = frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         self.transport.write(frames.settings_frame(settings) + widen)
@@ -36,7 +36,7 @@ class FrameServer(asyncio.Protocol):
         if not self._greeted:
             if not data.startswith(frames.PREFACE):
                 self._rest = data
-                if not frames.PREFACE.startswith(data):  # no HTTP/2
+                if not frames.PREFACE.startswith(data):  # not HTTP/2
                     self.transport.close()
                 return
             self._greeted, position = True, len(frames.PREFACE)
@@ -50,11 +50,11 @@ class FrameServer(asyncio.Protocol):
         self._rest = data[position:]
 
     def received(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        """Act on a frame of the stream `number`; header blocks come whole, and nothing comes padded."""
+        """Act on a frame of the stream `number`; header blocks are complete, and padding is removed."""
         raise NotImplementedError
 
     def settings(self, values: dict[int, int]) -> None:
-        """The client's settings, before they are acknowledged."""
+        """Act on the client's settings, before they are acknowledged."""
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind in (frames.SETTINGS, frames.PING):

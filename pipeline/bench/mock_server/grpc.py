@@ -1,7 +1,7 @@
-"""Triton's gRPC endpoint: answers as frames made beforehand, within what the client's windows allow.
+"""Triton's gRPC endpoint of the mock server: prebuilt responses, sent within the client's HTTP/2 windows.
 
-A token is one DATA frame, the same bytes for every token of a request. Where a window or the size of a frame stands
-against it, the message waits and goes in pieces; its stamp is that of its last piece.
+A token is one DATA frame, the same bytes for every token of a request. Where a window or the frame size is too small
+for a message, the message waits and is sent in pieces; its stamp is that of its last piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtpipe.pipeline.net.h2.triton import STREAM_INFER
 Tell = Callable[[int], None]
 
 _GARBAGE = b"\xff\xff\xff"
-# The client is told that it may send more when it has sent so much.
+# The server renews the client's window each time it has received this many bytes.
 _RENEW = 1 << 20
 
 
@@ -40,7 +40,7 @@ _TAIL = _block(("grpc-status", "0"))
 
 
 class Stream:
-    """One call: the answers to its requests, and what the windows hold back of them."""
+    """One call: the answers to its requests, and the messages that flow control holds back."""
 
     def __init__(self, link: GrpcLink, number: int, method: str) -> None:
         self.number = number
@@ -48,7 +48,7 @@ class Stream:
         self.window = link.peer_window
         self.held: deque[tuple[bytes, tuple[Tell, ...]]] = deque()
         self.answers: set[GrpcAnswer] = set()
-        self.unread = 0  # bytes since the client was last told that it may send more
+        self.unread = 0  # bytes received since the window was last renewed
         self._link = link
         self._begun = False
         self._all_read = False
@@ -72,19 +72,19 @@ class Stream:
         return out
 
     def begin(self) -> None:
-        """Put the headers of the answer, once."""
+        """Send the response headers, once."""
         if not self._begun:
             self._begun = True
             self._link.put(self._link.header_frame(self.number, _HEAD))
 
     def send(self, message: bytes, *tell: Tell) -> None:
-        """Put a message behind those that wait; `tell` gets the stamp of its last byte."""
+        """Queue a message; each `tell` gets the stamp of the write of its last byte."""
         self.begin()
         self.held.append((frames.PREFIX.pack(0, len(message)) + message, tell))
         self.pump()
 
     def pump(self) -> None:
-        """Put what the windows allow of what waits, and the end behind it."""
+        """Put queued messages as far as the windows allow, and the end of the call after the last of them."""
         link = self._link
         while self.held:
             body, tell = self.held[0]
@@ -136,7 +136,7 @@ class GrpcAnswer(Answer):
         self._link = link
         self._stream = stream
         self._chunk = frame(frames.DATA, 0, stream.number, body)
-        # What is too long for one frame never goes as one.
+        # A message longer than one frame is never sent as one frame.
         self._size = len(body) if len(body) <= DEFAULT_MAX_FRAME else frames.LARGEST_WINDOW + 1
         self._closing = self._last_messages(request, full)
         stream.answers.add(self)
@@ -148,7 +148,7 @@ class GrpcAnswer(Answer):
         link = self._link
         stream = self._stream
         size = self._size
-        # Nothing is held then: what is held has used up a window.
+        # Nothing is queued in this case: messages are queued only once a window is used up.
         if size <= link.window and size <= stream.window:
             link.window -= size
             stream.window -= size
@@ -166,7 +166,7 @@ class GrpcAnswer(Answer):
             self._stream.finish()
 
     def _last_messages(self, request: Asked, full: bytes) -> list[tuple[bytes, tuple[Tell, ...]]]:
-        """What the last tick brings, and who is told of each message."""
+        """The last messages of the answer, each with the callbacks that get its stamp."""
         then, rest, ended = self.script.then, self.truth.rest, self.truth.ended
         if then is Then.ERROR:
             return [(triton.error(self.script.words), (ended,))]
@@ -184,8 +184,8 @@ class GrpcAnswer(Answer):
 class GrpcLink(Link, FrameServer):
     """One HTTP/2 connection.
 
-    window       bytes of DATA that the client takes on the whole connection
-    peer_window  and on a new stream
+    window       bytes of DATA that the client still takes on the whole connection
+    peer_window  bytes of DATA that the client takes on a new stream
     """
 
     def __init__(self, hub: Hub) -> None:
@@ -194,7 +194,7 @@ class GrpcLink(Link, FrameServer):
         self.window = self.peer_window = frames.DEFAULT_WINDOW
         self.streams: dict[int, Stream] = {}
         self._headers = HeaderBlocks("")
-        self._shrink = b"\x20"  # the first block of a connection empties the header table for good
+        self._shrink = b"\x20"  # the first header block sets the size of the dynamic table to 0
         self._unread = 0
         self._stamp = 0
 

@@ -1,4 +1,4 @@
-"""Triton's and OpenAI's HTTP endpoints: HTTP/1.1 with keep-alive, one request after the other on a connection."""
+"""Triton's and OpenAI's HTTP endpoints of the mock server: HTTP/1.1 with keep-alive, one request at a time."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class HttpLink(Link):
             self._refuse(path, 404 if refused.code is Code.NOT_FOUND else 400, str(refused))
 
     def _give_up(self, words: str) -> None:
-        """What comes on this connection cannot be answered; an answer that is under way is cut."""
+        """Give up on input that cannot be answered, and cut off an answer that is under way."""
         if self._answer is not None:
             self.leave()
         else:
@@ -133,7 +133,7 @@ class HttpLink(Link):
             self._reply(400, {"error": words})
 
     def done(self) -> None:
-        """An answer has been put."""
+        """Called when an answer has been put."""
         self._answer = None
         if not self._keep:
             self.leave()

@@ -1,6 +1,6 @@
-"""One connection: what goes out together is one write, and whoever is to know gets the stamp of that write.
+"""Connection of the mock server: bytes put together are sent by one write, and callbacks get the stamp of that write.
 
-What a full socket does not take waits here, unstamped: a stamp is never that of bytes which still lie in this process.
+Bytes that a full socket does not take wait here without a stamp: bytes still in this process must not have one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trtpipe.pipeline.bench.mock_server.script import Script, Then, Truth
 
 @dataclass
 class Hub:
-    """What all connections of one server share."""
+    """State that all connections of one server share."""
 
     schedule: Schedule
     truth: list[Truth] = field(default_factory=list)
     links: set[Link] = field(default_factory=set)
 
     def remember(self, request_id: str, protocol: str, arrival_ns: int, script: Script) -> Truth:
-        """The record of a request that has come."""
+        """Make and keep the record of a request that has arrived."""
         size = self.schedule.timing.tokens_per_response
-        # A fault comes between responses of full size.
+        # A fault comes after whole responses only.
         tokens = script.tokens if script.then is Then.FINISH else script.tokens - script.tokens % size
         truth = Truth(request_id, protocol, arrival_ns, tokens, script.then.name.lower(), size)
         self.truth.append(truth)
@@ -34,8 +34,8 @@ class Hub:
 
 
 class Link(asyncio.Protocol):
-    """A connection as the schedule sees it. Its protocols put bytes into `out`, and are fed with stamps: see
-    wire.stamped."""
+    """A connection as the schedule sees it. Subclasses put bytes into `out`, and `feed` gives them bytes with stamps:
+    see net.stamped."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -48,18 +48,18 @@ class Link(asyncio.Protocol):
         self.transport: asyncio.Transport
 
     def feed(self, data: bytes, stamp: int) -> None:
-        """Bytes of the client's, and when the last of them reached this machine."""
+        """Take bytes of the client; `stamp` is when the last of them reached this machine."""
         raise NotImplementedError
 
     def put(self, data: bytes, *tell: Callable[[int], None]) -> None:
-        """Send at the next flush, and tell when."""
+        """Send at the next flush, and call each `tell` with the stamp of that write."""
         if not self.out:
             self._outbox.append(self)
         self.out.append(data)
         self.told += tell
 
     def leave(self) -> None:
-        """End the connection once what has been put is written."""
+        """End the connection once all that has been put is written."""
         self._leaving = True
         self.put(b"")
 
@@ -80,13 +80,13 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        # With a limit of nothing, a write is tried at once, and what the socket leaves pauses us.
+        # With a limit of 0, a write is tried at once, and bytes that the socket does not take call `pause_writing`.
         self.transport.set_write_buffer_limits(high=0)
         self.hub.links.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.hub.links.discard(self)
-        self._paused = True  # what may still be put has nowhere to go
+        self._paused = True  # bytes put after this cannot be sent
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -97,7 +97,7 @@ class Link(asyncio.Protocol):
 
 
 class Answer(ABC):
-    """One request while it is answered; the schedule calls it."""
+    """One request being answered; the schedule calls its methods."""
 
     __slots__ = ("due_ns", "left", "script", "tell", "truth")
 
@@ -106,7 +106,7 @@ class Answer(ABC):
         self.script = script
         self.tell = truth.stamps_ns.append
         responses = -(-truth.scripted // truth.tokens_per_response)
-        # A fault comes a tick after the last token, the proper end with it.
+        # A fault comes a tick after the last token; the proper end comes with the last token.
         self.left = max(1, responses if script.then is Then.FINISH else responses + 1)
         self.due_ns = 0
 
@@ -118,12 +118,12 @@ class Answer(ABC):
                 self.tick()
 
     def stop(self) -> None:
-        """The client no longer listens."""
+        """Stop answering: the client no longer listens."""
         self.left = 0
 
     @abstractmethod
     def open(self) -> None:
-        """Put what stands before the first token."""
+        """Put the bytes that precede the first token."""
 
     @abstractmethod
     def tick(self) -> None:

@@ -1,6 +1,6 @@
-"""What a request is answered with, faults on request included, and what is remembered of it.
+"""Scripted answers to requests, faults on request included, and the record of what happened to each request.
 
-A prompt that begins with `!` and the name of a fault asks for it: "!stall 3" for three tokens and silence, "!error 3
+A prompt that begins with `!` and the name of a fault asks for it: "!stall 3" for three tokens, then silence, "!error 3
 out of memory" for an error with these words after three tokens, "!status 429" for a refusal. FAULTS has them all.
 """
 
@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-# What each token says: one token in the vocabularies of most models.
+# Text of each token: one token in the vocabularies of most models.
 TOKEN_TEXT = " the"
 
 
 class Then(Enum):
-    """What comes after the tokens."""
+    """What follows the tokens."""
 
     FINISH = auto()  # the proper end, with the last token
     STALL = auto()  # nothing, ever
@@ -26,7 +26,7 @@ class Then(Enum):
     STATUS = auto()  # a refusal in place of an answer
 
 
-# "!stall 3": three tokens, then what stands here.
+# "!stall 3" sends three tokens, then does what is given here.
 FAULTS = {
     "stall": Then.STALL,
     "cut": Then.CUT,
@@ -41,10 +41,10 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Script:
-    """An answer of `tokens` tokens, and what comes then.
+    """An answer of `tokens` tokens, and what follows them.
 
-    words   of the error, or the HTTP status of the refusal
-    burst   all tokens come when the first one is due
+    words   message of the error, or HTTP status of the refusal
+    burst   all tokens are sent when the first one is due
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Script:
 
 
 def script_of(prompt: str, max_tokens: int) -> Script:
-    """What `prompt` asks for: `max_tokens` tokens, unless it names a fault."""
+    """The script that `prompt` asks for: `max_tokens` tokens, unless the prompt names a fault."""
     name, number, words = [*prompt[1:].split(maxsplit=2), "", "", ""][:3]
     if not prompt.startswith("!") or name not in FAULTS:
         return Script(max_tokens)
@@ -69,14 +69,14 @@ def script_of(prompt: str, max_tokens: int) -> Script:
 
 @dataclass
 class Truth:
-    """What really happened to one request, in nanoseconds of `time.monotonic_ns`.
+    """Record of what happened to one request, in nanoseconds of `time.monotonic_ns`.
 
-    arrival_ns  all of it was there: the kernel's stamp of the read that completed it, or the moment of that read where
-                the kernel gave none
+    arrival_ns  when the whole request was there: the kernel's stamp of the read that completed it, or the time of that
+                read where the kernel gave none
     scripted    tokens that the answer was to have
-    then        how it was to end: the name of a Then
-    stamps_ns   just before each write that carried a response of it with tokens, one stamp a response
-    end_ns      just before the write that carried its end; None while it lasts, and if it was cut or given up
+    then        how the answer was to end: the name of a Then
+    stamps_ns   just before each write of a response with tokens, one stamp per response
+    end_ns      just before the write of the end; None while the answer lasts, and if it was cut off or given up
     """
 
     id: str
@@ -90,12 +90,12 @@ class Truth:
 
     @property
     def tokens(self) -> int:
-        """Written so far."""
+        """Number of tokens written so far."""
         return min(len(self.stamps_ns) * self.tokens_per_response, self.scripted)
 
     @property
     def rest(self) -> int:
-        """Tokens of the last response."""
+        """Number of tokens of the last response."""
         return (self.scripted - 1) % self.tokens_per_response + 1 if self.scripted else 0
 
     def ended(self, stamp: int) -> None:

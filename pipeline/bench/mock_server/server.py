@@ -28,12 +28,12 @@ from trtpipe.pipeline.bench.mock_server.link import Hub, Link
 from trtpipe.pipeline.bench.mock_server.script import Truth
 from trtpipe.pipeline.net.stamped import Listener, listen
 
-# Many clients connect in one instant.
+# Many clients may connect at the same moment.
 _BACKLOG = 4096
 
 
 class MockServer:
-    """Made by `start`; of the event loop that runs then."""
+    """A running mock server in the current event loop. Made by `start`."""
 
     def __init__(self, hub: Hub, alarm: Alarm, listeners: list[Listener]) -> None:
         self.grpc_port, self.http_port = (listener.port for listener in listeners)
@@ -45,7 +45,7 @@ class MockServer:
     async def start(
         cls, timing: Timing, *, host: str = "127.0.0.1", grpc_port: int = 0, http_port: int = 0
     ) -> MockServer:
-        """Listen; a port of 0 is a free one. Raises HostError."""
+        """Listen; port 0 stands for a free port. Raises HostError."""
         loop = asyncio.get_running_loop()
         alarm = Alarm(loop, lambda: hub.schedule.wake())
         hub = Hub(Schedule(timing, alarm))
@@ -65,7 +65,7 @@ class MockServer:
 
     @property
     def truth(self) -> list[Truth]:
-        """Of every request so far, in the order in which they came."""
+        """Records of all requests so far, in the order of arrival."""
         return sorted(self._hub.truth, key=lambda one: one.arrival_ns)
 
     async def stop(self) -> None:
@@ -74,11 +74,11 @@ class MockServer:
             listener.close()
         for link in list(self._hub.links):
             link.transport.abort()
-        await asyncio.sleep(0)  # connections are told that they are lost
+        await asyncio.sleep(0)  # lets each connection's connection_lost run
 
 
 def write(truth: list[Truth], path: Path) -> None:
-    """A line of JSON for each request."""
+    """Write a line of JSON for each request."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(one.as_json(), separators=(",", ":")) + "\n" for one in truth)
 
@@ -101,7 +101,7 @@ async def _serve(timing: Timing, chosen: argparse.Namespace) -> list[Truth]:
     if chosen.lifeline:
         loop.add_reader(sys.stdin.fileno(), ended.set)
     server = await MockServer.start(timing, host=chosen.host, grpc_port=chosen.grpc_port, http_port=chosen.http_port)
-    # A collection in the midst of tokens would make them late, and nothing here needs one.
+    # A garbage collection during the run would make tokens late, and nothing here needs one.
     gc.collect()
     gc.freeze()
     gc.disable()

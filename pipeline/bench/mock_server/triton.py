@@ -1,4 +1,4 @@
-"""Triton's messages as the server says them: the models it describes, requests read, responses as bytes."""
+"""Triton's messages of the mock server: model descriptions, parsed requests, serialized responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtpipe.pipeline.net.h2.status import Code
 from trtpipe.pipeline.net.h2.triton import EMPTY_FINAL, FINAL, MalformedMessage, pack_strings, unpack_strings
 
 NAME = "known_server"
-VERSION = "2.0"  # of the protocol that it speaks
+VERSION = "2.0"  # version of the protocol
 MODEL_VERSION = "1"
 EXTENSIONS = ["generate", "model_configuration", "model_repository"]
 TOKEN_ID = 7
@@ -22,7 +22,7 @@ TOKEN_ID = 7
 
 @dataclass(frozen=True)
 class Model:
-    """What it declares: Triton datatype of each input and output. All have the shape [-1, -1]."""
+    """A declared model: Triton datatype of each input and output. All have the shape [-1, -1]."""
 
     inputs: dict[str, str]
     outputs: dict[str, str]
@@ -46,7 +46,7 @@ MODELS = {
 
 
 class Refused(Exception):
-    """A request that is not answered, in words for its sender."""
+    """A request that the server refuses; the message is for its sender."""
 
     def __init__(self, words: str, code: Code = Code.INVALID_ARGUMENT) -> None:
         super().__init__(words)
@@ -57,8 +57,8 @@ class Refused(Exception):
 class Asked:
     """A request for tokens.
 
-    counted  the text front says how many tokens a response carries
-    alone    the final response comes by itself, without tokens
+    counted  whether the client asked the text model for the number of tokens of each response
+    alone    whether the final response comes by itself, without tokens
     """
 
     model: str
@@ -70,14 +70,14 @@ class Asked:
 
 
 def model_of(name: str) -> Model:
-    """Raises Refused."""
+    """The model of this name. Raises Refused."""
     if name not in MODELS:
         raise Refused(f"Request for unknown model: '{name}' is not found", Code.NOT_FOUND)
     return MODELS[name]
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """As JSON. Raises Refused."""
+    """Metadata of a model as JSON. Raises Refused."""
     model = model_of(name)
     inputs, outputs = (
         [{"name": key, "datatype": kind, "shape": [-1, -1]} for key, kind in tensors.items()]
@@ -87,7 +87,7 @@ def metadata(name: str) -> dict[str, Any]:
 
 
 def config(name: str) -> Any:
-    """A ModelConfig. Raises Refused."""
+    """ModelConfig of a model. Raises Refused."""
     model = model_of(name)
     out = model_config_pb2.ModelConfig(name=name)
     out.model_transaction_policy.decoupled = True
@@ -130,7 +130,7 @@ _DESCRIPTIONS: dict[str, Any] = {
 
 
 def asked(message: bytes) -> Asked:
-    """A ModelInferRequest. Raises Refused."""
+    """Read a ModelInferRequest. Raises Refused."""
     request = _read(service_pb2.ModelInferRequest, message)
     model_of(request.model_name)
     given = {tensor.name: data for tensor, data in zip(request.inputs, request.raw_input_contents, strict=False)}
@@ -158,7 +158,7 @@ def asked(message: bytes) -> Asked:
 
 
 def response(request: Asked, tokens: int, *, final: bool = False) -> bytes:
-    """A ModelStreamInferResponse with so many tokens; with none, the empty final one."""
+    """A ModelStreamInferResponse with this many tokens; with 0, the empty final response."""
     out = service_pb2.ModelStreamInferResponse()
     reply = out.infer_response
     reply.model_name, reply.model_version, reply.id = request.model, MODEL_VERSION, request.id
@@ -178,5 +178,5 @@ def response(request: Asked, tokens: int, *, final: bool = False) -> bytes:
 
 
 def error(words: str) -> bytes:
-    """A ModelStreamInferResponse that tells of a failure."""
+    """A ModelStreamInferResponse that reports a failure."""
     return bytes(service_pb2.ModelStreamInferResponse(error_message=words).SerializeToString())

@@ -1,1 +1,1 @@
-"""Monitors beside a load: the metrics of the server, the GPUs of this machine."""
+"""Monitors that run during a load: metrics of the server, GPUs of this machine."""

@@ -1,5 +1,5 @@
-"""What the GPUs of this machine do beside the load, by NVML: clocks and energy, which no server tells, and everything
-where a server tells nothing of its GPUs. A thread reads them twice a second."""
+"""GPU monitor of this machine, by NVML: clocks and energy, which no server publishes, and all other figures where the
+server publishes nothing about its GPUs. A thread reads them twice a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PERIOD_S = 0.5
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU at one moment; None for what it does not tell.
+    """One GPU at one moment; None for a value that the GPU does not report.
 
     utilization  percent of the last sampling period in which a kernel ran
     memory       bytes in use
@@ -37,7 +37,7 @@ class Reading:
 
 
 def has_driver() -> bool:
-    """Whether NVML's library is here. Without it pynvml is not worth the time and memory of its import."""
+    """Whether NVML's library is installed. Without it, importing pynvml would waste time and memory."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -46,7 +46,7 @@ def has_driver() -> bool:
 
 
 class GpuSampler:
-    """Made by `find`; reads from `start` to `stop`, at both ends as well."""
+    """Samples GPUs from `start` to `stop`, including both ends. Made by `find`."""
 
     def __init__(self, nvml: Any, handles: list[Any]) -> None:
         self._nvml = nvml
@@ -58,7 +58,7 @@ class GpuSampler:
 
     @classmethod
     def find(cls, url: str) -> GpuSampler | None:
-        """Of this machine's GPUs, if the server at `url` runs here; None where there are none, or no driver."""
+        """Sampler of this machine's GPUs, if the server at `url` runs here; None without GPUs or a driver."""
         if not is_local(url) or not has_driver():
             return None
         import pynvml  # type: ignore[import-untyped]
@@ -92,7 +92,7 @@ class GpuSampler:
         nvml = self._nvml
 
         def told(read: Any, *words: Any) -> Any:
-            with contextlib.suppress(nvml.NVMLError):  # a MIG slice, say, tells less than a whole GPU
+            with contextlib.suppress(nvml.NVMLError):  # a MIG slice, for example, reports less than a whole GPU
                 return read(handle, *words)
             return None
 
@@ -112,8 +112,8 @@ class GpuSampler:
 def summarise(
     names: Sequence[str], readings: Sequence[Sequence[Reading]], tokens: int | None, start_ns: int
 ) -> dict[str, Any]:
-    """Figures of each GPU over the level, and their course, for the report. Energy per token is that of all GPUs that
-    worked; `tokens` as in server_side."""
+    """Figures of each GPU over the load point, and their time series, for the report. Energy per token is that of all
+    GPUs that worked; `tokens` as in server.summarise."""
     gpus: dict[str, Any] = {}
     series: dict[str, Any] = {"t_s": [round((one.at_ns - start_ns) / 1e9, 3) for one in readings[0]]}
     worked: list[float | None] = []
@@ -137,7 +137,7 @@ def summarise(
 
 
 def _energy(mine: Sequence[Reading]) -> float | None:
-    """J from the first reading to the last: by the counter, else by the power between them."""
+    """J from the first reading to the last: from the energy counter, else from power integrated over time."""
     first, last = mine[0].energy, mine[-1].energy
     if first is not None and last is not None:
         return last - first

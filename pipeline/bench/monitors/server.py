@@ -1,6 +1,6 @@
-"""What the server says of a level: its metrics, read once a second beside the load, and its count of tokens.
+"""Server monitor of a load point: the server's metrics, read once a second during the load, and its token count.
 
-A thread fetches bytes and stamps them; they are read after the run, like everything else.
+A thread fetches and stamps the pages; they are parsed after the run, like everything else.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trtpipe.pipeline.net.triton_metrics import MAX_PAGE, Change, Figures, Scrap
 
 PERIOD_S = 1.0
 TIMEOUT_S = 5.0
-# Bytes of all pages of a level: an hour of a server with five models.
+# Most bytes of all pages of a load point: an hour of a server with five models.
 MAX_PAGES = 64 << 20
-# Of the server's count of tokens: what ours may differ by.
+# Allowed relative difference between the server's token count and ours.
 AGREEMENT = 0.01
 
 
-# Of `models` in `summarise`: each over the level, of the requests that succeeded in it.
+# Definitions of `models` in `summarise`: each covers the load point and the requests that succeeded in it.
 SERVER_METRICS = {
     name: {
         "unit": "ms",
@@ -42,16 +42,16 @@ SERVER_METRICS = {
 
 
 class Scraper:
-    """Fetches `url`, a Prometheus page, from `start` to `stop`, at both ends as well.
+    """Fetches `url`, a Prometheus page, from `start` to `stop`, including both ends.
 
-    trouble  why the last page that is missing could not be had
+    trouble  why the last missing page could not be fetched
     """
 
     def __init__(self, url: str) -> None:
         self.url = url if urlsplit(url).path else f"{url}/metrics"
         self.pages: list[tuple[int, bytes]] = []
         self.trouble = ""
-        self._size = 0  # of all pages
+        self._size = 0  # bytes of all pages
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -79,14 +79,14 @@ class Scraper:
         if status != 200:
             self.trouble = f"status {status}"
             return
-        if self._size + len(page) > MAX_PAGES:  # its course ends there; the last page says what the level made
+        if self._size + len(page) > MAX_PAGES:  # the time series ends there; the last page still gives the totals
             self._size -= len(self.pages.pop()[1])
         self._size += len(page)
         self.pages.append((monotonic_ns(), page))
 
 
 class ServerMonitor:
-    """What is read beside a level: the server's metrics where their address is known, the GPUs where it runs here."""
+    """Monitors during a load point: server metrics where their URL is known, GPUs where the server runs here."""
 
     def __init__(self, url: str, metrics_url: str | None) -> None:
         self._scraper = None if metrics_url is None else Scraper(metrics_url)
@@ -103,13 +103,13 @@ class ServerMonitor:
 
     @property
     def unread(self) -> str:
-        """Why there is no page of metrics though there is an address for it; empty if there is."""
+        """Why no metrics page could be read although there is a URL for it; empty if one was read, or without a URL."""
         if self._scraper is None or self._scraper.pages:
             return ""
         return self._scraper.trouble
 
     def said(self, tokens: int | None, start_ns: int) -> dict[str, Any] | None:
-        """As `summarise` gives it, and `nvml` as `gpus.summarise` does; None without either."""
+        """Result of `summarise`, with that of `gpu.summarise` as `nvml`; None without either."""
         told = None if self._scraper is None else summarise(self._scraper.pages, tokens, start_ns)
         if self._gpus is None:
             return told
@@ -118,10 +118,10 @@ class ServerMonitor:
 
 
 def summarise(pages: list[tuple[int, bytes]], tokens: int | None, start_ns: int) -> dict[str, Any] | None:
-    """Figures over the whole level and their course, for the report; None without two pages.
+    """Figures over the whole load point and their time series, for the report; None without two pages.
 
-    tokens    of all answers, where all of them are known; what the server counted has to agree
-    start_ns  times of the course are seconds from it
+    tokens    tokens of all answers, where all of them are known; the server's count has to agree
+    start_ns  zero of the times in the series, which are in seconds
     """
     scrapes = [scrape for scrape in map(_parse, pages) if scrape is not None]
     if len(scrapes) < 2:
@@ -148,7 +148,7 @@ def summarise(pages: list[tuple[int, bytes]], tokens: int | None, start_ns: int)
 
 
 def agree(server: float, client: int | None) -> bool | None:
-    """Whether both counted the same tokens; None where one of them cannot say."""
+    """Whether server and client counted the same tokens; None where one count is unknown."""
     return None if not server or not client else abs(client - server) <= AGREEMENT * server
 
 
@@ -161,7 +161,7 @@ def _parse(page: tuple[int, bytes]) -> Scrape | None:
 
 
 def _series(scrapes: list[Scrape], start_ns: int) -> dict[str, list[float | None]]:
-    """Of all engines and GPUs together, at each page but the first."""
+    """Sums over all engines and GPUs, at each page but the first."""
     out: dict[str, list[float | None]] = {"t_s": []}
     for before, after in pairwise(scrapes):
         figures = derive(before, after)

@@ -1,4 +1,4 @@
-"""A client for a protocol and a URL."""
+"""Factory of a client for a protocol and a URL."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TRANSPORTS = ("own", "tritonclient")
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """How to reach a server.
+    """Connection options.
 
     transport      own (our readers) or tritonclient (the libraries: TLS, proxies)
-    connections    of gRPC calls through our own reader; HTTP has one for each request in flight
-    kernel_stamps  stamps of the kernel instead of the read's
-    headers        of every HTTP request
+    connections    number of gRPC connections of our own reader; HTTP has one for each request in flight
+    kernel_stamps  take stamps from the kernel instead of the time of the read
+    headers        headers of every HTTP request
     """
 
     transport: str = "own"
@@ -31,9 +31,9 @@ class Wiring:
 
 
 async def connect(protocol: str, url: str, model: str, tokenize: Callable[[str], list[int]], wiring: Wiring) -> Client:
-    """Find out what answers at `url` and return a client for `model`.
+    """Query the server at `url` and return a client for `model`.
 
-    Raises HostError when nothing (or something else) answers, UsageError for a model that is not served there,
+    Raises HostError when no server of this protocol answers, UsageError for a model that is not served there,
     StageFailed for one that the server failed to load.
     """
     if protocol == "grpc":

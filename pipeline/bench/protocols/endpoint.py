@@ -1,4 +1,4 @@
-"""What answers at a URL: its model's inputs and outputs, and how a request is put to a model of that family."""
+"""Description of an endpoint: inputs and outputs of its model, and how to form a request for its model family."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError, suggestion
 
-# Seconds that a server may take to say who it is. Not a measurement: only how long an absent one is waited for.
+# Seconds to wait for a server's description of itself; not part of any measurement.
 CONNECT_TIMEOUT_S = 5.0
-# Bytes of such an answer: a list of 10,000 models has less.
+# Most bytes of such an answer: a list of 10,000 models has less.
 MAX_BYTES = 1 << 20
-# Dimensions of an input; those of the models that are asked here have two.
+# Most dimensions of an input; the models used here have two.
 MAX_RANK = 8
-# Models that an error names.
+# Most models named in an error.
 _NAMED = 20
 
 Value = str | int | float | bool | list[int] | list[str]
@@ -24,10 +24,10 @@ Value = str | int | float | bool | list[int] | list[str]
 class Family:
     """Models with the same inputs and outputs.
 
-    inputs    those that a request must have
-    output    what carries tokens
-    count     output that says how many, if there is one
-    sampling  sampling option -> inputs that take it, the first that the model has; names changed between releases
+    inputs    required inputs
+    output    output that carries tokens
+    count     output with the number of tokens, if there is one
+    sampling  sampling option -> names of inputs that take it, in order of preference; names changed between releases
     """
 
     name: str
@@ -44,7 +44,7 @@ _SAME: dict[str, tuple[str, ...]] = {
     "seed": ("seed", "random_seed"),
     **_LENGTH,
 }
-# NVIDIA's ensemble and tensorrt_llm_bls.
+# NVIDIA's ensemble and tensorrt_llm_bls: text in, text out.
 TEXT = Family(
     "text",
     ("text_input", "max_tokens", "stream"),
@@ -52,7 +52,7 @@ TEXT = Family(
     "num_output_tokens",
     {**_SAME, "top_k": ("top_k",), "top_p": ("top_p",), "stop": ("stop_words",)},
 )
-# The engine itself: ids in, ids out.
+# The engine's own model: token ids in, token ids out.
 ENGINE = Family(
     "engine",
     ("input_ids", "input_lengths", "request_output_len", "streaming"),
@@ -91,13 +91,13 @@ class Endpoint:
     outputs: frozenset[str]
 
     def __post_init__(self) -> None:
-        """Raises HostError for what no model declares: each request would be as large as the server likes."""
+        """Raises HostError for implausible declarations, which would make requests as large as the server likes."""
         most = max((rank for _, rank in self.inputs.values()), default=0)
         if most > MAX_RANK:
             raise HostError(f"model '{self.model}' at {self.url} declares an input of {most:,} dimensions")
 
     def family(self) -> Family:
-        """Raises UsageError unless the model streams tokens for a prompt."""
+        """Family of the model. Raises UsageError unless the model streams tokens for a prompt."""
         for family in FAMILIES:
             if set(family.inputs) <= set(self.inputs) and family.output in self.outputs:
                 return family
@@ -112,10 +112,10 @@ class Endpoint:
     def values(
         self, prompt: str, max_tokens: int, options: Mapping[str, Any], tokenize: Callable[[str], list[int]]
     ) -> dict[str, Value]:
-        """Inputs of one request: streamed, counted where the model counts, greedy unless `options` say how to sample.
+        """Inputs of one request: streamed, with token counts where the model has them, greedy unless `options` sample.
 
-        What the model does not declare is left out: gRPC refuses an undeclared input, and generate_stream silently
-        turns it into a parameter. Raises UsageError for an option that the model has no input for.
+        Inputs that the model does not declare are left out: gRPC refuses them, and generate_stream silently turns them
+        into parameters. Raises UsageError for an option that the model has no input for.
         """
         family = self.family()
         asked: dict[str, Value]
@@ -129,14 +129,14 @@ class Endpoint:
         else:
             asked = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, "return_num_output_tokens": True}
         asked = {name: value for name, value in asked.items() if name in self.inputs}
-        optional = set(_LENGTH)  # without those an answer may be shorter, which the report says
+        optional = set(_LENGTH)  # without these inputs an answer may be shorter, which the report states
         if not {"temperature", "top_k", "top_p"} & set(options):
             options = {"top_k": 1, **options}
             optional.add("top_k")
         for name, value in options.items():
             taken = next((one for one in family.sampling.get(name, ()) if one in self.inputs), None)
             if taken is not None:
-                # -1 is no token's id, so nothing ends the answer early.
+                # No token has the id -1, so no end token stops the answer early.
                 asked[taken] = -1 if name == "ignore_eos" else value
             elif name not in optional:
                 raise UsageError(
@@ -145,7 +145,7 @@ class Endpoint:
         return asked
 
     def described(self) -> dict[str, object]:
-        """For the report."""
+        """Description for the report."""
         return {
             "protocol": self.protocol,
             "url": self.url,
@@ -156,7 +156,7 @@ class Endpoint:
 
 
 def model_error(model: str, url: str, index: Iterable[tuple[str, str, str]]) -> TrtpipeError:
-    """The error for a model without metadata, from the repository index: (name, state, reason) of each model."""
+    """The error for a model without metadata. `index` is the repository index: (name, state, reason) of each model."""
     states = {name: (state, reason) for name, state, reason in index}
     if model in states and states[model][0] != "READY":
         state, reason = states[model]

@@ -1,7 +1,7 @@
-"""gRPC calls through our own HTTP/2 reader: one call for each request, many calls on a connection.
+"""Sender of gRPC calls through our own HTTP/2 reader: one call for each request, many calls on a connection.
 
-One call a request, not one call for all: responses cannot be attributed wrongly, a failed or cancelled request takes no
-other with it, and the status of the call is the status of the request.
+With one call per request, responses cannot be attributed to the wrong request, a failed or cancelled request affects no
+other, and the status of the call is the status of the request.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trtpipe.pipeline.net.h2.connection import Connection, Dial
 from trtpipe.pipeline.net.h2.status import CallFailed, ConnectFailed, H2Error, Status
 from trtpipe.pipeline.net.h2.triton import STREAM_INFER
 
-# Until a call that the server has not begun is sent again: it may still count one that has ended for us.
+# Pause before a call that the server refused unbegun is sent again: the server may still count one that has ended.
 _AGAIN_S = 0.001
 
 
 class H2Sender:
-    """Made by `open`."""
+    """Sender over a number of gRPC connections. Made by `open`."""
 
     def __init__(self, host: str, port: int, first: Connection, connections: int, dial: Dial | None) -> None:
         self._host = host
@@ -35,14 +35,14 @@ class H2Sender:
         self._least = connections
         self._connections: list[Connection] = []
         self._turn = 0
-        self._waiting: deque[InFlightRequest] = deque()  # for room at the server
+        self._waiting: deque[InFlightRequest] = deque()  # requests that wait for room at the server
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self._adopt(first)
 
     @classmethod
     async def open(cls, url: str, connections: int = 1, dial: Dial | None = None) -> H2Sender:
-        """Connect; `dial` as `Connection.open` has it. Raises UsageError, HostError."""
+        """Connect; see `Connection.open` for `dial`. Raises UsageError, HostError."""
         if url.startswith("grpcs://"):
             raise UsageError(
                 f"{url} is TLS, which our own reader does not speak", remedy="use --transport tritonclient for it"
@@ -65,7 +65,7 @@ class H2Sender:
         return made
 
     async def ask(self, method: str, message: bytes) -> bytes:
-        """One message for one message, before anything is measured. Raises CallRefused, HostError."""
+        """Make a unary call, before anything is measured. Raises CallRefused, HostError."""
         try:
             return await self._connections[0].unary(method, message, CONNECT_TIMEOUT_S, MAX_BYTES)
         except CallFailed as error:
@@ -81,7 +81,7 @@ class H2Sender:
         return {"transport": "own HTTP/2", "stamps": stamps, "connections": len(self._connections)}
 
     async def warm(self, calls: int) -> None:
-        await asyncio.sleep(0.001)  # connections that the server has closed since are lost now
+        await asyncio.sleep(0.001)  # lets connections that the server has closed meanwhile be lost
         self._connections = [connection for connection in self._connections if connection.usable]
         await self._open_more(self._least)
         most = self._connections[0].max_concurrent_streams
@@ -108,7 +108,7 @@ class H2Sender:
     # Connections
 
     async def _open_more(self, total: int) -> None:
-        """Until there are so many. Raises HostError."""
+        """Open connections until there are `total`. Raises HostError."""
         while len(self._connections) < total:
             try:
                 connection = await Connection.open(
@@ -124,7 +124,7 @@ class H2Sender:
         connection.on_room = self._begin_waiting
 
     def _begin_waiting(self) -> None:
-        """Begin what waits, as far as the server has room: what goes to one connection is one write."""
+        """Begin waiting requests as far as the server has room; all bytes of one connection are one write."""
         if self._closed or not self._waiting:
             return
         if not any(connection.usable for connection in self._connections):
@@ -172,7 +172,7 @@ class H2Sender:
         self.start([exchange])
 
     def _reopen(self) -> None:
-        """All connections are lost: make them again, or fail what waits for them."""
+        """All connections are lost: open them again, or fail the requests that wait for them."""
 
         async def again() -> None:
             self._connections.clear()
@@ -181,7 +181,7 @@ class H2Sender:
                 await self._open_more(self._least)
             except HostError as error:
                 why = error.why
-            self._opening = None  # whoever is told of a failure may ask again
+            self._opening = None  # a failed request's callback may start another request
             if not self._connections:
                 failed = list(self._waiting)
                 self._waiting.clear()
@@ -194,11 +194,11 @@ class H2Sender:
 
 
 def parse_address(url: str) -> tuple[str, int]:
-    """host:port. Raises UsageError."""
+    """Split host:port. Raises UsageError."""
     host, _, port = url.removeprefix("grpc://").rstrip("/").rpartition(":")
     try:
         is_one = bool(host.encode("idna")) and "/" not in host and port.isdigit() and int(port) <= 65535
-    except UnicodeError:  # no name of a host
+    except UnicodeError:  # not a host name
         is_one = False
     if not is_one:
         raise UsageError(f"'{url}' is not a gRPC address", remedy="give host:port, such as localhost:8001")

@@ -1,7 +1,7 @@
-"""A client of HTTP/1.1 event streams: one request at a time on a connection, each read stamped once and kept.
+"""HTTP/1.1 client for event streams: one request at a time on a connection, each read stamped once and kept.
 
-While the clock runs only the head of an answer and the lengths of its chunks are looked at, to know where it ends.
-`pieces` undoes the chunks afterwards.
+While the clock runs, only the head of an answer and the lengths of its chunks are parsed, to find its end. `pieces`
+removes the chunk framing afterwards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.net.h2.peer import tune
 from trtpipe.pipeline.net.stamped import dial
 
-# What reads of an event stream have in them that are more than a comment to keep the connection open.
+# Occurs in each read of an event stream that is more than a comment that keeps the connection open.
 SSE_DATA = b"data:"
 MAX_HEAD = 64 << 10
-MAX_INTERIM = 100  # informational heads (100 Continue, 103 Early Hints) before an answer
-MAX_DIGITS = 16  # of a length: 2^63 has 19 digits, or 16 of base 16
-MAX_KNOWN = 4096  # lengths of chunks
+MAX_INTERIM = 100  # most informational heads (100 Continue, 103 Early Hints) before an answer
+MAX_DIGITS = 16  # most digits of a length: 2^63 has 19 digits, or 16 in base 16
+MAX_KNOWN = 4096  # most chunk lengths that are remembered
 _CLOSE_DELIMITED = -1
-_AT_ONCE = 64  # connections; a listen queue is not endless
+_AT_ONCE = 64  # most connections opened at once: a listen queue is finite
 
 
 class HttpConnection(asyncio.Protocol):
-    """One TCP connection of a sender's."""
+    """One TCP connection of a sender."""
 
     def __init__(self, sender: HttpSender) -> None:
         self._sender = sender
@@ -46,8 +46,8 @@ class HttpConnection(asyncio.Protocol):
         self._status = 0
         self._keep = True
         self._chunked = False
-        self._left = 0  # bytes of the body, or of the chunk and its line end; _CLOSE_DELIMITED
-        self._line = b""  # a chunk's line that has not ended
+        self._left = 0  # bytes left of the body, or of the chunk and its line end; _CLOSE_DELIMITED
+        self._line = b""  # start of a chunk's length line that has no end yet
         self._last_chunk = False
 
     @property
@@ -66,7 +66,7 @@ class HttpConnection(asyncio.Protocol):
         exchange.message = b""
 
     def cancel(self) -> None:
-        """HTTP/1.1 knows no other way: the connection goes."""
+        """Abandon the request by closing the connection, the only way in HTTP/1.1."""
         self.exchange = None
         self.close()
 
@@ -79,14 +79,14 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         tune(transport.get_extra_info("socket"))
-        self._transport.set_write_buffer_limits(high=0)  # bytes leave when they are written, as their stamp says
+        self._transport.set_write_buffer_limits(high=0)  # bytes leave when they are written, so their stamp is right
 
     def data_received(self, data: bytes) -> None:
         self.feed(data, monotonic_ns())
 
     def feed(self, data: bytes, stamp: int) -> None:
         exchange = self.exchange
-        if exchange is None:  # an answer nobody asked for
+        if exchange is None:  # an answer that was not requested
             self.close()
             return
         while not self._in_body:
@@ -103,7 +103,7 @@ class HttpConnection(asyncio.Protocol):
             ended = self._follow_chunks(data)
         else:
             if 0 <= self._left < size:
-                data, self._keep = data[: self._left], False  # more than the answer
+                data, self._keep = data[: self._left], False  # more bytes than the answer has
             if data:
                 exchange.receive(data, stamp)
             ended = self._follow_length(len(data))
@@ -128,8 +128,8 @@ class HttpConnection(asyncio.Protocol):
     # The answer
 
     def _take_head(self, data: bytes) -> bytes | None:
-        """What follows the head that `data` completes: of the body, or of the head after an informational one. None
-        while the head has no end, or where the answer has failed."""
+        """Bytes after the head that `data` completes: of the body, or of the next head after an informational one. None
+        while the head is incomplete, or where the answer has failed."""
         start = max(0, len(self._head) - 3)
         self._head += data
         end = self._head.find(b"\r\n\r\n", start)
@@ -174,7 +174,7 @@ class HttpConnection(asyncio.Protocol):
             elif name == b"content-length" and not self._chunked:
                 if not value.isdigit():
                     return False
-                # Of more digits than that the first are too much already, and `int` refuses thousands.
+                # With more digits the first ones exceed any limit already, and `int` refuses thousands of them.
                 self._left = int(value.lstrip(b"0")[:MAX_DIGITS] or b"0")
             elif name == b"connection":
                 self._keep = value == b"keep-alive" or (self._keep and value != b"close")
@@ -187,9 +187,9 @@ class HttpConnection(asyncio.Protocol):
         return self._left <= 0
 
     def _follow_chunks(self, data: bytes) -> bool | None:
-        """Whether the body ends with these bytes; None if they are no chunks."""
+        """Whether the body ends with these bytes; None if they are not valid chunks."""
         position, size = 0, len(data)
-        if not (self._line or self._last_chunk):  # as nearly always: chunks as long as many before
+        if not (self._line or self._last_chunk):  # the usual case: chunks of a length that came before
             known = self._sender.whole_chunks
             position = self._left
             while position < size:
@@ -251,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         exchange.end(stamp, Failure.of(f"http {self._status}", error_text(body)))
 
     def _stop_oversized(self) -> None:
-        """The answer is larger than any to what was asked. Of a refusal its beginning is enough."""
+        """The answer is larger than any answer to this request can be. For an error status its beginning is enough."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         self.close()
@@ -268,7 +268,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 class HttpSender:
-    """Connections to one server, as many as there are requests at once."""
+    """Sender over connections to one server: as many as there are concurrent requests."""
 
     def __init__(self, site: Site, *, kernel_stamps: bool = False) -> None:
         if site.tls:
@@ -281,17 +281,17 @@ class HttpSender:
         self._all: set[HttpConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
-        self.whole_chunks: dict[bytes, int] = {}  # bytes of a chunk by the line with its length
+        self.whole_chunks: dict[bytes, int] = {}  # size of a chunk with its framing, by the line with its length
 
     def described(self) -> dict[str, Any]:
         return {"transport": "own HTTP/1.1", "stamps": "kernel" if self._kernel_stamps else "read"}
 
     async def warm(self, calls: int) -> None:
-        await asyncio.sleep(0.001)  # connections that the server has closed since are lost now
+        await asyncio.sleep(0.001)  # lets connections that the server has closed meanwhile be lost
         missing = calls - len(self._all)
         for begun in range(0, missing, _AT_ONCE):
             some = min(_AT_ONCE, missing - begun)
-            # All of them are waited for: one that is left would come to its end after the loop has.
+            # Wait for all of them: one left over would end only after the loop has.
             opened = await asyncio.gather(*(self._open() for _ in range(some)), return_exceptions=True)
             self._idle.extend(one for one in opened if isinstance(one, HttpConnection))
             error = next((one for one in opened if isinstance(one, BaseException)), None)
@@ -354,18 +354,18 @@ class HttpSender:
             return
         if exchange.end_ns is None and not self._closed:
             connection.send(exchange)
-        else:  # given up meanwhile
+        else:  # the request was cancelled meanwhile
             self._idle.append(connection)
 
 
 def pieces(exchange: InFlightRequest) -> Iterable[tuple[bytes, int]]:
-    """The body in the pieces in which it came, each with its stamp. Raises ValueError."""
+    """The body in pieces as they came, each with its stamp. Raises ValueError."""
     return _dechunk(exchange.reads()) if exchange.chunked else exchange.reads()
 
 
 def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
     out: list[tuple[bytes, int]] = []
-    left = 0  # of the chunk and its line end
+    left = 0  # bytes left of the chunk and its line end
     line = b""
     for data, stamp in reads:
         position, size = 0, len(data)
@@ -394,21 +394,21 @@ def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
 
 
 def chunk_length(line: bytes) -> int:
-    """Raises ValueError."""
+    """Parse the length of a chunk. Raises ValueError."""
     digits = line.split(b";", 1)[0].strip()
-    if not digits.isalnum() or len(digits) > MAX_DIGITS:  # `int` takes signs and underscores too
+    if not digits.isalnum() or len(digits) > MAX_DIGITS:  # `int` would take signs and underscores too
         raise ValueError(f"a chunk of length {digits[:20]!r}")
     return int(digits, 16)
 
 
 def error_text(body: bytes) -> str:
-    """A failed request in words: what its server says, or the body."""
+    """Message of a failed request: the server's error text, else the body."""
     told = told_error(body)
     return body[:200].decode(errors="replace") if told is None else told
 
 
 def told_error(body: bytes) -> str | None:
-    """Triton's {"error": text} or OpenAI's {"error": {"message": text}}; None of a body that is neither."""
+    """Text of Triton's {"error": text} or OpenAI's {"error": {"message": text}}; None for any other body."""
     try:
         error = parse_json(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""Asking an HTTP server who it is, before anything is measured."""
+"""Queries to an HTTP server about itself, before anything is measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtpipe.pipeline.net.fetch import fetch
 
 @dataclass(frozen=True)
 class Site:
-    """An HTTP server: the URL as it was given, and its parts."""
+    """An HTTP server: its URL as given, and the parts of the URL."""
 
     url: str
     host: str
@@ -29,7 +29,7 @@ class Site:
 
     @classmethod
     def of(cls, url: str, headers: Mapping[str, str] | None = None) -> Site:
-        """Raises UsageError."""
+        """Parse a URL. Raises UsageError."""
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
@@ -46,7 +46,7 @@ class Site:
         return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
 
     def ask(self, method: str, path: str, what: str) -> tuple[int, Any]:
-        """Status and JSON (None if it is none) of an answer. Raises HostError when nothing answers."""
+        """Status and JSON (None if the answer has none) of a request. Raises HostError when nothing answers."""
         url = f"{self.origin}{self.path}{path}"
         try:
             status, body = fetch(
@@ -67,7 +67,7 @@ class Site:
             return status, None
 
     def post(self, path: str, identity: str, body: Mapping[str, Any]) -> bytes:
-        """A request with a JSON body, whole."""
+        """Bytes of a whole POST request with a JSON body."""
         data = json.dumps(body, ensure_ascii=False).encode()
         lines = [
             f"POST {self.path}{path} HTTP/1.1",

@@ -1,7 +1,7 @@
-"""The same requests through well-known libraries (grpc.aio, as in tritonclient; httpx), which speak TLS and to proxies.
+"""Senders through well-known libraries (grpc.aio, as in tritonclient; httpx), which support TLS and proxies.
 
-They wake Python once for each message: streams that tick together are read one after the other, late, and the client
-runs out of its core at a fraction of the load that our own reader takes. The report says so.
+The libraries wake Python once for each message: simultaneous messages of several streams are read one after the other,
+late, and the client fills its core at a fraction of the load that our own reader takes. The report says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KNOWN_ERROR = (
 
 
 class _TaskSender:
-    """A task for each request."""
+    """Sender with an asyncio task for each request."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -36,7 +36,7 @@ class _TaskSender:
         return {"transport": "tritonclient", "stamps": "library", "known_error": KNOWN_ERROR}
 
     async def warm(self, calls: int) -> None:
-        """The library connects when it likes."""
+        """Does nothing: the library connects on its own."""
 
     def start(self, batch: Sequence[InFlightRequest]) -> None:
         for exchange in batch:
@@ -58,10 +58,10 @@ class _TaskSender:
 
 
 class GrpcAioSender(_TaskSender):
-    """Over a channel of grpc.aio; `grpcs://` is TLS with the system's certificates."""
+    """Sender over a channel of grpc.aio; `grpcs://` is TLS with the system's certificates."""
 
     def __init__(self, url: str) -> None:
-        import grpc  # publishes no types
+        import grpc  # grpc publishes no types
 
         super().__init__()
         self._url = url
@@ -76,7 +76,7 @@ class GrpcAioSender(_TaskSender):
         self._method = self._channel.stream_stream(STREAM_INFER)  # bytes in, bytes out
 
     async def ask(self, method: str, message: bytes) -> bytes:
-        """As `H2Sender.ask`."""
+        """Make a unary call; see `H2Sender.ask`."""
         import grpc
 
         try:
@@ -107,7 +107,7 @@ class GrpcAioSender(_TaskSender):
                 await call.write(exchange.message)
                 await call.done_writing()
             except asyncio.InvalidStateError:
-                pass  # the call has already ended; reading tells how
+                pass  # the call has already ended; reading it shows the status
             left = exchange.limit
             while (message := await call.read()) is not grpc.aio.EOF:
                 exchange.receive(message, monotonic_ns())
@@ -124,7 +124,7 @@ class GrpcAioSender(_TaskSender):
 
 
 class HttpxSender(_TaskSender):
-    """Over httpx; https is TLS with the system's certificates."""
+    """Sender over httpx; https is TLS with the system's certificates."""
 
     def __init__(self, site: Site) -> None:
         import httpx
@@ -132,9 +132,9 @@ class HttpxSender(_TaskSender):
         super().__init__()
         self._client = httpx.AsyncClient(
             base_url=site.origin,
-            # httpx would otherwise stop at 100 connections and measure its own queue.
+            # By default httpx stops at 100 connections, and its own queue would be measured.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
-            timeout=None,  # the driver holds the deadlines
+            timeout=None,  # the driver enforces the time limits
         )
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class HttpxSender(_TaskSender):
         head, _, body = exchange.message.partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)
-        del headers["Host"], headers["Content-Length"]  # httpx writes its own
+        del headers["Host"], headers["Content-Length"]  # httpx writes its own headers
         request = self._client.build_request("POST", first.split(" ")[1], content=body, headers=headers)
         exchange.mark = SSE_DATA
         exchange.sent_ns = monotonic_ns()

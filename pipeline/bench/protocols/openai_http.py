@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server: /v1/completions or /v1/chat/completions, streamed.
+"""Codec of an OpenAI-compatible server: /v1/completions or /v1/chat/completions, streamed.
 
-The chunk with the role alone, the one with the reason of the end and the one with the usage carry no token. A chunk may
-hold several, so the whole answer is counted by the server's usage, or here.
+The chunks with only the role, the finish reason or the usage carry no token. Other chunks may hold several tokens, so
+the tokens of the whole answer are counted, by the server's usage or here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
 
-# Where a chunk of a chat has its text, by server.
+# Keys under which servers put the text of a chat chunk.
 _TEXTS = ("content", "reasoning_content", "reasoning")
 _NO_JSON = (b"[DONE]", b"")
 
 
 class OpenAiHttp:
-    """Codec. Made by `find`."""
+    """Codec of one model. Made by `find`."""
 
     def __init__(self, site: Site, model: str, chat: bool) -> None:
         self.protocol = "chat" if chat else "completions"
@@ -33,7 +33,7 @@ class OpenAiHttp:
 
     @classmethod
     def find(cls, site: Site, model: str, *, chat: bool) -> OpenAiHttp:
-        """Ask a server for its model; the site is the API's, http://host:9000/v1. Raises HostError, UsageError."""
+        """Ask a server for its model; `site` is the API's base, http://host:9000/v1. Raises HostError, UsageError."""
         status, listing = site.ask("GET", "/models", "OpenAI-compatible server")
         if status == 401:
             raise UsageError(f"{site.url} asks for a key", remedy="give it in TRTPIPE_API_KEY")
@@ -103,7 +103,7 @@ class OpenAiHttp:
 
     def _text(self, choice: dict[str, Any]) -> str:
         if self._chat:
-            # Some chunks have none: a filter's word, for example. What a model thinks are tokens too.
+            # Some chunks have no delta, such as a filter's result. Reasoning text counts as tokens too.
             delta = choice.get("delta") or {}
             text = next((delta[name] for name in _TEXTS if delta.get(name)), "")
         else:
@@ -114,7 +114,7 @@ class OpenAiHttp:
 
 
 def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
-    """What usage says, or said `before` where it does not. Raises ValueError for what is no number of tokens."""
+    """A count in a chunk's usage, or `before` where it has none. Raises ValueError for an invalid number."""
     value = usage.get(name)
     if value is None:
         return before

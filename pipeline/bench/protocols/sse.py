@@ -1,4 +1,4 @@
-"""Server-sent events: what a body holds, each event with the stamp of the read that completed it."""
+"""Parser of server-sent events: each event with the stamp of the read that completed it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http1 import chunk_length, pieces, told_error
 from trtpipe.pipeline.bench.protocols.transport import BadAnswer
 
-# What a line begins with; a comment with nothing before the colon.
+# Field names of valid lines; the empty one is that of a comment.
 _FIELDS = (b"data", b"event", b"id", b"retry", b"")
 
 
@@ -21,9 +21,9 @@ class SseDecoder:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of the events that `piece` completes. Raises ValueError for a line of anything else than events.
+        """Data of the events that `piece` completes. Raises ValueError for a line that is no line of an event stream.
 
-        A browser skips fields it does not know. Here they are a proxy's page, or a token in a broken line.
+        A browser skips unknown fields. Here they indicate a proxy's error page, or a token in a broken line.
         """
         head, end, rest = piece.rpartition(b"\n")
         if not end:
@@ -45,7 +45,7 @@ class SseDecoder:
         return events
 
     def check_tail(self) -> None:
-        """Raises ValueError where what came after the last line end cannot become a line of events."""
+        """Raise ValueError where the bytes after the last line end cannot become a line of an event stream."""
         _check_line(self._tail, whole=False)
 
     @property
@@ -54,7 +54,7 @@ class SseDecoder:
 
     @property
     def pending(self) -> bytes:
-        """Data of an event that has no end yet."""
+        """Data of an event that is not complete yet."""
         tail = self._tail.removesuffix(b"\r")
         return b"\n".join([*self._data, tail[5:].removeprefix(b" ")] if tail.startswith(b"data:") else self._data)
 
@@ -70,7 +70,7 @@ def _check_line(line: bytes, *, whole: bool) -> None:
 
 
 def events(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
-    """(data, stamp) of each event of an answer that has ended. Raises BadAnswer."""
+    """(data, stamp) of each event of a finished answer. Raises BadAnswer."""
     found = _a_chunk_each(exchange)
     if found is None:
         found = _however_cut(exchange)
@@ -83,7 +83,7 @@ def events(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
 
 
 def _however_cut(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
-    """Raises BadAnswer."""
+    """Events of a body that is cut in any way. Raises BadAnswer."""
     decoder = SseDecoder()
     out = []
     try:
@@ -93,7 +93,7 @@ def _however_cut(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
     except ValueError as error:
         told = told_error(b"".join(piece for piece, _ in _whole(exchange)))
         raise BadAnswer(*(("MalformedResponse", str(error)) if told is None else ("ServerError", told))) from None
-    if decoder.pending == b"[DONE]":  # some servers leave the line ends after it out
+    if decoder.pending == b"[DONE]":  # some servers omit the line ends after it
         return [*out, (b"[DONE]", exchange.stamps[-1])]
     if decoder.unfinished:
         raise BadAnswer("TruncatedStream", f"the body ended within an event, after {len(out)} events")
@@ -101,7 +101,7 @@ def _however_cut(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
 
 
 def _whole(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
-    """The body's pieces; none of a body whose chunks cannot be read."""
+    """Pieces of the body. Raises BadAnswer where its chunks cannot be read."""
     try:
         return list(pieces(exchange))
     except ValueError:
@@ -109,8 +109,8 @@ def _whole(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
 
 
 def _a_chunk_each(exchange: InFlightRequest) -> list[tuple[bytes, int]] | None:
-    """The same in a fraction of the time, where each event is one `data: ` line and one chunk of HTTP/1.1, as servers
-    send tokens: then the body's lines are lengths and chunks in turn. None where it is not so."""
+    """The same events in a fraction of the time, where each event is one `data: ` line and one HTTP/1.1 chunk, which is
+    how servers send tokens: the body's lines are then lengths and chunks in turn. None for any other body."""
     lines = exchange.body.split(b"\r\n")
     if not exchange.chunked or lines[-3:] != [b"0", b"", b""] or len(lines) % 2 == 0:
         return None
@@ -129,9 +129,9 @@ def _a_chunk_each(exchange: InFlightRequest) -> list[tuple[bytes, int]] | None:
         or [len(event) + 8 for event in found] != sizes
     ):
         return None
-    # A chunk ends with the line end after it; the read that has its content may lack that.
+    # A chunk ends after its line end, but the read with its content may come without the line end.
     ends = list(accumulate(len(length) + size + 4 for length, size in zip(lengths, sizes, strict=True)))
     reads = list(accumulate(exchange.sizes))
     if reads[: len(ends)] == ends:
-        return list(zip(found, exchange.stamps, strict=False))  # the body's end may have come by itself
+        return list(zip(found, exchange.stamps, strict=False))  # the end of the body may be a read of its own
     return [(event, exchange.stamps[bisect_left(reads, end - 2)]) for event, end in zip(found, ends, strict=True)]

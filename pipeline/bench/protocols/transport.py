@@ -1,4 +1,4 @@
-"""What it takes to put requests to a server: a Codec makes and reads their bytes, a Sender moves them."""
+"""Interfaces of a client: a Codec makes and reads the bytes of requests, a Sender moves them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple, Protocol
 
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 
-# No prompt and no answer has more.
+# Upper limit of the tokens of a prompt or an answer.
 MOST_TOKENS = 1 << 30
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class Answer(NamedTuple):
-    """What an exchange brought, read after the run.
+    """Answer to a request, decoded after the run.
 
-    stamps_ns  of each response that carried tokens
-    tokens     how many each carried, by the server's count or its ids; None when it did not say
-    text       all of it, where the tokens have to be counted here; else empty
-    usage      the server's count of the whole answer, if it gave one
-    prompt     and of the prompt: what a chat's template adds is in it
+    stamps_ns  stamps of the responses that carried tokens
+    tokens     number of tokens of each of these responses, by the server's count or its ids; None when unknown
+    text       the whole text, where its tokens have to be counted here; else empty
+    usage      the server's count of the whole answer's tokens, if it gave one
+    prompt     the server's count of the prompt's tokens, including those that a chat template adds
     """
 
     stamps_ns: list[int]
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class BadAnswer(Exception):
-    """What came is no answer. Its class and words are those of a Failure."""
+    """The bytes are not a valid answer. `kind` and message are those of a Failure."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind = kind
@@ -40,23 +40,23 @@ class BadAnswer(Exception):
 
 
 class Codec(Protocol):
-    """One model of a server, as bytes."""
+    """Converts requests for one model of a server to bytes, and answers from bytes."""
 
     protocol: str
 
     def described(self) -> dict[str, Any]:
-        """What answers, for the report."""
+        """Description of the endpoint, for the report."""
 
     def encode(
         self, identity: str, prompt: str, max_tokens: int, options: Mapping[str, Any], messages: Messages | None = None
     ) -> bytes:
-        """A request's bytes. `messages` are what the prompt was rendered from, for a server that renders them itself.
+        """Bytes of a request. The prompt was rendered from `messages`; a server that renders itself gets these instead.
 
         Raises UsageError for a sampling option that the server does not know.
         """
 
     def decode(self, exchange: InFlightRequest) -> Answer:
-        """Read what an exchange without a failure brought. Raises BadAnswer."""
+        """Read the bytes of a request that ended without a failure. Raises BadAnswer."""
 
     def text(self, exchange: InFlightRequest) -> str:
         """The text of an answer, for the next turn of a conversation; empty where it cannot be read."""
@@ -66,17 +66,17 @@ class Sender(Protocol):
     """Connections to a server, kept between requests."""
 
     def described(self) -> dict[str, Any]:
-        """For the report."""
+        """Description for the report."""
 
     async def warm(self, calls: int) -> None:
-        """Have connections for so many requests at once. Raises HostError."""
+        """Open connections for this many concurrent requests. Raises HostError."""
 
     def start(self, batch: Sequence[InFlightRequest]) -> None:
-        """Send requests that are due together, and set their `sent_ns`. Each ends by `Exchange.end`, at once if it
-        cannot be sent."""
+        """Send requests that are due together, and set their `sent_ns`. Each one ends by `InFlightRequest.end`, at once
+        if it cannot be sent."""
 
     def cancel(self, exchange: InFlightRequest) -> None:
-        """Abandon a request that has been started; it gets no more calls."""
+        """Abandon a request that has been started; none of its callbacks is called afterwards."""
 
     async def close(self) -> None:
         """Release the connections."""
@@ -84,7 +84,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class Client:
-    """Both together."""
+    """A codec and a sender for one endpoint."""
 
     codec: Codec
     sender: Sender

@@ -1,4 +1,4 @@
-"""Triton over gRPC: ModelStreamInfer's messages, and what its server says of a model."""
+"""Codec of Triton's gRPC protocol: ModelStreamInfer messages, and the server's description of a model."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PACKING = {
     "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d",
 }  # fmt: skip
 
-# Asks a method with a message for its answer. Raises CallRefused for another status than OK, HostError for no answer.
+# Calls a method with a message; returns the answer. Raises CallRefused for a status other than OK, HostError if none.
 RequestSpec = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class CallRefused(Exception):
-    """The server's own word."""
+    """The server answered with an error status."""
 
 
 # No message has this length.
@@ -42,7 +42,7 @@ _UNLIKE = Alike(-1, b"", 0, 0, b"", 0, 0)
 
 
 class TritonGrpc:
-    """Codec. Made by `find`."""
+    """Codec of one model. Made by `find`."""
 
     protocol = "grpc"
 
@@ -78,7 +78,7 @@ class TritonGrpc:
         texts: list[bytes] = []
         final = False
         told = output if is_engine else count
-        likes: dict[int, Alike] = {}  # by length
+        likes: dict[int, Alike] = {}  # by length of the message
         length, head, fixed_start, fixed_end, fixed, start, end = _UNLIKE
         for message, stamp in exchange.reads():
             if len(message) != length:
@@ -102,7 +102,7 @@ class TritonGrpc:
                     raise BadAnswer("ServerError", error)
                 final = final or last
                 if not outputs:
-                    continue  # the final flag may ride on the last tokens or come alone: not a token then
+                    continue  # the final flag may come on the last tokens or on a message without tokens
                 data = outputs[output]
                 if is_engine:
                     number = len(data) // 4
@@ -161,7 +161,7 @@ async def _endpoint(ask: RequestSpec, url: str, model: str) -> Endpoint:
     except CallRefused:
         try:
             listing = await answer(REPOSITORY_INDEX, b"", service_pb2.RepositoryIndexResponse)
-        except CallRefused:  # not every server has one
+        except CallRefused:  # not every server has a repository index
             listing = service_pb2.RepositoryIndexResponse()
         index = [(entry.name, entry.state, entry.reason) for entry in listing.models]
         raise model_error(model, url, index) from None
@@ -187,7 +187,7 @@ def _no_triton(url: str, why: str) -> HostError:
 
 def _tensor(name: str, value: Value, dtype: str, rank: int) -> Tensor:
     values = value if isinstance(value, list) else [value]
-    # [1, n] where the model has a batch dimension; a scalar is one element.
+    # Shape [1, n] where the model has a batch dimension; a scalar is one element.
     shape = (*[1] * (rank - 1), len(values))
     try:
         if dtype == "BYTES":

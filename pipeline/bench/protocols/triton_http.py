@@ -1,4 +1,4 @@
-"""Triton over HTTP: POST /v2/models/<model>/generate_stream, answered by server-sent events.
+"""Codec of Triton's HTTP protocol: POST /v2/models/<model>/generate_stream, answered by server-sent events.
 
 Triton sends one `data: {json}` event for each response, no [DONE] and no final flag: the end of the chunked body
 is the end of the answer. The status is fixed by the first response, so a later failure is an `error` object
@@ -20,12 +20,12 @@ from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
 
-# A quote inside a JSON string has a backslash before it, so these bytes stand for the key wherever they are.
+# A quote inside a JSON string is preceded by a backslash, so these bytes are always the key.
 _ERROR = b'"error":'
 
 
 class TritonHttp:
-    """Codec. Made by `find`."""
+    """Codec of one model. Made by `find`."""
 
     protocol = "http"
 
@@ -60,7 +60,7 @@ class TritonHttp:
         counted = None if self._counted is None or _ERROR in exchange.body else self._counted
         usual, number = b"", 0
         for event, stamp in events(exchange):
-            # Events of an answer often differ in their text alone, and their count comes before it.
+            # Events of an answer often differ in their text only, and the token count precedes the text.
             if not usual or not event.startswith(usual):
                 found = None if counted is None else counted.search(event)
                 if found is None:
@@ -82,7 +82,7 @@ class TritonHttp:
         return "".join(texts)
 
     def _read(self, event: bytes, texts: list[str]) -> int:
-        """Tokens of an event in which the server does not count: ids, or 1 for some text, which is kept."""
+        """Tokens of an event without a token count: the number of ids, or 1 for a text, which is added to `texts`."""
         try:
             value = parse_json(event)
             if "error" in value:
@@ -99,7 +99,7 @@ class TritonHttp:
 
 
 def _count(digits: bytes) -> int:
-    """Raises BadAnswer for a number that no answer has tokens of."""
+    """Parse a token count. Raises BadAnswer for an impossible one."""
     if len(digits) > 10 or int(digits) > MOST_TOKENS:
         raise BadAnswer("MalformedResponse", f"a response of {digits[:20].decode()} tokens")
     return int(digits)

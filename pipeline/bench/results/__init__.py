@@ -1,1 +1,1 @@
-"""Records of a run, metrics of records, reports of metrics."""
+"""Results of a run: records, metrics computed from records, reports made of metrics."""

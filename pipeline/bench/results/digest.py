@@ -12,7 +12,7 @@ _BLOCK = 1 << 20
 
 
 def digest(file: Path) -> str:
-    """In hexadecimal digits, of a regular file of any size. Raises InputDataError."""
+    """SHA-256 in hexadecimal digits of a regular file of any size. Raises InputDataError."""
     found = hashlib.sha256()
     try:
         with open_regular(file) as opened:

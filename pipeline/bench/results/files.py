@@ -1,5 +1,5 @@
-"""A report on disk: report.json, and beside it every request, a table for spreadsheets and a page; and what one asks
-for, to measure it once more."""
+"""Files of a report: report.json, every request, a table for spreadsheets and a page; also reads the options back for a
+repetition."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trtpipe.pipeline.store.folders import write_together
 
 
 def write_report(report: BenchReport, path: Path) -> list[Path]:
-    """Write report.json and companions (.requests.jsonl, .csv, .html). Where the disk has no room for all
-    of them, all stay as they were. Raises HostError.
+    """Write report.json and its companions (.requests.jsonl, .csv, .html). Where the disk has no room for all of them,
+    all stay as they were. Raises HostError.
     """
     requests = path.with_suffix(".requests.jsonl")
     lines = "".join(f"{line}\n" for line in _lines(report))
@@ -47,9 +47,9 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
 
 
 def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
-    """The options of a report.json, to do the same once more; `tokenizer` stands in for one that lay elsewhere.
+    """The options of a report.json, to repeat its run; `tokenizer` replaces one that is stored elsewhere now.
 
-    Raises InputDataError for what is no report, and for files that are not those of then: other work is no repetition.
+    Raises InputDataError for a file that is no report, and where input files have changed: that is no repetition.
     """
     try:
         report = load_json(path)
@@ -77,7 +77,7 @@ def _lines(report: BenchReport) -> Iterator[str]:
 
 
 def _table(report: BenchReport) -> str:
-    """A row for each metric of each level; empty where undefined."""
+    """A CSV row for each metric of each load point; empty where undefined."""
     statistics = ("value", "n", "mean", "std", "min", *map(percentile_name, PERCENTILES), "max")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")

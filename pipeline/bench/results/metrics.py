@@ -1,7 +1,7 @@
-"""Records -> metrics. Every metric has a name, a unit, a formula and a case in which it is undefined.
+"""Metrics computed from records. Every metric has a name, a unit, a formula and a case in which it is undefined.
 
-Names are aiperf's where it has the metric. What differs is said in the formula. Warm-up requests and failed requests
-are in no latency. An undefined value is None, never 0.
+Names are aiperf's where it has the metric; the formula states any difference. Latencies leave out warm-up requests and
+failed requests. An undefined value is None, never 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 INTERVALS = ("mean", "p50", "p90", "p99")
 RESAMPLES = 200
-# Of the table of requests by blocks of values.
+# Most cells of the table of requests by blocks of values.
 BLOCK_CELLS = 1 << 22
 STATISTICS = (
     "Percentiles are taken from all raw values with linear interpolation between the two nearest ranks "
@@ -62,7 +62,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """A metric with any number of values a request."""
+    """A metric with any number of values per request."""
 
     name: str
     unit: str
@@ -73,7 +73,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A metric with one value a level; one that is not `windowed` has it without a window, too."""
+    """A metric with one value per load point; one that is not `windowed` has a value without a window, too."""
 
     name: str
     unit: str
@@ -87,8 +87,8 @@ class Rate:
 
 
 def _per_request(numbers: Callable[[Records, Ints], Any], *needed: str) -> Callable[[Records], Values]:
-    """Of a function that gives a value for each of some requests, which have at least one response and of which all
-    columns `needed` are known: a file of another tool's may lack some."""
+    """A metric from a function that gives a value for each of some good requests: those that have at least one response
+    and known values in all columns `needed` (a file of another tool may lack some)."""
     import numpy as np
 
     def values(records: Records) -> Values:
@@ -112,7 +112,7 @@ def _last(records: Records, owners: Ints) -> Ints:
 
 
 def _gaps(records: Records) -> tuple[Floats, Ints, Ints]:
-    """(gap in ms, tokens of the response after it, request) of each gap between two responses of a good request."""
+    """(gap in ms, tokens of the later response, request) of each gap between two responses of a good request."""
     import numpy as np
 
     counts = np.diff(records.offsets)
@@ -250,8 +250,8 @@ DISTRIBUTIONS = (
 
 
 def _output_tokens(records: Records, window: Window) -> float:
-    """Tokens of successful requests that arrived in the window. Where nobody counts those of each response, an
-    answer's are spread evenly over its responses."""
+    """Tokens of successful requests that arrived in the window. Where the tokens of each response are unknown, those of
+    an answer are spread evenly over its responses."""
     import numpy as np
 
     counts = np.diff(records.offsets)
@@ -262,8 +262,8 @@ def _output_tokens(records: Records, window: Window) -> float:
 
 
 def _ended_inside(records: Records, window: Window) -> NDArray[np.bool_]:
-    """Successful requests. Those of warm-up too: an open loop's end within the window just as its last ones end after
-    it, and without them a server would seem slower the longer its answers take."""
+    """Successful requests that ended in the window, warm-up requests included: in an open loop they end within the
+    window just as its last ones end after it; without them a server would seem slower the longer its answers take."""
     return ~records.failed & (records.end > window.start_ns) & (records.end <= window.stop_ns)
 
 
@@ -342,9 +342,9 @@ def closed_window(records: Records, concurrency: int, until_ns: int | None = Non
 
 
 def rate_terms(name: str, records: Records, *, closed: bool) -> tuple[Floats, Floats] | None:
-    """(what a rate counts of each request, and against what): it goes with the quotient of their sums, so resampled
-    requests show how far it may be off. Against the time that they took in a closed loop; against their number where
-    the schedule says how many there are. None of what is no such rate."""
+    """(numerator, denominator) of a rate per request: the rate scales with the quotient of their sums, so resampled
+    requests show its uncertainty. The denominator is the requests' time in a closed loop, and their number where the
+    schedule determines how many there are. None for a name that is no such rate."""
     import numpy as np
 
     failed = records.failed
@@ -403,16 +403,16 @@ def summarise(found: Values, *, intervals: bool = True) -> dict[str, Any]:
 
 
 def is_bounded(share: float, values: int) -> bool:
-    """Whether so many values say anything of the percentile at `share`, at 95%.
+    """Whether this many values bound the percentile at `share` with 95% confidence.
 
-    It lies above all of them with the probability share ** values, and below with (1 - share) ** values. Where that is
-    more than 2.5%, which it is of p99 below 368 values, an interval that ends among them is too short.
+    The percentile lies above all values with probability share ** values, and below all with (1 - share) ** values.
+    Where one of these is more than 2.5%, as for p99 below 368 values, an interval that ends among them is too short.
     """
     return max(share, 1 - share) ** values <= 0.025
 
 
 def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
-    """95% intervals of INTERVALS, from resampled requests; None for fewer than two of them, and of a percentile that
+    """95% intervals of INTERVALS, from resampled requests; None for fewer than two requests, and for a percentile that
     so few values do not bound."""
     import numpy as np
 
@@ -427,7 +427,7 @@ def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
     # weights in all resamples are one product of matrices, then within the one block.
     order = np.argsort(found.values, kind="stable")
     ranked = found.values[order]
-    # So many that requests by blocks and resamples by the values of a block are tables of one size.
+    # This many blocks make the tables (requests x blocks, resamples x values of a block) about equal in size.
     blocks = max(1, min(math.isqrt(RESAMPLES * len(ranked) // owners), len(ranked), BLOCK_CELLS // owners))
     size = -(-len(ranked) // blocks)
     sorted_position = position[order]
@@ -441,7 +441,7 @@ def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
         targets = float(name[1:]) / 100 * totals
         block = (below < targets[:, None]).sum(axis=1)
         before = np.where(block > 0, below[rows, block - 1], 0.0)
-        # The last block may be shorter: what is beyond it has no smaller rank than its last value.
+        # The last block may be shorter: ranks beyond it are set to its last value's.
         ranks = np.minimum(block[:, None] * size + np.arange(size), len(ranked) - 1)
         inside = before[:, None] + np.cumsum(weights[rows[:, None], sorted_position[ranks]], axis=1)
         draws[:, column] = ranked[ranks[rows, (inside < targets[:, None]).sum(axis=1)]]
@@ -454,9 +454,9 @@ def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
     }
 
 
-@lru_cache(maxsize=1)  # most metrics are of the same requests
+@lru_cache(maxsize=1)  # most metrics have values of the same requests
 def _weights(owners: int) -> Floats:
-    """How often each resample has drawn each request: RESAMPLES x owners."""
+    """How often each resample has drawn each request: shape [RESAMPLES, owners]."""
     import numpy as np
 
     drawn = np.random.default_rng(0).integers(0, owners, (RESAMPLES, owners))
@@ -465,14 +465,14 @@ def _weights(owners: int) -> Floats:
 
 
 def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:
-    """All metrics of one level: a summary for each distribution, {"value": number or None} for each rate."""
+    """All metrics of one load point: a summary for each distribution, {"value": number or None} for each rate."""
     import numpy as np
 
     out: dict[str, dict[str, Any]] = {}
     known: list[tuple[Values, dict[str, Any]]] = []
     for metric in DISTRIBUTIONS:
         found = metric.values(records)
-        # Where each response carries one token, their gaps are the tokens'; where nothing waited, due is sent.
+        # Metrics with equal values share a summary: gaps where each response has one token, times where nothing waited.
         same = [told for one, told in known if np.array_equal(one.values, found.values)]
         out[metric.name] = same[0] if same else summarise(found)
         known.append((found, out[metric.name]))

@@ -1,6 +1,6 @@
-"""report.html: a report as one page that needs nothing else, neither network nor script.
+"""Page of a report: report.html, one file that needs neither network nor script.
 
-It is meant to be read on a phone, in the dark and on paper. What is not known shows as a dash or a gap, never as 0.
+It is designed for phones, for dark mode and for paper. An unknown value shows as a dash or a gap, never as 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtpipe.pipeline.pages import render as pages
 from trtpipe.pipeline.pages.plots import Figure
 
 UNKNOWN = "–"
-# Figures of levels that are folded up where there are more.
+# Figures of load points are folded up where there are more than this.
 FOLDED = 8
 # Metrics of the table with their short names, and its rates.
 TIMES = {
@@ -31,7 +31,7 @@ RATES = {
     "request_goodput": "goodput requests/s",
 }
 SHORT = {**TIMES, "inter_chunk_latency": "chunk gap"}
-# Series of a level: panels by their titles, lines by their names.
+# Time series of a load point: panels by their titles, lines by their names.
 PANELS = (
     ("requests in flight", {"in_flight": "in flight"}),
     ("output tokens/s", {"tokens_per_s": "tokens/s"}),
@@ -41,7 +41,7 @@ PANELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A figure, and what shows when the pointer rests on it. `words` are set as text."""
+    """A figure, and the text that shows when the pointer rests on it. `words` is set as text, not as a number."""
 
     text: str
     title: str = ""
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """`groups` span columns above them: (name, how many)."""
+    """A table. `groups` span columns above their names: (name, number of columns)."""
 
     columns: Sequence[str]
     rows: Sequence[Row]
@@ -70,14 +70,14 @@ def render(report: dict[str, Any]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits, or all of those before the point."""
+    """Four significant digits, or all digits before the point."""
     if value is None:
         return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 class _View:
-    """What the template shows, worked out."""
+    """Values that the template shows."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         self._report = report
@@ -107,7 +107,7 @@ class _View:
 
     @property
     def measured(self) -> list[tuple[str, str]]:
-        """(what, value) of what was measured, without what is not known."""
+        """(name, value) of facts about what was measured, without the unknown ones."""
         report = self._report
         tool = report.get("tool") or {}
         command = report.get("command")
@@ -133,7 +133,7 @@ class _View:
     def options(self) -> list[tuple[str, str]]:
         return [(name, _plain(value)) for name, value in _flat(self._report["options"])]
 
-    # Figures of the levels
+    # Figures of the load points
 
     @property
     def table(self) -> Table:
@@ -183,7 +183,7 @@ class _View:
 
     @property
     def searches(self) -> list[tuple[str, Table]]:
-        """What was looked for and found in a sentence, and the rates that were tried."""
+        """Each search and its result in a sentence, and the rates that were tried."""
         out = []
         for one in self._report.get("searches") or []:
             low, high = ("open" if side is None else number(side) for side in one["interval"])
@@ -200,7 +200,7 @@ class _View:
 
     @property
     def client(self) -> Table | None:
-        """What the client says of itself."""
+        """Measurements of the client itself."""
         rows = []
         for name, level in self._each():
             own = level["client"]
@@ -261,7 +261,7 @@ class _View:
         out = []
         told = {metric for level in self.levels for metric in level["histograms"]}
         for metric in SHORT:
-            # The gaps of tokens say more than those of responses.
+            # The gaps of tokens are shown instead of those of responses where both are known.
             if metric == "inter_chunk_latency" and "inter_token_latency" in told:
                 continue
             rows = [spread for name, level in self._each() for spread in self._spread(metric, name, level)]
@@ -398,7 +398,7 @@ class _View:
 
     @property
     def server(self) -> Table | None:
-        """What the server said of itself: every number of it."""
+        """All numbers that the server's metrics gave."""
         told = [dict(_flat(level["server"] or {})) for level in self.levels]
         columns = list(dict.fromkeys(key for values in told for key, value in values.items() if not _is_series(value)))
         if not columns:
@@ -426,7 +426,7 @@ class _View:
         return zip(self._names, self.levels, strict=True)
 
     def _by_load(self) -> dict[tuple[str, str], list[tuple[str, dict[str, Any]]]]:
-        """Levels of each protocol and kind of load, the lowest load first."""
+        """Load points of each protocol and kind of load, the lowest load first."""
         out: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
         for name, level in self._each():
             load = level["load"]
@@ -459,7 +459,7 @@ def _amount(level: dict[str, Any]) -> float | None:
 
 
 def _load(level: dict[str, Any]) -> str:
-    """A load beside a point: 16, or 20/s."""
+    """Label of a load beside a point: 16, or 20/s."""
     amount = _amount(level)
     if amount is None:
         return str(level["label"])
@@ -467,14 +467,14 @@ def _load(level: dict[str, Any]) -> str:
 
 
 def _faults(level: dict[str, Any]) -> str:
-    """Why a level's figures are to be taken with care."""
+    """Why a load point's figures need caution."""
     told = [f"INVALID: {reason['what']}: {reason['why']}" for reason in level["verdict"]["reasons"]]
     told += [f"ended early: {level['stopped'] or 'interrupted'}"] if level["stopped"] or level["interrupted"] else []
     return "; ".join(told)
 
 
 def _front(points: Sequence[plots.Point]) -> list[plots.Point]:
-    """Those to which no other is better in one way and not worse in the other; x is better high, y low."""
+    """Points that no other one beats in one direction without being worse in the other; high x and low y are better."""
     out: list[plots.Point] = []
     for point in sorted(points, key=lambda point: (-point.x, point.y)):
         if not out or point.y < out[-1].y:
@@ -501,7 +501,7 @@ def _is_series(value: Any) -> bool:
 
 
 def _server_series(value: dict[str, Any]) -> Iterator[tuple[list[float], dict[str, list[float | None]]]]:
-    """Series wherever they are: lists as long as the `t_s` beside them."""
+    """All series in the value: lists as long as the `t_s` beside them."""
     seconds = value.get("t_s")
     if _is_series(seconds):
         assert seconds is not None
@@ -518,7 +518,7 @@ def _server_series(value: dict[str, Any]) -> Iterator[tuple[list[float], dict[st
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values under dotted names; those of a list under the names that its entries have, or their numbers."""
+    """Nested values under dotted names; entries of a list under their own names, or their numbers."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _flat(inner, f"{prefix}{key}.")

@@ -1,6 +1,6 @@
-"""What a level left behind, as columns: one entry a request, and the stamps of all responses in one array.
+"""Records of a load point as columns: one entry per request, and the stamps of all responses in one array.
 
-Times are nanoseconds of `time.monotonic_ns`; NONE stands for a moment that never came and a number nobody knows.
+Times are nanoseconds of `time.monotonic_ns`; NONE stands for a time that never came and for an unknown number.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 NONE = -1
-# Who counted the tokens of an answer.
+# Source of an answer's token count.
 SERVER, USAGE, TOKENIZER = "server", "usage", "tokenizer"
-# A server that says it sent twice the tokens that were asked for, and these, is not believed: every token is an entry
-# in what is computed of an answer.
+# A server that reports more than twice the requested tokens plus this number is not believed: every token becomes an
+# entry in what is computed of an answer.
 SURPLUS = 64
-# Of a level that is read from a file: a table of some hundred numbers for each request, and several entries for each
-# token, are made of it. Servers send one token in a response, seldom more than a few.
+# Most requests and tokens of a load point read from a file: a table of some hundred numbers per request, and several
+# entries per token, are made of them. Servers send one token in a response, seldom more than a few.
 MOST_REQUESTS = 500_000
 MOST_COUNTED, MOST_A_RESPONSE = 4_000_000, 16
 _NUMBERS = (
@@ -40,12 +40,12 @@ class Records:
     """n requests, m responses with tokens.
 
     ids, failures, sources  n strings, n Failures or None, n of SERVER, USAGE, TOKENIZER or None
-    slot, session, turn     n; the last two NONE for what is no turn of a conversation
+    slot, session, turn     n; the last two are NONE for a request outside conversations
     due, sent, end          n
     input_tokens, max_tokens, output_tokens  n; the last is NONE for a failed request
     offsets                 n + 1; the responses of request i are offsets[i] to offsets[i + 1]
     stamps                  m, in the order of their arrival within a request
-    tokens                  m, tokens of each response; NONE where nobody says
+    tokens                  m, tokens of each response; NONE where unknown
     """
 
     ids: list[str]
@@ -82,7 +82,7 @@ class Records:
         return ~self.warmup & ~self.failed
 
     def shifted(self, by_ns: int) -> Records:
-        """The same by a clock that shows so much more."""
+        """The same records by a clock that is ahead by `by_ns`."""
         import numpy as np
 
         moments = {name: getattr(self, name) for name in ("due", "sent", "end", "stamps")}
@@ -90,7 +90,7 @@ class Records:
         return replace(self, **moved)
 
     def objects(self) -> Iterator[dict[str, Any]]:
-        """Each request as a value for a file."""
+        """Each request as a JSON value for a file."""
         columns = ("due", "sent", "end")
         for i, identity in enumerate(self.ids):
             a, b = int(self.offsets[i]), int(self.offsets[i + 1])
@@ -112,10 +112,10 @@ class Records:
 
 
 class Columns:
-    """What `Records.objects` gave, or another tool's requests in that form, of which any number may be None (NONE
-    here), taken one at a time: as objects they would have fifty times the memory.
+    """Builder of Records from values of `Records.objects`, or from another tool's requests in that form, in which any
+    number may be None (NONE here). It takes one request at a time: as objects they would need fifty times the memory.
 
-    Who counted is not in it; responses of failed requests are left out.
+    The source of token counts is not kept; responses of failed requests are left out.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Columns:
 
 
 def read_objects(lines: Iterable[Mapping[str, Any]]) -> Records:
-    """The requests of all lines, as `Columns` takes them."""
+    """Records of all lines; see `Columns`."""
     columns = Columns()
     for line in lines:
         columns.add(line)
@@ -175,7 +175,7 @@ def read_objects(lines: Iterable[Mapping[str, Any]]) -> Records:
 
 
 def joined(parts: Sequence[Records]) -> Records:
-    """The requests of all parts, one part after the other. At least one."""
+    """The requests of all parts, one part after the other. At least one part."""
     import numpy as np
 
     if len(parts) == 1:
@@ -197,13 +197,13 @@ def settle(
     decode: Callable[[InFlightRequest], Answer],
     count_tokens: Callable[[str], int],
 ) -> Records:
-    """Read what exchanges that have ended brought, and forget their bytes.
+    """Decode the responses of finished requests, and free their bytes.
 
-    The tokens of an answer are the server's counts summed, else its usage, else `count_tokens` of the whole text; never
-    the number of responses, of which one may carry several. An answer that ended well but brought no token becomes a
-    failure, since none of its latencies exists; so does one of another length than asked for, which is other work. Our
-    own tokenizer may cut a text otherwise than the server made it: by its count alone nothing fails. The tokens of a
-    prompt are the server's count too where it gives one.
+    The tokens of an answer are the sum of the server's counts, else its usage, else `count_tokens` of the whole text;
+    never the number of responses, since one may carry several. An answer that ended well but has no token becomes a
+    failure, since it has no latencies; so does an answer of another length than requested, which is other work. Our
+    own tokenizer may split a text in another way than the server did, so its count alone never fails a request. The
+    tokens of a prompt are the server's count too where it gives one.
     """
     import numpy as np
 
@@ -212,7 +212,7 @@ def settle(
     totals: list[int] = []
     prompts: list[int] = []
     offsets = [0]
-    stamps, tokens = array("q"), array("q")  # lists would have an object for each
+    stamps, tokens = array("q"), array("q")  # a list would have an object for each number
     for exchange in exchanges:
         failure, source, total = exchange.failure, None, NONE
         answer = Answer([], [])
@@ -275,6 +275,6 @@ def _count(answer: Answer, count_tokens: Callable[[str], int]) -> tuple[Answer, 
     if answer.tokens is not None:
         return answer, SERVER, sum(answer.tokens)
     source, total = (TOKENIZER, count_tokens(answer.text)) if answer.usage is None else (USAGE, answer.usage)
-    if total == len(answer.stamps_ns):  # then each carried one
+    if total == len(answer.stamps_ns):  # then each response carried one
         answer = answer._replace(tokens=[1] * total)
     return answer, source, total

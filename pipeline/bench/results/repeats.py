@@ -1,7 +1,7 @@
-"""Runs of one load, repeated: the mean of each figure over the runs, and how far it may lie from the truth.
+"""Statistics of repeated runs of one load: mean of each figure over the runs, and its confidence interval.
 
-An interval within a run (bootstrap over its requests) knows nothing of what differs between runs: caches, clocks,
-neighbours. Of that only repeats tell, and few repeats tell little: hence Student's t.
+An interval within a run (bootstrap over its requests) does not include differences between runs: caches, clocks, other
+processes. Only repeats show these, and few repeats show little: hence Student's t.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FIGURES = ("mean", "p50", "p90", "p99", "value")
 INTERVALS = (
     "Of 95%: the mean over the runs, and Student's t times their standard deviation over the root of their number."
 )
-# 97.5% quantiles of Student's t for 1 to 30 degrees of freedom; beyond them the normal's is 2% off at most.
+# 97.5% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, the normal quantile is off by 2% at most.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -24,9 +24,9 @@ _NORMAL = 1.960
 
 
 def repeats(levels: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the levels of a report, those measured more than once: protocol, label, runs, valid (how many of them are),
-    and for each metric its figures as {mean, std, interval}. INVALID runs are left out; a figure that a run has not is
-    None, and so is everything where fewer than two runs are left."""
+    """Load points of a report that were measured more than once: protocol, label, runs, valid (number of valid runs),
+    and for each metric its figures as {mean, std, interval}. INVALID runs are left out; a figure that a run lacks
+    is None, and so is everything where fewer than two runs are left."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for level in levels:
         same = json.dumps([level["protocol"], level["label"], level["load"]], sort_keys=True)
@@ -48,7 +48,7 @@ def repeats(levels: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def over_runs(values: list[float | None]) -> dict[str, Any] | None:
-    """{mean, std (of the sample), interval} of one figure; None of fewer than two values, or where one is unknown."""
+    """{mean, std (of the sample), interval} of one figure; None for fewer than two values, or where one is unknown."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or len(known) < len(values):
         return None

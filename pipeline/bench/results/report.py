@@ -1,4 +1,4 @@
-"""What a run found: results a level, and everything needed to judge or repeat them."""
+"""Report of a benchmark run: results of each load point, and everything needed to judge or repeat them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from trtpipe.pipeline.bench.results.slo import GOODPUT, Objective, judge
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 from trtpipe.pipeline.bench.search import Found, Search
 
-# Raised when a key changes its meaning or goes; new keys do not raise it.
+# Raised when a key changes its meaning or is removed; new keys do not raise it.
 SCHEMA = "trtpipe.bench/2"
-# Distinct messages kept of each class of failure; the count is of all.
+# Number of distinct messages kept for each class of failure; the count includes all.
 MESSAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPointResult:
-    """One protocol under one load.
+    """Result of one protocol under one load.
 
-    requests            measured, succeeded, failed; warmup, those before and after that are not measured, and
-                        warmup_failed; cut: abandoned when the level ended
-    errors              of measured and other requests, by class: kind, count, messages (a few)
+    requests            measured, succeeded, failed; warmup: requests before and after that are not measured, and
+                        warmup_failed; cut: abandoned when the load point ended
+    errors              failures of measured and other requests by class: kind, count, messages (a few)
     window_s            seconds over which the rates are taken; None if there was no such time
     token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
-    wrong_length        successful requests with another number of tokens than asked for
+    wrong_length        successful requests whose number of tokens differs from the requested one
     metrics             as `metrics.level_metrics` gives them, and goodput
     slo                 None where no objective was given
     client, verdict     as `verdict.examine` gives them
-    server              as `server_side.Beside` gives it; None where neither metrics nor GPUs are at hand
-    stopped             why the level ended early, None if it did not
-    interrupted         Ctrl-C came
+    server              as `monitors.server.ServerMonitor` gives it; None where neither metrics nor GPUs are at hand
+    stopped             why the load point ended early, None if it did not
+    interrupted         whether Ctrl-C ended it
     """
 
     protocol: str
@@ -67,7 +67,7 @@ class LoadPointResult:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What was looked for over one protocol, and what was found. Its runs are levels of the report."""
+    """A search over one protocol and its result. Its runs are load points of the report."""
 
     protocol: str
     search: Search
@@ -78,7 +78,7 @@ class SearchResult:
         return {"protocol": self.protocol, **wanted, **self.found.to_json()}
 
     def said(self) -> str:
-        """In one line."""
+        """The search in one line."""
         found = self.found
         if found.rate is None:
             return f"{self.protocol}: no {self.search.goal} was found: {found.ended}"
@@ -96,16 +96,16 @@ class SearchResult:
 
 @dataclass(kw_only=True)
 class BenchReport:
-    """A whole run. `partial` when it was interrupted or broken, or a level ended early.
+    """A whole run. `partial` when it was interrupted or broken, or a load point ended early.
 
-    hosts    machines that the load came from, where it was not this one alone
-    distinct prompts of the file that they come from, which begins again after them; None where they are made
-    engine   the passport of what is served, and the digest of its files as `content`
+    hosts    machines that sent the load, where it was not this one alone
+    distinct number of prompts in the prompt file, which begins again after them; None for synthetic prompts
+    engine   passport of the engine that is served, and the digest of its files as `content`
     repository_sha256  content digest of the model repository that is served
-    work_sha256  of files that the work is made from
-    records  of each result, in their order
-    broken   why the levels after those of `results` were not measured: the server died, for example
-    unread_metrics  of metrics pages that could not be read: why, by address
+    work_sha256  digests of the files that the work is made from
+    records  records of each result, in the order of the results
+    broken   why the load points after those of `results` were not measured: the server died, for example
+    unread_metrics  why metrics pages could not be read, by address
     """
 
     command: list[str]
@@ -135,7 +135,7 @@ class BenchReport:
         return bool(self.verdict()["valid"])
 
     def failures(self) -> dict[str, int]:
-        """Measured requests that failed, by class, the most frequent first."""
+        """Number of measured requests that failed, by class, the most frequent first."""
         kinds = Counter(
             failure.kind
             for records in self.records
@@ -145,7 +145,7 @@ class BenchReport:
         return dict(kinds.most_common())
 
     def said_again(self) -> str | None:
-        """That prompts were asked more than once, if they were: a server that keeps KV blocks gains from it."""
+        """Note that prompts were sent more than once, if they were: a server that keeps KV blocks gains from it."""
         asked = sum(len(records.sent) for records in self.records)
         if self.distinct is None or asked <= self.distinct:
             return None
@@ -154,12 +154,12 @@ class BenchReport:
         )
 
     def repeats(self) -> list[dict[str, Any]]:
-        """As `repeats.repeats` gives them."""
+        """Repeated runs, as `repeats.repeats` gives them."""
         return repeats(vars(result) for result in self.results)
 
     def verdict(self) -> dict[str, Any]:
         reasons = []
-        # What a search has measured again counts as it came out in the end.
+        # Where a search has measured a load point again, its last run counts.
         last = {(result.protocol, result.label, result.repeat): result for result in self.results}
         for result in last.values() if self.searches else self.results:
             for reason in result.verdict["reasons"]:
@@ -167,7 +167,7 @@ class BenchReport:
         return {"valid": not reasons, "reasons": reasons}
 
     def to_json(self, records: str | None = None, records_sha256: str | None = None) -> dict[str, Any]:
-        """report.json as a value. Times of day are ISO 8601 in UTC; units are those of `metrics`.
+        """report.json as a value. Dates and times are ISO 8601 in UTC; units are those of `metrics`.
 
         records, records_sha256  name and digest of the file with every request
         """
@@ -204,7 +204,7 @@ class BenchReport:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a level, for a table: times in ms, throughput in tokens/s and requests/s, None if undefined."""
+        """One flat table row per load point: times in ms, throughput in tokens/s and requests/s, None if undefined."""
         short = {
             "ttft": "time_to_first_token",
             "itl": "inter_token_latency",
@@ -232,7 +232,7 @@ def level_result(
     repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
     stopped: str | None = None, interrupted: bool = False,
 ) -> LoadPointResult:  # fmt: skip
-    """Evaluate the records of one level."""
+    """Evaluate the records of one load point."""
     measured, good, failed = records.measured(), records.good(), records.failed
     sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
     metrics = level_metrics(records, window)
@@ -282,7 +282,7 @@ def _errors(records: Records) -> list[dict[str, Any]]:
 
 
 def client_versions() -> dict[str, str | None]:
-    """Versions of what sends and stamps; None for what is not installed."""
+    """Versions of the software that sends and stamps; None for what is not installed."""
     from importlib import metadata
 
     versions: dict[str, str | None] = {}
@@ -295,7 +295,7 @@ def client_versions() -> dict[str, str | None]:
 
 
 def host() -> dict[str, Any]:
-    """The machine that the load came from."""
+    """Description of the machine that sent the load."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -305,6 +305,6 @@ def host() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": usable,
         "python": platform.python_version(),
-        # Not platform.platform(): it starts a child process.
+        # platform.platform() is not used, since it starts a child process.
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
     }

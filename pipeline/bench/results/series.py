@@ -1,4 +1,4 @@
-"""A level over time, and how its times are spread: what the page draws."""
+"""Time series and histograms of a load point, which the page draws."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency
 
 def series(records: Records) -> dict[str, Any] | None:
     """Rates, requests in flight and latencies in up to STEPS equal steps from the first request to the last end; None
-    where nothing was sent. Warm-up is in it, failed requests are in flight."""
+    where nothing was sent. Warm-up requests are included; failed requests count as in flight."""
     import numpy as np
 
     there = (records.sent != NONE) & (records.end != NONE)
     if not there.any():
         return None
     start, stop = int(records.sent[there].min()), int(records.end[there].max())
-    # In whole nanoseconds, so that the last end is not beyond the last edge by a rounding.
+    # Whole nanoseconds, so that rounding does not put the last end beyond the last edge.
     step = _nice(max(1, -(-(stop - start) // STEPS)))
     edges = start + np.arange(max(1, -(-(stop - start) // step)) + 1) * step
     interval = step / 1e9
@@ -48,7 +48,7 @@ def series(records: Records) -> dict[str, Any] | None:
 
 
 def histograms(records: Records) -> dict[str, Any]:
-    """Counts in BINS between the smallest and the largest value; logarithmic where those are far apart."""
+    """Counts in BINS bins between the smallest and the largest value; logarithmic bins where those are far apart."""
     import numpy as np
 
     out = {}
@@ -58,7 +58,7 @@ def histograms(records: Records) -> dict[str, Any]:
         low, high = float(values.min()), float(values.max())
         if low > 0 and high / low > 20:
             edges = np.geomspace(low, high, BINS + 1)
-            edges[-1] = high  # rounding must not lose the largest
+            edges[-1] = high  # rounding must not lose the largest value
         else:
             edges = np.linspace(low, high if high > low else low + 1e-3, BINS + 1)
         counts, _ = np.histogram(values, edges)
@@ -69,7 +69,7 @@ def histograms(records: Records) -> dict[str, Any]:
 def _by_step(moments: Any, values: Any, edges: Any, percent: float) -> list[float | None]:
     import numpy as np
 
-    # As in np.histogram, the last step has its end too.
+    # As in np.histogram, the last step includes its end.
     step = np.minimum(np.searchsorted(edges, moments, side="right") - 1, len(edges) - 2)
     order = np.argsort(step, kind="stable")
     step, values = step[order], values[order]

@@ -1,9 +1,9 @@
-"""Service level objectives: `ttft:p99<200ms`, whether a level meets them, and its goodput under them.
+"""Service level objectives such as `ttft:p99<200ms`: whether a load point meets them, and its goodput under them.
 
-An objective is met when the statistic over all measured requests is below the limit, and no more of them have failed
-than a percentile leaves out (1% of a p99's; none of a mean's). A request is good when its own value is below: its time
-to first token, its latency, its time per output token, and of its token or chunk gaps the same statistic. A failed
-request is not good.
+An objective is met when the statistic over all measured requests is below the limit, and the share of failed requests
+is no larger than what the percentile leaves out (1% for a p99, none for a mean). A request is good when its own value
+is below the limit: its time to first token, its latency, its time per output token, or the same statistic of its token
+or chunk gaps. A failed request is not good.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Window
 from trtpipe.pipeline.bench.results.records import Records
 
-# From the moment a request was due: one that had to wait for a place has not been served the faster for it.
+# Times count from the moment a request was due, since a request that waits for a slot is not served faster.
 ALIASES = {
     "ttft": "time_to_first_token_from_due",
     "itl": "inter_token_latency",
@@ -56,7 +56,7 @@ class Objective:
 
     @property
     def spares(self) -> float:
-        """The share of requests that it says nothing of."""
+        """Share of requests that the objective does not constrain."""
         return 0.0 if self.percent is None else 1 - self.percent / 100
 
 
@@ -91,7 +91,7 @@ GOODPUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a level makes of objectives. `attainment` is the share of measured requests that are good."""
+    """Outcome of a load point's objectives. `attainment` is the share of measured requests that are good."""
 
     objectives: list[dict[str, Any]]
     met: bool
@@ -106,7 +106,7 @@ class Outcome:
 def judge(records: Records, window: Window | None, objectives: list[Objective]) -> Outcome:
     import numpy as np
 
-    # Warm-up is in no statistic, but what of it ends within the window is throughput.
+    # Warm-up requests are in no statistic, but those that end within the window count as throughput.
     everything = replace(records, warmup=np.zeros(len(records), dtype=np.bool_))
     good = everything.good()
     failing = float(records.failed[records.measured()].mean()) if records.measured().any() else 0.0
@@ -126,7 +126,7 @@ def judge(records: Records, window: Window | None, objectives: list[Objective]) 
             }
         )
         own = _own(found.values, found.owners, objective, len(records))
-        # A request without a value, such as one of a single token asked for its gaps, does not break the objective.
+        # A request without a value, such as the gaps of a single token, does not violate the objective.
         good &= ~(own >= objective.limit_ms)
     measured = int(records.measured().sum())
     rates: dict[str, float | None] = {"request_goodput": None, "token_goodput": None}
@@ -158,7 +158,7 @@ def _own(values: Any, owners: Any, objective: Objective, requests: int) -> Any:
     import numpy as np
 
     out = np.full(requests, np.nan)
-    if len(values) == len(np.unique(owners)):  # one value a request: itself, whatever the statistic
+    if len(values) == len(np.unique(owners)):  # one value per request: itself, whatever the statistic
         out[owners] = values
         return out
     order = np.argsort(owners, kind="stable")

@@ -1,4 +1,4 @@
-"""A report in words: what a reader of its figures has to know besides them, and why its command fails."""
+"""Summary of a report in words: what its readers must know besides the figures, and why its command fails."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from trtpipe.engines.errors import StageFailed, TrtpipeError
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
 
-# More than a clock is slewed by in a level: it has been set.
+# A clock is slewed by less than this during a load point: a larger step means that it was set.
 CLOCK_STEP_MS = 100.0
 
 
 def notes(report: BenchReport) -> Iterator[str]:
-    """A line each, for people."""
+    """Notes for people, one line each."""
     for result in report.results:
         if result.stopped is not None:
             yield f"{result.protocol}, {result.label}: it ended early: {result.stopped}"
@@ -51,12 +51,12 @@ def _of_level(result: LoadPointResult) -> Iterator[str]:
 
 
 def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
-    """What a command ends with whose report is at `path`; None where all was answered and can be believed."""
+    """The error that ends the command whose report is at `path`; None where all succeeded and the run is valid."""
     if report.broken is not None:
         return report.broken
     failed = sum(result.requests["failed"] for result in report.results)
     if report.searches:
-        failed = 0  # beyond the limit requests fail, and that is what was looked for
+        failed = 0  # beyond the limit requests fail, which is what the search looks for
         none = next((one for one in report.searches if one.found.rate is None), None)
         if none is not None and report.valid:
             return StageFailed(

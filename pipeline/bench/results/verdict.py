@@ -1,6 +1,6 @@
-"""Was it the client that was measured? A run in which it was is INVALID, and says what to change.
+"""Verdict on a run: it is INVALID where the client limited the results, and the reasons say what to change.
 
-A client that reads late books its own lateness as the server's, and one that sends late offers less than was asked for.
+A client that reads late adds its own lateness to the server's, and one that sends late offers less load than requested.
 Neither shows in the numbers themselves.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 from trtpipe.pipeline.bench.loop.driver import Client
 from trtpipe.pipeline.bench.results.records import NONE, Records
 
-# The event loop may be late by this much, or by this share of the typical time to first token if that is more.
+# Allowed lateness of the event loop: this much, or this share of the typical time to first token if that is more.
 LATENESS_MS, LATENESS_SHARE = 5.0, 0.1
-# So may requests be sent late, as far as the client alone decides it.
+# Allowed delay of sending, as far as it is the client's alone.
 DISPATCH_MS, DISPATCH_SHARE = 5.0, 0.1
-# Of a core: above that reads queue up.
+# Share of a core above which reads queue up.
 CPU_SHARE = 0.9
-# Of the places asked for, or of the rate.
+# Least shares of the requested slots, and of the requested rate.
 REACHED_SHARE, RATE_SHARE = 0.95, 0.99
 
 
@@ -32,7 +32,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The client's own figures of a level, and what speaks against it."""
+    """Measurements of the client in a load point, and reasons that make the result invalid."""
 
     figures: dict[str, Any]
     reasons: list[Reason]
@@ -49,12 +49,12 @@ def examine(
     records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False,
     whole: bool = True,
 ) -> SelfCheck:  # fmt: skip
-    """Look at one level.
+    """Examine one load point.
 
-    clients  each process that drove a share of it: the fullest core counts, and the lateness of all loops together
-    asked    places of a closed loop; None for an open one
-    whole    it did not end early: then it would be known why less came than was asked for
-    bounded  requests of an open loop may have waited for a place, so their delay is not the client's alone
+    clients  each process that drove a share: the fullest core counts, and the lateness of all event loops together
+    asked    slots of a closed loop; None for an open one
+    whole    the load point did not end early; otherwise the cause of a lower load is known
+    bounded  requests of an open loop may have waited for a slot, so their delay is not the client's alone
     """
     import numpy as np
 
@@ -64,7 +64,7 @@ def examine(
     tokens = int(records.output_tokens[records.output_tokens != NONE].sum())
     cpu_share = max(client.cpu_ns / max(1, client.wall_ns) for client in clients)
     peak = sum(client.peak for client in clients)
-    # Of conversations as many as there are places; most of them think.
+    # For conversations, count slots instead: most conversations wait during think times.
     talks = bool((records.session != NONE).any())
     reached = len(np.unique(records.slot[records.sent != NONE])) if talks else peak
     late, delayed = float(np.percentile(lateness, 99)), float(np.percentile(delays, 99)) if len(delays) else 0.0
@@ -75,7 +75,7 @@ def examine(
         "cpu_share": cpu_share,
         "cpu_s_per_1000_tokens": sum(client.cpu_ns for client in clients) / 1e6 / tokens if tokens else None,
         "processes": len(clients),
-        # All stamps are of a clock that nobody sets; one of the kernel's may be off by it that was read as it happened.
+        # Stamps are of a monotonic clock; only a kernel stamp that was read during a clock step may be off by it.
         "clock_step_ms": max((client.clock_step_ns / 1e6 for client in clients), key=abs),
     }
     reasons = []
@@ -96,11 +96,11 @@ def examine(
         if not bounded and whole and scheduled and offered and offered < RATE_SHARE * scheduled:
             why = f"{offered:.1f} requests/s of {scheduled:.1f}"
             reasons.append(Reason("the rate was not reached", why, less))
-    return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # of nothing, nothing is wrong
+    return SelfCheck(figures=figures, reasons=reasons if len(records) else [])  # without requests there is no fault
 
 
 def _rate(moments: Any) -> float | None:
-    """Per second, from the first to the last."""
+    """Events per second, from the first to the last."""
     if len(moments) < 2 or moments.max() <= moments.min():
         return None
     return float(len(moments) - 1) / float(moments.max() - moments.min()) * 1e9

@@ -1,8 +1,8 @@
 """Workers in processes of their own, for a load that one core cannot send and read.
 
-Parent and child talk by pickles over a socket pair: a call's name and arguments one way; its value or its error, and
-meanwhile how far a level has come, the other. A thread reads on each side: an event loop would make the socket one that
-does not block, and a message is read whole or not at all. All processes of a machine share one monotonic clock, so
+Parent and child exchange pickles over a socket pair: a call's name and arguments in one direction; its value or error,
+and progress of the load point, in the other. A thread reads on each side: an event loop would make the socket
+non-blocking, but a message must be read as a whole. All processes of a machine share one monotonic clock, so
 their stamps need no alignment.
 """
 
@@ -29,23 +29,23 @@ from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.workers.share import Share
 from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch
 
-# What a child says: the value of a call, its error, or where a level stands.
+# Kinds of a child's messages: value of a call, its error, progress of the load point.
 VALUE, ERROR, LIVE = "value", "error", "live"
-# What a child may take to leave.
+# Seconds that a child may take to exit.
 LEAVE_S = 5.0
-# What it may take to put together what it has, once it has been told to end.
+# Seconds that a child may take to collect its results after an interrupt.
 END_S = 30.0
 
 
 class ProcessWorker:
-    """A child process with a LocalWorker of its own. Made in the event loop that uses it."""
+    """A child process with a LocalWorker of its own. Make it in the event loop that uses it."""
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share) -> None:
         """`render` is pickled."""
         ours, theirs = socket.socketpair()
         command = [*python_command("trtpipe.pipeline.bench.workers.processes"), str(theirs.fileno())]
         with theirs:
-            # In a session of its own: Ctrl-C in a terminal is for the parent, which tells its children.
+            # A new session: Ctrl-C in a terminal reaches only the parent, which then interrupts its children.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         self._pipe = Connection(ours.detach())
         self._number = share.index
@@ -69,11 +69,11 @@ class ProcessWorker:
         return driven
 
     def interrupt(self) -> None:
-        if self._ending is not None:  # once more: nobody wants to wait
+        if self._ending is not None:  # a second interrupt: do not wait any longer
             self._process.kill()
             return
         self._ending = self._loop.call_later(END_S, self._process.kill)
-        with contextlib.suppress(OSError):  # it has ended: its call says so
+        with contextlib.suppress(OSError):  # the child has ended, which its pending call reports
             self._pipe.send(("interrupt",))
 
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class ProcessWorker:
 
 
 def read_in_thread(pipe: Connection, loop: asyncio.AbstractEventLoop, heard: Callable[[Any], None]) -> None:
-    """Have `heard` called in the loop with each message, and with None when the other side is gone."""
+    """Call `heard` in the loop with each message, and with None when the other side has gone."""
 
     def read() -> None:
         message: Any = True
@@ -139,7 +139,7 @@ def read_in_thread(pipe: Connection, loop: asyncio.AbstractEventLoop, heard: Cal
 
 
 class _Child:
-    """The other side: calls one after the other, but an interrupt at once."""
+    """Child side: runs calls one after the other, but an interrupt at once."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -177,7 +177,7 @@ class _Child:
             return
         if self._hand is not None:
             self._hand.interrupt()
-        if call is None:  # the end, or the parent is gone
+        if call is None:  # the last call, or the parent is gone
             self._calls.put_nowait(None)
 
 

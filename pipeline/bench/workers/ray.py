@@ -1,9 +1,9 @@
 """Workers on other machines, as actors of a Ray cluster.
 
-trtpipe is installed on each of them, in the same version; the files that the work is made from travel along. Each
-machine has a clock of its own: its difference to ours is measured before every level, by the fastest of some round
-trips (no worse than half of that one), and taken from the stamps. Latencies are differences of one machine's stamps,
-and know nothing of it.
+trtpipe must be installed on each machine in the same version; input files of the work are sent along. Each machine has
+its own clock: its difference to ours is measured before every load point from the fastest of several round trips (with
+an error of at most half of that round trip), and subtracted from the stamps. Latencies are differences of stamps of
+one machine and do not depend on it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-# Round trips by which a clock is compared.
+# Round trips to compare a clock.
 ROUND_TRIPS = 20
-# How often the live view asks.
+# Seconds between queries of the live view.
 LIVE_S = 0.5
-# How long a cluster's head may take to accept a connection.
+# Seconds that a cluster's head may take to accept a connection.
 CONNECT_S = 5.0
 START = "start one with `ray start --head`, or name the host and port that it printed with --ray"
 
@@ -56,15 +56,15 @@ def connect(address: str) -> Any:
         import ray as _ray
     except ModuleNotFoundError:
         raise HostError("a cluster needs Ray", remedy="install it: pip install 'trtpipe[ray]'") from None
-    ray: Any = _ray  # most of it has no types
+    ray: Any = _ray  # most of Ray has no types
     if not ray.is_initialized():
         _check_listening(address)
         here = Path.cwd()
         try:
-            os.chdir("/")  # Ray puts the current folder first on the sys.path of every worker
+            os.chdir("/")  # Ray puts the current folder first on sys.path of every worker
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            if address == "auto":  # Ray's own words are of its own flags
+            if address == "auto":  # Ray's own message is about Ray's own flags
                 raise HostError("no Ray cluster runs on this machine", remedy=START) from None
             raise HostError(f"there is no Ray cluster at {address}", why=str(error), remedy=START) from None
         finally:
@@ -78,15 +78,15 @@ def nodes(address: str, count: int) -> list[Node]:
     alive = [Node(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     if len(alive) < count:
         raise HostError(f"the Ray cluster at {address} has {len(alive)} machines, not {count}")
-    # Always the same ones in the same order.
+    # Sorted, so that every run takes the same machines in the same order.
     return sorted(alive, key=lambda node: (node.address, node.id))[:count]
 
 
 def _check_listening(address: str) -> None:
-    """Ray asks for minutes, in words of its own, where nobody answers. Raises HostError."""
+    """Check that something listens at `address`, since Ray would retry for minutes. Raises HostError."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
-        return  # "auto", and forms that Ray alone knows
+        return  # "auto", and address forms that only Ray knows
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
         _check_grpc(address)
@@ -99,7 +99,7 @@ def _check_listening(address: str) -> None:
 
 
 def _check_grpc(address: str) -> None:
-    """What a cluster speaks there. Raises ConnectionError."""
+    """Check that the listener speaks gRPC, as a cluster does. Raises ConnectionError."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0") != "0":
@@ -123,7 +123,7 @@ def check_reach(options: BenchOptions, chosen: Sequence[Node]) -> None:
 
 
 class RayWorker:
-    """One actor on `node`."""
+    """Worker in an actor on `node`."""
 
     def __init__(self, node: Node, options: BenchOptions, render: Render | None, share: Share) -> None:
         import ray
@@ -131,7 +131,7 @@ class RayWorker:
 
         files = {str(file): file.read_bytes() for file in (options.tokenizer.absolute(), *options.work.files)}
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        # It needs no processor of Ray's reckoning, and answers while it drives: where it stands, and an interrupt.
+        # The actor reserves no CPU in Ray, and answers progress queries and interrupts while it drives.
         actor: Any = ray.remote(Remote)
         self._actor = actor.options(num_cpus=0, max_concurrency=4, scheduling_strategy=where).remote(
             options, render, share, ray.put(files)
@@ -167,7 +167,7 @@ class RayWorker:
     async def close(self) -> None:
         import ray
 
-        with contextlib.suppress(TrtpipeError):  # it has ended already
+        with contextlib.suppress(TrtpipeError):  # the actor has ended already
             await self._ask(self._actor.close.remote())
         ray.kill(self._actor)
 
@@ -180,7 +180,7 @@ class RayWorker:
                 self._watch(live)
 
     async def _ahead(self) -> int:
-        """Nanoseconds by which that machine's clock is ahead of ours."""
+        """Nanoseconds by which the node's clock is ahead of ours."""
         found = []
         for _ in range(ROUND_TRIPS):
             asked = monotonic_ns()
@@ -203,7 +203,7 @@ class RayWorker:
 
 
 class Remote:
-    """The actor: calls come in several threads, and all but `interrupt`, `live` and `now` one after the other."""
+    """The actor: calls come in several threads; all but `interrupt`, `live` and `now` run one after the other."""
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share, files: dict[str, bytes]) -> None:
         import uvloop
@@ -258,7 +258,7 @@ def version() -> str:
 
 
 def placed(options: BenchOptions, files: dict[str, bytes], folder: Path) -> BenchOptions:
-    """The options with `files` (contents by absolute path) put into `folder`, under the paths they had."""
+    """The options, with `files` (contents by absolute path) written into `folder` under their original paths."""
     for name, content in files.items():
         place = moved(Path(name), folder)
         place.parent.mkdir(parents=True, exist_ok=True)

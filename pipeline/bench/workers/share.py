@@ -1,7 +1,7 @@
-"""How one load is divided among processes: place, request and arrival k are of share k modulo their number.
+"""Division of one load among processes: slot, request and arrival k belong to share k modulo the number of shares.
 
-Every share follows from the one seed: together they ask what a single process would, at the same times, and no two of
-them the same.
+Every share follows from the one seed: together they send what a single process would, at the same times, and no request
+is sent twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Share:
-    """The part `index` of `of`, counted from 0."""
+    """Share `index` of `of`, counted from 0."""
 
     index: int = 0
     of: int = 1
@@ -25,7 +25,7 @@ class Share:
         return islice(items, self.index, None, self.of)
 
     def count(self, total: int) -> int:
-        """How many of `total` are in it."""
+        """Number of `total` items in this share."""
         return len(range(self.index, total, self.of))
 
 

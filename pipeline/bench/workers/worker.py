@@ -28,26 +28,26 @@ Watch = Callable[[Live], None]
 
 
 class Worker(Protocol):
-    """All of it may raise HostError, UsageError and StageFailed."""
+    """Interface of a worker. All methods may raise HostError, UsageError and StageFailed."""
 
     async def connect(self) -> list[dict[str, Any]]:
-        """What answers at each target."""
+        """Connect to each target; return the description of each endpoint."""
 
     async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
         """Make this worker's requests of a load point, and connections for them."""
 
     async def drive(self, start_ns: int) -> Driven:
-        """Drive them from `start_ns` on, by the clock of this process; from now on where it is 0."""
+        """Drive the requests from `start_ns` on, by the clock of this process; from now on where it is 0."""
 
     def interrupt(self) -> None:
-        """End what is being driven, now or as soon as it begins."""
+        """End the load point, now or as soon as it begins."""
 
     async def close(self) -> None:
         """Release connections."""
 
 
 class LocalWorker:
-    """In this process and its event loop."""
+    """Worker in this process and its event loop."""
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share = WHOLE) -> None:
         """Raises InputDataError or UsageError for work that cannot be made."""
@@ -56,7 +56,7 @@ class LocalWorker:
         self._share = share
         self._count = partial(count_tokens, tokenizer)
         self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
-        # One for the whole run: no prompt of a level has been seen, and cached, in an earlier one.
+        # One workload for the whole run: no prompt of a load point was sent, and cached, in an earlier one.
         chats = all(target.protocol == "chat" for target in options.targets)
         self._workload = Workload(options.work, tokenizer, options.seed, render or (unrendered if chats else None))
         self._asker = RequestFactory()
@@ -67,7 +67,7 @@ class LocalWorker:
 
     async def connect(self) -> list[dict[str, Any]]:
         options = self._options
-        # All of them first: a wrong second URL should not cost the time of the first.
+        # Connect to all targets first: a wrong second URL should not cost the time of measuring the first.
         for target in options.targets:
             client = await connect(target.protocol, target.url, target.model, self._tokenize, options.wiring)
             self._clients.append(client)
@@ -75,7 +75,7 @@ class LocalWorker:
         return [client.described() for client in self._clients]
 
     async def _try_one(self, client: Client) -> None:
-        """A model that is ready may still fail on its first request; then nothing is worth measuring."""
+        """Send one request: a model that is ready may still fail on it, and then nothing can be measured."""
         one = self._asker.make(client.codec, next(self._workload.asks(WHOLE)))
         await client.sender.warm(1)
         self._trying = ClosedLoop(client.sender, self._limits(1), warmups=[[]], measured=iter([one]), starts_ns=[0])

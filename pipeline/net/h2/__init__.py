@@ -1,11 +1,11 @@
-"""A gRPC client over HTTP/2 of our own, for token streams: the receive path that the load tester and gateway share.
+"""gRPC client over our own HTTP/2 for token streams: the receive path that the load generator and the gateway share.
 
-A library client spends more on a response than a served token takes elsewhere. Here one read of the socket is
-stamped once, cut into messages without an object a frame, and handed to a callback as raw bytes, to be parsed at
-once or later. Plaintext TCP only; TLS is the business of the library clients.
+A library client spends more time on a response than a served token takes elsewhere. Here one read of the socket is
+stamped once, cut into messages without an object per frame, and passed to a callback as raw bytes, to be parsed at
+once or later. Plaintext TCP only; the library clients serve TLS.
 
 headers     header blocks, encoded and decoded
-peer        a peer that speaks something else, a peer that is gone
+peer        detects a peer that speaks another protocol or is gone
 frames      constants and frame bytes
 status      how a call or a connection ends
 connection  one connection and its streams

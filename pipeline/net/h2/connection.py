@@ -1,9 +1,9 @@
-"""One HTTP/2 connection to a gRPC server, and the calls on it.
+"""HTTP/2 connection of a gRPC client, and the calls on it.
 
 Every read of the socket is stamped once (`time.monotonic_ns`) and every message of that read gets this stamp: the
-moment at which this process could first know of it. A DATA frame that holds exactly one whole message, as servers
-send tokens, takes a short path through `data_received`; all else goes frame by frame. Callbacks run inside the read
-and must not block.
+earliest time at which this process could know of it. A DATA frame that holds exactly one whole message, as servers
+send tokens, takes a short path through `data_received`; all other bytes are parsed frame by frame. Callbacks run inside
+the read and must not block.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ OnData = Callable[[bytes, int], None]
 OnEnd = Callable[[Status, int], None]
 Dial = Callable[[asyncio.AbstractEventLoop, "Callable[[], Connection]", str, int], Awaitable[object]]
 
-# What a stream may send before it hears from us; renewed by half. Far above what tokens need, so that a reader that
-# is late never stops the server; far below what one runaway stream could fill memory with.
+# Bytes that a peer may send on a stream before its window is renewed, by half. Far above what tokens need, so that a
+# late reader never stops the server; far below what would let one runaway stream fill the memory.
 STREAM_WINDOW = 8 << 20
-# The connection's is renewed by half as well: with the streams' own windows it need not limit anything.
+# The connection's window is renewed by half as well; it need not limit anything, since each stream has its own window.
 CONNECTION_WINDOW = frames.LARGEST_WINDOW
 OWN_MAX_FRAME = 64 << 10
 MAX_MESSAGE = 64 << 20
-# Bytes of an answer, where its caller sets no bound.
+# Byte limit of a response where the caller sets none.
 UNBOUNDED = 1 << 63
-# Informational header blocks of a stream, before the answer's own.
+# Most informational header blocks of a stream before the response's own.
 MAX_INTERIM = 100
-# Frames in a row that bring nothing: no message, and no header block of a call that is open.
+# Most frames in a row that bring neither a message nor a header block of an open call.
 MAX_IDLE = 100_000
-# Frames that want an answer (PING, SETTINGS) from a peer that reads none of them.
+# Most frames (PING, SETTINGS) that a peer may send while it reads none of the answers.
 MAX_UNREAD = 10_000
 
-# A peer that says nothing while calls wait for it is asked whether it lives. gRPC servers count pings as abuse when
-# they come without data in between and more often than every 300 s, so one is sent in each silence, then seldom.
+# A peer that is silent while calls wait gets a PING. gRPC servers treat pings as abuse when they come without data in
+# between and more often than every 300 s, so one ping is sent in each silence, and further ones seldom.
 SILENCE_S = 20.0
 PING_ANSWER_S = 10.0
 PING_AGAIN_S = 310.0
@@ -95,20 +95,20 @@ class Stream:
         self.on_end = on_end
         self.ended = False
         self._connection = connection
-        self._buffer = bytearray()  # the start of a message whose rest has not come
-        self._plain = False  # headers have come and no message is begun: the next one may take the short path
+        self._buffer = bytearray()  # start of a message whose rest has not arrived
+        self._plain = False  # headers have arrived, no message is begun: the short path is possible
         self._renew_in = min(STREAM_WINDOW // 2, max_bytes)  # bytes until the window is renewed, if more may come
-        self._left = max_bytes - self._renew_in  # bytes that may come after those
+        self._left = max_bytes - self._renew_in  # bytes that may follow those
         self._max_bytes = max_bytes
         self._max_message = max_message
         self._interim = 0  # informational header blocks so far
-        self._send_window = 0  # beside the peer's initial window, which may change for all streams at once
-        self._outgoing = bytearray()  # held back by flow control
+        self._send_window = 0  # relative to the peer's initial window, which may change for all streams at once
+        self._outgoing = bytearray()  # bytes held back by flow control
         self._close_when_sent = False
         self._sent_all = False
 
     def send(self, message: bytes) -> None:
-        """Another message of this call."""
+        """Send another message of this call."""
         if self._close_when_sent or self._sent_all:
             raise ValueError("this side of the stream is closed")
         if not self.ended:
@@ -116,24 +116,24 @@ class Stream:
             self._connection._flush(self)
 
     def close(self) -> None:
-        """No more messages from here (half-close); the answer goes on."""
+        """Send no more messages (half-close); the response continues."""
         if not (self.ended or self._sent_all):
             self._close_when_sent = True
             self._connection._flush(self)
 
     def cancel(self) -> None:
-        """End the call now, here and at the server. No callback comes afterwards."""
+        """End the call now, on both sides. No callback is called afterwards."""
         if not self.ended:
             self._connection._reset(self, ErrorCode.CANCEL)
 
 
 class Connection(asyncio.Protocol):
-    """Calls over one TCP connection. Made by `open`; of one event loop, like everything asyncio."""
+    """Calls over one TCP connection. Made by `open`; belongs to one event loop, like everything in asyncio."""
 
     def __init__(self, authority: str, loop: asyncio.AbstractEventLoop) -> None:
         self.authority = authority
         self.max_concurrent_streams = frames.LARGEST_STREAM_ID
-        self.error: H2Error | None = None  # why no call can be started any more
+        self.error: H2Error | None = None  # why no call can be started any more; None while calls can
         self.on_room: Callable[[], None] | None = None  # called when a call may fit that did not before
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -141,15 +141,15 @@ class Connection(asyncio.Protocol):
         self._has_settings = False
         self._closed = False
         self._streams: dict[int, Stream] = {}
-        self._lookup = self._streams  # empty while a header block is open: nothing may come in between
-        self._waiting: dict[int, Stream] = {}  # held back by flow control or by the socket
+        self._lookup = self._streams  # empty while a header block is incomplete: no other frame may come in between
+        self._waiting: dict[int, Stream] = {}  # streams held back by flow control or by the socket
         self._paused = False
-        self._idle = 0  # frames since one brought something
-        self._unread = 0  # frames answered since the socket took no more
-        self._held: list[bytes] | None = None  # written while corked
+        self._idle = 0  # frames since the last useful one
+        self._unread = 0  # frames answered since the socket stopped taking bytes
+        self._held: list[bytes] | None = None  # bytes written while corked
         self._next = 1
         self._rest = b""
-        self._block: tuple[int, bool, bytearray, int] | None = None  # stream, its last, bytes and frames so far
+        self._block: tuple[int, bool, bytearray, int] | None = None  # stream, END_STREAM, bytes, frames so far
         self._headers_of = HeaderBlocks(authority)
         self._window_left = CONNECTION_WINDOW
         self._send_window = frames.DEFAULT_WINDOW
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._peer_max_frame = frames.DEFAULT_MAX_FRAME
         self._timer: asyncio.TimerHandle | None = None
         self._last_read = monotonic_ns()
-        self._pinged: int | None = None  # when, while the answer is awaited
+        self._pinged: int | None = None  # when a PING was sent, while its answer is awaited
         self._last_ping = 0
         self._answered = 0
 
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
         cls, host: str, port: int, *, loop: asyncio.AbstractEventLoop | None = None, connect_timeout: float = 5.0,
         dial: Dial | None = None,
     ) -> Connection:  # fmt: skip
-        """Connect and exchange settings; `dial` stands in for `create_connection` of the loop it is given.
+        """Connect and exchange settings; `dial` replaces the event loop's `create_connection`.
 
         Raises ConnectFailed, ConnectTimeout or NotHttp2.
         """
@@ -202,7 +202,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether calls can be started, now or once others have ended."""
+        """Whether calls can be started, now or after others have ended."""
         return self.error is None
 
     @property
@@ -223,9 +223,9 @@ class Connection(asyncio.Protocol):
     ) -> Stream:
         """Begin a call of `method` (/package.Service/Method) with its first message.
 
-        on_data  each message of the answer, whole, and the stamp of the read that completed it
-        on_end   once, unless the call is cancelled from here: its status, and the stamp
-        max_bytes, max_message  of the answer and of each message in it; one that is larger ends with `oversized`
+        on_data  called with each whole message of the response, and the stamp of the read that completed it
+        on_end   called once with status and stamp, unless the call is cancelled by this side
+        max_bytes, max_message  limits of the response and of each message in it; a larger one ends with `oversized`
 
         Raises TooManyStreams, Draining or ConnectionLost; once it has returned, every failure goes to `on_end`.
         """
@@ -256,12 +256,12 @@ class Connection(asyncio.Protocol):
             stream._close_when_sent = half_close
             self._flush(stream)
         if self._timer is None:
-            self._last_read = monotonic_ns()  # silence counts from the moment an answer is due
+            self._last_read = monotonic_ns()  # silence counts from the moment a response is due
             self._timer = self._loop.call_later(WATCH_S, self._watch)
         return stream
 
     async def unary(self, method: str, message: bytes, timeout: float, max_bytes: int = MAX_MESSAGE) -> bytes:
-        """One message for one message of at most `max_bytes`. Raises CallFailed with the status."""
+        """Make a unary call; the response has at most `max_bytes`. Raises CallFailed with the status."""
         ended: asyncio.Future[Status] = self._loop.create_future()
         answers: list[bytes] = []
         stream = self.start(
@@ -289,19 +289,19 @@ class Connection(asyncio.Protocol):
         self._shut(ConnectionLost("the connection was closed here"), Code.CANCELLED, ErrorCode.NO_ERROR)
 
     def abort(self) -> None:
-        """End it without a word to the peer."""
+        """End the connection without a message to the peer."""
         self._shut(ConnectionLost("the connection was closed here"), Code.CANCELLED, None)
 
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self._closed:  # given up while it was being made
+        if self._closed:  # closed while it was being opened
             self._transport.abort()
             return
         tune(transport.get_extra_info("socket"))
         settings = {
-            # No table on the peer's side either: equal header blocks are equal bytes, and decoded once.
+            # The peer must not use a dynamic table either: equal header blocks are equal bytes, and decoded once.
             frames.HEADER_TABLE_SIZE: 0,
             frames.ENABLE_PUSH: 0,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
         self._flush_all()
 
     def eof_received(self) -> bool:
-        return False  # a peer that has closed its side can answer nothing more: connection_lost follows
+        return False  # a peer that has closed its side cannot answer: connection_lost follows
 
     def connection_lost(self, exc: Exception | None) -> None:
         why = f"the connection to {self.authority} is lost" + (f": {exc}" if exc else ": the peer closed it")
@@ -332,7 +332,7 @@ class Connection(asyncio.Protocol):
         self.feed(data, monotonic_ns())
 
     def feed(self, data: bytes, stamp: int) -> None:
-        """Bytes of the peer's, with the moment at which they came."""
+        """Take bytes of the peer; `stamp` is when they arrived."""
         self._last_read = stamp
         if self._rest:
             data = self._rest + data
@@ -344,7 +344,7 @@ class Connection(asyncio.Protocol):
         while True:
             if size - position >= 14:
                 high, low, kind, flags, number, compressed, inner = _unpack(data, position)
-                # DATA without flags, which holds one message from its first byte to its last.
+                # A DATA frame without flags that holds exactly one whole message.
                 if not (kind or flags or compressed):
                     length = high << 16 | low
                     end = position + 9 + length
@@ -381,7 +381,7 @@ class Connection(asyncio.Protocol):
     # Frames
 
     def _frame(self, data: bytes, position: int, size: int, stamp: int) -> int:
-        """Take the frame at `position`; 0 when its end has not come or the connection is closed."""
+        """Handle the frame at `position`; 0 when the frame is incomplete or the connection is closed."""
         if self._closed:
             return 0
         high, low, kind, flags, number = frames.HEADER.unpack_from(data, position)
@@ -399,7 +399,7 @@ class Connection(asyncio.Protocol):
         if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a frame within a header block")
         payload = data[position + 9 : end]
-        self._idle += kind != frames.WINDOW_UPDATE  # of which a large request takes many
+        self._idle += kind != frames.WINDOW_UPDATE  # a large request brings many WINDOW_UPDATEs
         if self._idle > MAX_IDLE:
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"{MAX_IDLE:,} frames in a row without a message")
         if kind == frames.DATA:
@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
             self._goaway(number, payload, stamp)
         elif kind == frames.PUSH_PROMISE:
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "a push, which we have ruled out")
-        # PRIORITY has lost its meaning, and unknown types are to be ignored.
+        # PRIORITY is deprecated, and unknown types must be ignored.
         return 9 + length
 
     def _data(self, number: int, flags: int, payload: bytes, stamp: int) -> None:
@@ -430,7 +430,7 @@ class Connection(asyncio.Protocol):
         body = _without_padding(payload) if flags & frames.PADDED else payload
         stream = self._streams.get(number)
         if stream is None:
-            return  # of a call that was cancelled here
+            return  # the call was cancelled by this side
         stream._renew_in -= size
         if stream._renew_in <= 0 and not self._renew_stream(stream, stamp):
             return
@@ -442,7 +442,7 @@ class Connection(asyncio.Protocol):
             self._end(stream, of_trailers({}), stamp, by_peer=True)
 
     def _renew_stream(self, stream: Stream, stamp: int) -> bool:
-        """Let the peer send more on a stream; False where it has sent more than the caller takes."""
+        """Renew a stream's window; False where the peer has sent more than the caller accepts."""
         # The part of the window above `_renew_in` is the half that is still open.
         over = -stream._renew_in
         if over > stream._left:
@@ -459,7 +459,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _messages(self, stream: Stream, body: bytes, stamp: int) -> None:
-        """Hand over every message that `body` completes."""
+        """Pass every message that `body` completes to the caller."""
         buffer = stream._buffer
         buffer += body
         position = 0
@@ -505,7 +505,7 @@ class Connection(asyncio.Protocol):
             raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
         number, last, block, count = self._block
         block += payload
-        # Frames are counted too: empty ones would never end.
+        # Frames are counted too, since empty ones could continue without end.
         if len(block) > MAX_BLOCK or count > 64:
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"a header block of over {len(block)} bytes")
         if flags & frames.END_HEADERS:
@@ -516,14 +516,14 @@ class Connection(asyncio.Protocol):
             self._block = (number, last, block, count + 1)
 
     def _header_block(self, number: int, last: bool, block: bytes, stamp: int) -> None:
-        headers = self._headers_of.decode(block)  # of a forgotten stream too: the table is the connection's
+        headers = self._headers_of.decode(block)  # also for a forgotten stream: the table belongs to the connection
         stream = self._streams.get(number)
         if stream is None:
             return
         self._idle = 0
         status = headers.get(b":status")
         if status is not None:
-            if status.startswith(b"1") and not last:  # informational: the answer's headers are still to come
+            if status.startswith(b"1") and not last:  # informational: the response's own headers follow
                 stream._interim += 1
                 if stream._interim > MAX_INTERIM:
                     endless = Status(Code.INTERNAL, "the server sent informational headers without end", lost=True)
@@ -646,7 +646,7 @@ class Connection(asyncio.Protocol):
     def _end(
         self, stream: Stream, status: Status, stamp: int, code: ErrorCode = ErrorCode.CANCEL, *, by_peer: bool = False
     ) -> None:
-        """The call is over: the peer has ended its side, or we no longer listen. What is still open is reset."""
+        """End a call: the peer has ended its side, or we no longer listen. An open side is reset."""
         if self._streams.pop(stream.number, None) is None:
             return
         if not by_peer:
@@ -675,7 +675,7 @@ class Connection(asyncio.Protocol):
         self._leave_if_drained()
 
     def _blame(self, stream: Stream, error: Exception, stamp: int) -> None:
-        """A callback has failed: its own call ends, the others go on."""
+        """End the call whose callback has failed; the others continue."""
         self._report("on_data", error)
         if not stream.ended:
             self._end(stream, Status(Code.INTERNAL, f"on_data failed: {error!r}", lost=True), stamp)
@@ -692,7 +692,7 @@ class Connection(asyncio.Protocol):
         self._shut(error, Code.INTERNAL, error.code)
 
     def _refuse(self, error: H2Error) -> None:
-        """Before the settings have come, a failure is that of `open`."""
+        """Before the settings have arrived, a failure is raised by `open`."""
         if not self._greeted.done():
             self._greeted.set_exception(error)
             self._shut(error, Code.UNAVAILABLE, None)
@@ -728,17 +728,17 @@ class Connection(asyncio.Protocol):
     # Sending
 
     def write_at_once(self) -> None:
-        """Hand bytes to the socket when they are written. uvloop before 0.23 would do so at the end of its turn, which
-        is cheaper where many small writes come together, and later than whoever stamps them believes."""
+        """Pass bytes to the socket when they are written. uvloop before 0.23 would do so at the end of its turn, which
+        is cheaper for many small writes, but later than their stamps say."""
         if self._transport is not None:
             self._transport.set_write_buffer_limits(high=0)
 
     def cork(self) -> None:
-        """Hold back what is written until `uncork`: many calls that begin together are one write."""
+        """Hold back written bytes until `uncork`, so that many calls that begin together are one write."""
         self._held = []
 
     def uncork(self) -> int:
-        """Write what was held back; the moment just before."""
+        """Write the bytes held back; returns the time just before."""
         held, self._held = self._held, None
         stamp = monotonic_ns()
         if held:
@@ -752,7 +752,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def _answer(self, data: bytes) -> None:
-        """Answer a frame, unless the peer reads none of the answers: they would pile up without end."""
+        """Answer a frame, unless the peer does not read: answers would pile up without limit."""
         if self._paused:
             self._unread += 1
             if self._unread > MAX_UNREAD:
@@ -760,7 +760,7 @@ class Connection(asyncio.Protocol):
         self._write(data)
 
     def _flush(self, stream: Stream) -> None:
-        """Send of a stream's data what the windows and the socket allow."""
+        """Send a stream's data as far as the windows and the socket allow."""
         if stream.ended or stream._sent_all:
             return
         data = stream._outgoing
@@ -775,7 +775,7 @@ class Connection(asyncio.Protocol):
             stream._send_window -= len(piece)
             self._send_window -= len(piece)
             out += frame(frames.DATA, 0, stream.number, piece)
-            if len(out) > 1 << 18:  # in parts, so that a socket that is full can say so
+            if len(out) > 1 << 18:  # in parts, so that a full socket can pause the writing
                 self._write(bytes(out))
                 out.clear()
         del data[:position]
@@ -802,7 +802,7 @@ class Connection(asyncio.Protocol):
             self._window_left = CONNECTION_WINDOW
 
     def _watch(self) -> None:
-        """Now and then while calls are open: has the peer gone without a word?"""
+        """Called now and then while calls are open: detects a peer that has gone silently."""
         self._timer = None
         if not self._streams or self._closed:
             return

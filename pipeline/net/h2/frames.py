@@ -17,7 +17,7 @@ HAS_PRIORITY = 0x20
 
 HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = range(1, 6)
 
-# What both sides assume until a SETTINGS frame says otherwise.
+# Defaults of both sides until a SETTINGS frame changes them.
 DEFAULT_WINDOW = 65_535
 DEFAULT_MAX_FRAME = 16_384
 LARGEST_WINDOW = 2**31 - 1
@@ -80,7 +80,7 @@ def goaway(last_stream: int, code: ErrorCode, text: str = "") -> bytes:
 
 
 def header_frames(stream: int, block: bytes, max_frame: int, *, end_stream: bool = False) -> bytes:
-    """A header block as one HEADERS frame, continued where it is longer than the peer takes."""
+    """A header block as a HEADERS frame, with CONTINUATION frames where it is longer than the peer accepts."""
     last = END_STREAM if end_stream else 0
     if len(block) <= max_frame:
         return frame(HEADERS, last | END_HEADERS, stream, block)

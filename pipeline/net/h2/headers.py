@@ -1,7 +1,7 @@
 """Header blocks of one connection (HPACK, RFC 7541), arranged so that equal blocks are equal bytes both ways.
 
-Ours use no dynamic table, so a call like one before costs no encoding. The peer is told to use none either; once it
-does, a block seen before is known without decoding.
+Request blocks use no dynamic table, so a repeated call needs no encoding. The peer is asked to use no dynamic table
+either; once it complies, a block seen before needs no decoding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trtpipe.pipeline.net.h2.frames import ErrorCode
 from trtpipe.pipeline.net.h2.status import ProtocolViolation
 
 MAX_BLOCK = 64 << 10
-# How many blocks are remembered, and how long ones: peers send few different ones, unless they write times into them.
+# Number and length of blocks that are remembered: peers send few different ones, unless they write times into them.
 _KEPT = 256
 _KEPT_BYTES = 1024
 
@@ -27,7 +27,7 @@ class HeaderBlocks:
     def __init__(self, authority: str) -> None:
         self._authority = authority
         self._requests: dict[tuple[str, Metadata], bytes] = {}
-        # The first block empties the table for good: what follows may be the same bytes every time.
+        # The first block sets the table size to 0: later blocks can be the same bytes every time.
         self._first = b"\x20"
         self._decoder = Decoder(max_header_list_size=MAX_BLOCK)
         self.known: dict[bytes, dict[bytes, bytes]] = {}
@@ -39,14 +39,14 @@ class HeaderBlocks:
         return first + block
 
     def decode(self, block: bytes) -> dict[bytes, bytes]:
-        """Every block that comes must be given, in order. Raises ProtocolViolation."""
+        """Decode a block; every received block must be passed, in order. Raises ProtocolViolation."""
         known = self.known.get(block)
         if known is not None:
             return known
         stateless = self._decoder.header_table_size == 0
         try:
             headers = dict(cast("list[tuple[bytes, bytes]]", self._decoder.decode(block, raw=True)))
-        except Exception as error:  # hpack's own, and IndexError and such from blocks that are cut
+        except Exception as error:  # hpack's own errors, and IndexError and such from truncated blocks
             raise ProtocolViolation(ErrorCode.COMPRESSION_ERROR, f"headers that cannot be decoded: {error}") from None
         if self._decoder.header_table_size != 0:
             self.known.clear()
@@ -66,6 +66,6 @@ class HeaderBlocks:
             *metadata,
         ]
         block = Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in headers])
-        if len(self._requests) < _KEPT:  # metadata may differ with every call
+        if len(self._requests) < _KEPT:  # bounded, since metadata may differ with every call
             self._requests[method, metadata] = block
         return block

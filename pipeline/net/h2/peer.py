@@ -1,4 +1,4 @@
-"""The other end of a TCP connection: what it speaks when that is not HTTP/2, and how the kernel is to watch it."""
+"""Peer of a TCP connection: detection of other protocols than HTTP/2, and socket options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def foreign(data: bytes) -> str:
-    """What a peer speaks that is not HTTP/2, when its first bytes show it; else empty."""
+    """Protocol other than HTTP/2 that a peer speaks, where its first bytes show it; else empty."""
     if data.startswith(b"HTTP/"):
         line = data[:60].split(b"\r")[0].decode("latin-1")
         return f"speaks HTTP/1.1, not gRPC ({line})"
@@ -17,7 +17,7 @@ def foreign(data: bytes) -> str:
 
 
 def tune(sock: Any) -> None:
-    """No delay for small frames; and let the kernel notice a peer whose machine is gone."""
+    """Send small frames without delay, and let the kernel detect a peer whose machine is gone."""
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Several connections to one server: calls go round, a full server is waited for, a lost connection made again."""
+"""Pool of connections to one server: calls take them in turn and wait for a full server; lost ones are reopened."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import deque
 from trtpipe.pipeline.net.h2.connection import Connection, OnData, OnEnd, Stream
 from trtpipe.pipeline.net.h2.status import CallFailed, ConnectFailed, ConnectionLost
 
-# Between attempts at a call that was refused unbegun. A server counts a stream a moment longer than its client, so at
-# the limit it refuses what will be welcome at once.
+# Pauses between attempts at a call that was refused unbegun. A server counts a stream a moment longer than its client,
+# so at the limit it refuses a call that it would accept a moment later.
 REFUSED_PAUSES_S = (0.002, 0.01, 0.05, 0.2)
 
 
 class Pool:
-    """Up to `connections` connections, each opened when it is first needed. Of one event loop."""
+    """Up to `connections` connections, each opened when first needed. Belongs to one event loop."""
 
     def __init__(self, host: str, port: int, *, connections: int = 1, connect_timeout: float = 5.0) -> None:
         self.host = host
@@ -31,7 +31,7 @@ class Pool:
         return sum(connection.in_flight for connection in self._slots if connection is not None)
 
     async def connection(self) -> Connection:
-        """One with room for a call; waits while the server's limit is reached on all. Raises ConnectFailed."""
+        """A connection with room for a call; waits while all are at the server's limit. Raises ConnectFailed."""
         waited = False
         ended = 0
         while True:
@@ -59,17 +59,17 @@ class Pool:
                 if failure is None and ended < 3:
                     continue  # lost right after it was opened
                 if waited:
-                    self._wake()  # the next that waits is to fail too, not to wait on
+                    self._wake()  # the next waiting caller must fail too instead of waiting on
                 raise failure or ConnectFailed(f"{self.host}:{self.port} takes connections and ends them at once")
             room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            # One that was woken for nothing keeps its place.
+            # A caller that was woken without finding room keeps its position in the queue.
             (self._waiting.appendleft if waited else self._waiting.append)(room)
             waited = True
             try:
                 await room
             except asyncio.CancelledError:
                 if room.done():
-                    self._wake()  # the room is another's now
+                    self._wake()  # another caller gets the room
                 else:
                     self._waiting.remove(room)
                 raise
@@ -91,7 +91,7 @@ class Pool:
         )
 
     async def unary(self, method: str, message: bytes, timeout: float) -> bytes:
-        """`Connection.unary` on the next connection; again where the server says that it did not begin it."""
+        """`Connection.unary` on the next connection; repeated where the server says that it did not begin the call."""
         for pause in REFUSED_PAUSES_S:
             try:
                 return await (await self.connection()).unary(method, message, timeout)
@@ -114,7 +114,7 @@ class Pool:
             self._wake()
 
     async def _open(self, index: int) -> Connection:
-        """Open a slot's connection; callers that come meanwhile share it, and one that gives up stops nobody."""
+        """Open a slot's connection. Concurrent callers share the attempt, and one that gives up does not stop it."""
         task = self._opening.get(index)
         if task is None:
             task = asyncio.ensure_future(Connection.open(self.host, self.port, connect_timeout=self.connect_timeout))
@@ -133,7 +133,7 @@ class Pool:
             connection.close()
 
     def _wake(self) -> None:
-        """Let the first that waits look again; it finds a connection of its own when all are lost."""
+        """Let the first waiting caller look again; where all connections are lost, it opens one."""
         while self._waiting:
             room = self._waiting.popleft()
             if not room.done():

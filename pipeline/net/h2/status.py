@@ -1,4 +1,4 @@
-"""How a call ends (gRPC's status) and how a connection fails (named exceptions); nothing here waits or retries."""
+"""Status of a call (gRPC's codes) and exceptions of a connection; nothing here waits or retries."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Code(IntEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """The end of a call.
+    """End of a call.
 
-    retry  the server has not begun the call: it may be sent again, elsewhere, without being done twice
-    lost   not the server's own word: the connection or the stream broke
-    oversized  not the server's own word either: the answer was larger than its caller takes
+    retry  the server has not begun the call: it may be sent again, elsewhere, without being executed twice
+    lost   the status is not from the server: the connection or the stream broke
+    oversized  the status is not from the server: the response was larger than the caller accepts
     """
 
     code: Code
@@ -56,7 +56,7 @@ class Status:
 
 OK = Status(Code.OK)
 
-# gRPC's own tables: what an HTTP/2 reset and an HTTP status of something that is no gRPC server mean for a call.
+# gRPC's own tables: status of a call for an HTTP/2 reset, and for an HTTP status of a server that is no gRPC server.
 _OF_RESET = {
     ErrorCode.REFUSED_STREAM: Code.UNAVAILABLE,
     ErrorCode.CANCEL: Code.CANCELLED,
@@ -89,7 +89,7 @@ def of_http(status: str) -> Status:
 
 
 def of_trailers(headers: dict[bytes, bytes]) -> Status:
-    """The status that trailers carry; UNKNOWN, as gRPC has it, when they carry none that can be read."""
+    """Status in the trailers; UNKNOWN, as in gRPC, when they have no readable one."""
     raw = headers.get(b"grpc-status")
     if raw == b"0":
         return OK
@@ -131,7 +131,7 @@ class TooManyStreams(H2Error):
 
 
 class ProtocolViolation(H2Error):
-    """The peer broke HTTP/2; `code` is what it is told."""
+    """The peer violated HTTP/2; `code` is the error code sent to it."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         self.code = code

@@ -1,8 +1,8 @@
 """Triton's stream messages (KServe v2 over gRPC): requests as bytes, responses as outputs by name.
 
-tritonclient's protobuf classes are the wire definition. `parse` reads any response with them. `Reader` reads those
-of one call: those of one length are alike but for their contents, so what one was found to hold at which place is
-believed of the next one of the same bytes in all other places (a quarter of the time; a test holds the two together).
+tritonclient's protobuf classes define the wire format. `parse` reads any response with them. `Reader` reads the
+responses of one call: those of equal length differ only in their contents, so the layout found in one applies to the
+next one with the same bytes in all other positions (in a quarter of the time; a test compares the two).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPOSITORY_INDEX = "/inference.GRPCInferenceService/RepositoryIndex"
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
-# Lengths of messages that a Reader remembers. Pieces of text have a dozen.
+# Most message lengths that a Reader remembers. Pieces of text have a dozen.
 MOST_SHAPES = 64
 
 _LENGTH = struct.Struct("<I")
@@ -38,7 +38,7 @@ _LENGTH = struct.Struct("<I")
 
 @cache
 def messages() -> Any:
-    """tritonclient's protobuf messages alone: the package around them loads grpc and more, 0.2 s and 35 MB."""
+    """tritonclient's protobuf messages alone: importing its package loads grpc and more, 0.2 s and 35 MB."""
     name = "tritonclient.grpc"
     found = importlib.util.find_spec("tritonclient")
     if name in sys.modules or found is None or not found.submodule_search_locations:
@@ -53,12 +53,12 @@ def messages() -> Any:
 
 
 class MalformedMessage(ValueError):
-    """Bytes that are no such message, or one that contradicts itself."""
+    """The bytes are not a valid message, or the message contradicts itself."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input: `data` is raw little-endian bytes, as Triton wants them."""
+    """An input tensor; `data` is raw little-endian bytes, as Triton expects them."""
 
     name: str
     dtype: str
@@ -75,7 +75,7 @@ def infer_request(
     empty_final: bool = True,
     parameters: Mapping[str, bool | int | str] | None = None,
 ) -> bytes:
-    """A ModelInferRequest. `empty_final` asks for the end of the stream even where it carries no tensors."""
+    """A ModelInferRequest. `empty_final` asks for a final response even where it carries no tensors."""
     message = messages().ModelInferRequest(model_name=model, id=request_id)
     if empty_final:
         message.parameters[EMPTY_FINAL].bool_param = True
@@ -91,7 +91,7 @@ def infer_request(
 
 
 def pack_strings(values: Iterable[str | bytes]) -> bytes:
-    """BYTES elements: each with its length in front."""
+    """Serialize BYTES elements: each with its length in front."""
     raw = [value.encode() if isinstance(value, str) else value for value in values]
     return b"".join(_LENGTH.pack(len(value)) + value for value in raw)
 
@@ -112,7 +112,7 @@ def unpack_strings(data: bytes) -> list[bytes]:
 
 
 class Reply(NamedTuple):
-    """A response: raw outputs by name, whether it is the last of its request, and the server's error if it is one."""
+    """A response: raw outputs by name, whether it is the last of its request, and the server's error if any."""
 
     outputs: dict[str, bytes]
     final: bool
@@ -120,7 +120,7 @@ class Reply(NamedTuple):
 
 
 def parse(message: bytes) -> Reply:
-    """A ModelStreamInferResponse. Raises MalformedMessage."""
+    """Read a ModelStreamInferResponse. Raises MalformedMessage."""
     return _reply(_decode(message))
 
 
@@ -137,7 +137,7 @@ def _reply(decoded: Any) -> Reply:
     response = decoded.infer_response
     raw = response.raw_output_contents
     if len(raw) != len(response.outputs):
-        # Triton writes raw contents alone; typed ones are for other servers of the protocol.
+        # Triton writes raw contents only; typed contents are for other servers of the protocol.
         raise MalformedMessage(f"{len(response.outputs)} outputs and {len(raw)} raw contents")
     outputs = {output.name: data for output, data in zip(response.outputs, raw, strict=True)}
     parameters = response.parameters
@@ -146,8 +146,8 @@ def _reply(decoded: Any) -> Reply:
 
 
 class Alike(NamedTuple):
-    """A message of `length` bytes is like it that starts with `head` and has `fixed` from `fixed_start` to `fixed_end`;
-    the content is at start:end."""
+    """Layout of messages: one of `length` bytes has it if it starts with `head` and has `fixed` at
+    fixed_start:fixed_end; its content is at start:end."""
 
     length: int
     head: bytes
@@ -159,10 +159,10 @@ class Alike(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Where messages of one length have their contents.
+    """Positions of the contents in messages of one length.
 
-    head     all up to the first content
-    between  (start, end, bytes) of what stands between two contents
+    head     all bytes up to the first content
+    between  (start, end, bytes) of the bytes between two contents
     places   (output, start, end) of each content
     """
 
@@ -173,12 +173,12 @@ class _Shape(NamedTuple):
 
 
 class Reader:
-    """Reads the responses of one call (or of many alike)."""
+    """Reads the responses of one call, or of several calls with the same layout."""
 
     __slots__ = ("_shapes",)
 
     def __init__(self) -> None:
-        self._shapes: dict[int, _Shape] = {}  # by the length of a message: texts of tokens have a few
+        self._shapes: dict[int, _Shape] = {}  # by message length: texts of tokens have few
 
     def read(self, message: bytes) -> Reply:
         """The same as `parse`, faster for a message like an earlier one. Raises MalformedMessage."""
@@ -195,8 +195,8 @@ class Reader:
         return reply
 
     def alike(self, name: str, length: int) -> Alike | None:
-        """What makes a message of `length` bytes like one that was read, and where its content of `name` lies; None
-        where that is not known. For loops over many messages: a call for each costs more than the comparison."""
+        """Layout of messages of `length` bytes that were read before, with the position of output `name`; None where
+        it is unknown. For loops over many messages, in which a call of `read` costs more than the comparison."""
         shape = self._shapes.get(length)
         if shape is None or shape.final or len(shape.between) > 1:
             return None
@@ -206,7 +206,7 @@ class Reader:
         )
 
     def _learn(self, message: bytes, decoded: Any, reply: Reply) -> None:
-        """Remember where the contents lie. Protobuf writes fields by number: raw contents are the message's end."""
+        """Remember where the contents are. Protobuf writes fields by number, so raw contents are the message's end."""
         self._shapes.pop(len(message), None)
         raw = list(decoded.infer_response.raw_output_contents)
         names = [output.name for output in decoded.infer_response.outputs]
@@ -218,7 +218,7 @@ class Reader:
             tag = b"\x32" + _varint(len(data))  # field 6, bytes
             start = end - len(data)
             if message[start:end] != data or message[start - len(tag) : start] != tag:
-                return  # written in another order: stays with protobuf
+                return  # written in another order: left to protobuf
             places.append((start, end))
             end = start - len(tag)
         places.reverse()

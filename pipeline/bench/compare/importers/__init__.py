@@ -1,7 +1,8 @@
-"""Result files of other load testers as reports of ours, so that `compare` takes them.
+"""Importers of other load testers' result files: they return reports in our schema for `compare`.
 
-What a tool does not say is None, never 0. A metric has our name only where its definition is ours; otherwise its name
-says what it is. Tools without a window take their rates over the whole run: such rates end in `_whole_run`.
+A value that a tool does not write is None, never 0. A metric has our name only where its definition is ours; otherwise
+the name shows the difference. Tools without a window take their rates over the whole run: such rates end in
+`_whole_run`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trtpipe.pipeline.bench.results.digest import digest
 
 
 class _Tool(Protocol):
-    """What a module of another tool offers."""
+    """Interface of an importer module."""
 
     NAME: str
     VERSIONS: str
@@ -40,12 +41,12 @@ class _Tool(Protocol):
 FAMILY = "trtpipe.bench/"
 SCHEMA = f"{FAMILY}2"
 _NONE = type(None)
-# What a comparison needs of a report, of each of its levels, and of their loads.
+# Keys that a comparison needs of a report, of each of its load points, and of their loads.
 REPORT: dict[str, tuple[type, ...]] = {
     "levels": (list,), "endpoints": (list,), "metrics": (dict,), "options": (dict,), "verdict": (dict,),
     "engine": (dict, _NONE), "host": (dict, _NONE), "client": (dict, _NONE), "records": (str, _NONE),
 }  # fmt: skip
-# What it may have beside these.
+# Keys that a report may have besides these.
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "tool": (dict, _NONE), "notes": (list,), "broken": (str, _NONE), "records_sha256": (str, _NONE),
 }  # fmt: skip
@@ -57,9 +58,9 @@ LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
 VERDICT: dict[str, tuple[type, ...]] = {"valid": (bool, _NONE), "reasons": (list,)}
 REASON: dict[str, tuple[type, ...]] = {"what": (str,), "why": (str,)}
 TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
-# Metrics of a level: each is a row of every table.
+# Most metrics of a load point: each is a row of every table.
 MOST_METRICS = 1000
-# What a folder of results is looked through for.
+# File names that are looked for in a folder of results.
 USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
 TOOLS: tuple[_Tool, ...] = (aiperf, genai_perf, vllm)
 KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join(
@@ -68,7 +69,7 @@ KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report of ours from any result file we know, or from a folder with one. Raises InputDataError."""
+    """A report in our schema from any known result file, or from a folder with one. Raises InputDataError."""
     file = _file(path)
     values = read_objects(file)
     schema = values[0].get("schema") if len(values) == 1 else None
@@ -93,7 +94,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def _faults(report: Mapping[str, Any]) -> Iterator[str]:
-    """What in a report cannot be compared. Only the first may be asked for: what follows relies on there being none."""
+    """Defects that prevent a comparison. Take the first one only: later checks rely on earlier ones."""
     yield from _unlike(report, REPORT, "the report")
     yield from _unlike(report, {name: OPTIONAL[name] for name in OPTIONAL if name in report}, "the report")
     yield from _unlike_verdict(report["verdict"], "its verdict")
@@ -133,7 +134,7 @@ def _unlike_verdict(value: Any, what: str) -> Iterator[str]:
 
 
 def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iterator[str]:
-    """How `value` differs from an object of that form."""
+    """How `value` differs from an object of that schema."""
     if not isinstance(value, dict):
         yield f"{what} is no mapping"
     for key, kinds in form.items():
@@ -146,7 +147,7 @@ def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iter
 def read_records(path: Path, report: dict[str, Any]) -> Iterator[dict[str, Any]] | None:
     """The requests behind a report that `read_report` gave for the same path, in the form of report.requests.jsonl.
 
-    None where they were not kept. Raises InputDataError, also as they are read.
+    None where the requests were not kept. Raises InputDataError, also while they are being read.
     """
     file = _file(path)
     for tool in TOOLS:
@@ -182,7 +183,7 @@ def _foreign(file: Path, tool: _Tool, found: Iterable[dict[str, Any]]) -> Iterat
 
 @contextlib.contextmanager
 def _readable(file: Path, tool: _Tool) -> Iterator[None]:
-    """What a file in another form than ours or a tool's makes of our reading it. Raises InputDataError."""
+    """Turn errors from reading a file that is neither ours nor a known tool's into InputDataError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:

@@ -1,4 +1,4 @@
-"""AIPerf's profile_export_aiperf.json (schema 1, as 0.13 writes it), and profile_export.jsonl beside it."""
+"""Importer of AIPerf's profile_export_aiperf.json (schema 1, as of 0.13) and the profile_export.jsonl beside it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare.importers import schema
 from trtpipe.pipeline.bench.compare.json_files import read_lines
 
-# Characters.
+# Most characters of a command.
 LONGEST_COMMAND = 100_000
 
 NAME = "aiperf"
 VERSIONS = "0.13 (schema 1)"
 
-# Their name: ours, and what they compute.
+# AIPerf's name -> (our name, AIPerf's formula).
 _SAME = {
     "time_to_first_token": ("time_to_first_token", "first response with content - request start"),
     "request_latency": ("request_latency", "last response with content - request start"),
@@ -48,7 +48,7 @@ _WHOLE_RUN = {
 }
 _RENAMED = {"goodput": "request_goodput"}
 _DURATION = " (first request sent to last response)"
-# With --per-chunk-usage the tokens of the first chunk are left out, which ours does not do.
+# With --per-chunk-usage AIPerf leaves out the tokens of the first chunk; our metric counts them.
 _AFTER_FIRST_CHUNK = (
     "time_per_output_token_after_first_chunk",
     "(request_latency - time_to_first_token) / (output tokens - those of the first response); one value a request",
@@ -101,7 +101,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def records(file: Path, values: list[dict[str, Any]]) -> Iterator[dict[str, Any]] | None:
-    # profile_export_aiperf.json has its records in profile_export.jsonl, whatever the prefix.
+    # The records of PREFIX_aiperf.json are in PREFIX.jsonl, whatever the prefix is.
     beside = file.with_name(file.name.removesuffix("_aiperf.json") + ".jsonl")
     return _records(file, beside, _requests(values[0])["measured"]) if beside.is_file() else None
 
@@ -127,7 +127,7 @@ def _metrics(
     for tag, entry in value.items():
         if not isinstance(entry, dict) or "unit" not in entry:
             continue
-        # What is not in our tables has a name that we do not use.
+        # A metric that is not in our tables keeps its name, which we do not use.
         name, formula = _SAME.get(tag, (tag, f"AIPerf's {tag}"))
         if tag == "inter_token_latency" and per_chunk_usage:
             name, formula = _AFTER_FIRST_CHUNK
@@ -145,7 +145,7 @@ def _metrics(
 
 
 def _command(told: str | None) -> list[str] | None:
-    """None of one that is too long to split: that takes a microsecond for each character."""
+    """A command split into words; None where it is too long to split, which takes a microsecond per character."""
     return shlex.split(told) if told and len(told) <= LONGEST_COMMAND else None
 
 
@@ -155,7 +155,7 @@ def _average(value: dict[str, Any], tag: str) -> float | None:
 
 
 def _requests(value: dict[str, Any]) -> dict[str, int | None]:
-    # A run without errors leaves out their number, and one with nothing else that of the successes.
+    # A run without errors omits the number of errors, and one with errors only omits the number of successes.
     total = schema.whole(_average(value, "completed_request_count"))
     good, bad = schema.whole(_average(value, "request_count")), schema.whole(_average(value, "error_request_count"))
     if total is not None:

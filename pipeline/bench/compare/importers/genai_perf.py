@@ -1,4 +1,4 @@
-"""GenAI-Perf's profile_export_genai_perf.json (0.0.16). It names no version, no failures and no requests."""
+"""Importer of GenAI-Perf's profile_export_genai_perf.json (0.0.16): no version, no failures, no requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def records(file: Path, values: list[dict[str, Any]]) -> None:
 
 
 def _told(value: Any) -> Any:
-    """Settings that nobody made are written as an empty text."""
+    """A setting, or None for an empty text, which stands for a setting that was not made."""
     return None if value == "" else value
 
 
@@ -97,7 +97,7 @@ def _metrics(value: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str
     for tag, formula in _WHOLE_RUN.items():
         if tag in value:
             number = value[tag]["avg"]
-            # A goodput that could not be computed is written as -1.
+            # GenAI-Perf writes -1 for a goodput that could not be computed.
             metrics[tag + schema.WHOLE_RUN] = schema.rate(number if number >= 0 else None)
             definitions[tag + schema.WHOLE_RUN] = schema.definition(value[tag]["unit"], formula)
     return metrics, definitions
@@ -113,6 +113,6 @@ def _load(stimulus: Any) -> dict[str, Any]:
     if isinstance(stimulus, dict) and "concurrency" in stimulus:
         return schema.closed(stimulus["concurrency"])
     if isinstance(stimulus, dict) and "request_rate" in stimulus:
-        # perf_analyzer's default; another distribution is not written down.
+        # perf_analyzer's default; GenAI-Perf does not record another distribution.
         return schema.opened("constant", stimulus["request_rate"])
     return schema.opened("trace" if stimulus == "fixed_schedule" else str(stimulus), None)

@@ -1,4 +1,4 @@
-"""The form of our report with everything unknown, for readers of other tools to fill."""
+"""Our report schema with unknown values, which importers of other tools' results fill in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p99.9")
 COUNTS = ("measured", "succeeded", "failed", "warmup", "warmup_failed", "cut")
-# Ours are taken over the time in which the load was complete.
+# Suffix of rates over the whole run; our own rates are taken over the time in which the load was complete.
 WHOLE_RUN = "_whole_run"
-# Their units, as ours.
+# Units of other tools -> ours.
 UNITS = {
     "requests/sec": "requests/s",
     "tokens/sec": "tokens/s",
@@ -36,7 +36,7 @@ def report(
     partial: bool | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A whole report. `notes` are what a reader of its numbers must know."""
+    """A whole report. `notes` are facts that a reader of its numbers must know."""
     return {
         "schema": "trtpipe.bench/2",
         "tool": {"name": tool, "version": version},
@@ -109,7 +109,7 @@ def label(load: dict[str, Any]) -> str:
 
 
 def distribution(statistics: dict[str, float | int | None]) -> dict[str, Any]:
-    """A metric with the statistics that are known."""
+    """A metric with those of its statistics that are known."""
     return {**dict.fromkeys(STATISTICS), **statistics, "interval": None}
 
 
@@ -122,17 +122,17 @@ def definition(unit: str, formula: str, undefined: str = "where the tool leaves 
 
 
 def whole(number: float | None) -> int | None:
-    """A count that a tool writes as 17.0."""
+    """An integer that a tool writes as 17.0."""
     return None if number is None else round(number)
 
 
 def failure(kind: str, message: str) -> dict[str, str]:
-    """One line each, as ours are."""
+    """A failure; kind and message are put on one line each, as in our own reports."""
     return {"kind": kind, "message": " ".join(message.split())}
 
 
 def record(identity: str, **known: Any) -> dict[str, Any]:
-    """A line of report.requests.jsonl. When a request was due is what no other tool writes down."""
+    """A line of report.requests.jsonl. No other tool writes when a request was due."""
     blank: dict[str, Any] = {
         "level": 0, "warmup": False, "due_ns": None, "sent_ns": None, "end_ns": None, "stamps_ns": [],
         "tokens": None, "input_tokens": None, "output_tokens": None, "max_tokens": None, "failure": None,

@@ -1,5 +1,5 @@
-"""What `vllm bench serve --save-result` writes (read from 0.25 and 0.32, there of its Rust client too), one level a
-file, or several that --append-result has put into one; with --save-detailed the requests too.
+"""Importer of `vllm bench serve --save-result` files (of 0.25 and 0.32, and of the Rust client of 0.32). A
+file holds one load point, or several with --append-result; with --save-detailed it holds the requests too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trtpipe.pipeline.bench.compare.importers import schema
 NAME = "vllm bench serve"
 VERSIONS = "0.25 to 0.32"
 
-# Of a stream of completions every chunk has tokens. Of a chat the first has the role alone, and counts as well.
+# In a completions stream every chunk has tokens. In a chat stream the first chunk has only the role, and counts too.
 _COMPLETIONS = {
     "ttft": ("time_to_first_token", "first chunk with choices - request sent"),
     "tpot": ("time_per_output_token", "(request_latency - time_to_first_token) / (output tokens - 1)"),
@@ -107,7 +107,7 @@ def _level(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dic
 
 
 def _other(backend: str) -> dict[str, tuple[str, str]]:
-    """Names for a backend whose chunks we know nothing of."""
+    """Metric names for a backend whose chunks are unknown."""
     return {short: (f"{short}_of_{backend}", f"vLLM's {short} of {backend}") for short in _COMPLETIONS}
 
 
@@ -116,7 +116,7 @@ def _statistics(value: dict[str, Any], short: str) -> dict[str, float | None]:
     for statistic in schema.STATISTICS:
         if f"{statistic}_{short}_ms" in value:
             found[statistic] = value[f"{statistic}_{short}_ms"]
-    # Of no values at all, vLLM writes 0.
+    # vLLM writes 0 for a statistic of no values.
     return dict.fromkeys(found) if found["mean"] == 0 else found
 
 
@@ -148,14 +148,14 @@ def _errors(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _failure(told: str) -> dict[str, str]:
-    """A traceback, whose last line says what happened, or the reason phrase of an HTTP answer."""
+    """Failure from a traceback, whose last line says what happened, or from the reason phrase of an HTTP answer."""
     last = (told.strip().splitlines() or ["no answer"])[-1]
     kind, colon, message = last.partition(": ")
     return schema.failure(kind.rpartition(".")[2], message) if colon else schema.failure(last, last)
 
 
 def _date(told: str | None) -> str | None:
-    # The Rust client writes it as it is to be, in UTC.
+    # The Rust client already writes ISO format in UTC.
     if told is None or "T" in told:
         return told
     return datetime.strptime(told, "%Y%m%d-%H%M%S").isoformat()
@@ -167,7 +167,7 @@ def _records(number: int, value: dict[str, Any]) -> list[dict[str, Any]]:
     latencies = value.get("latencies") or [None] * len(value["start_times"])
     rows = zip(*(value[name] for name in columns), latencies, strict=True)
     for place, (start, ttft, gaps, asked, answered, error, latency) in enumerate(rows):
-        # A refused request leaves no text where the server gave no reason, and a first token after 0 s.
+        # A refused request has an empty text where the server gave no reason, and a first token after 0 s.
         broken = bool(error) or ttft == 0
         times = [] if ttft == 0 else list(accumulate([ttft, *gaps]))
         ended = latency if latency is not None else times[-1] if times else 0.0
