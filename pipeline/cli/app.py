@@ -52,7 +52,7 @@ def _root(
         console.text(context.get_help() + "\n")
 
 
-# As `--help` lists them.
+# In the order of `--help`.
 for _command in (
     build.build, plan.plan, build.settings, build.status, weights.convert, weights.quantize,
     weights.verify, weights.recipes, weights.inspect, weights.restore, serve.serve, serve.ps,
@@ -73,7 +73,7 @@ def main() -> None:
 
     console.prepare()
     try:
-        # Not standalone: failures come back here instead of ending the process with click's own words.
+        # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _usage(error: Any) -> TrtpipeError:
-    """Our words for an unknown command or option, a missing argument, or a value of the wrong type."""
+    """Our error for an unknown command or option, a missing argument, or a value of the wrong type."""
     from trtpipe.engines.errors import UsageError
 
     command = error.ctx.command_path if getattr(error, "ctx", None) else "trtpipe"
