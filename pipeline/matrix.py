@@ -54,8 +54,7 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build_all(plans: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:
-    """Build one target after the other; a failed target does not stop the others. Raises as
-    `require_distinct`."""
+    """Build one target after the other; a failed target does not stop the others. Raises as `require_distinct`."""
     require_distinct(plans)
     out = []
     for plan in plans:

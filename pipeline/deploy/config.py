@@ -32,7 +32,7 @@ class DeployConfig:
     pvc, model_image,          where the model repository is, one of the three: a PersistentVolumeClaim that every
     host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
     repository_path            the repository's folder in the volume or image
-    replicas_min, replicas_max how many replicas there are; no more than one number when both are equal. None takes
+    replicas_min, replicas_max bounds of the number of replicas, which is fixed when both are equal. None takes
                                four where their number can follow the load, else the minimum
     waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
     scale_down_seconds         how long the load must have been lower before a replica is removed

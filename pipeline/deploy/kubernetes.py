@@ -138,7 +138,7 @@ def manifests(target: Target) -> dict[str, Manifest]:
         "kind": "Component",
         "resources": ["podmonitor.yaml"],
     }
-    # Beside the base, not in it: kustomize takes a base that holds the overlay for a cycle.
+    # Beside the base, not in it: kustomize reports a cycle for a base that holds its own overlay.
     out[f"{OVERLAY}/{KUSTOMIZATION}"] = _kustomization(
         namespace=target.config.namespace, resources=[f"../../{BASE}"], components=[f"../../{PROMETHEUS}"]
     )

@@ -171,7 +171,7 @@ def _take(
         _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
 
     origin = Origin(source=str(path.resolve()), content=entry["content"])
-    # Of an artefact that is there nothing is written, but its files in the tar must match their digests.
+    # For an artefact that is there nothing is written, but its files in the tar must match their digests.
     return receive(entry, store.of(origin), take, lambda file: take(file, None))
 
 

@@ -64,12 +64,12 @@ class _Index(_Form):
 
 
 def index_fault(index: Any) -> str | None:
-    """What is wrong with an index, if anything."""
+    """The first fault of an index; None for a valid one."""
     return _fault(_Index, index)
 
 
 def entry_fault(entry: Any) -> str | None:
-    """What is wrong with an index's entry of one artefact, if anything."""
+    """The first fault of an index's entry of one artefact; None for a valid one."""
     return _fault(_Entry, entry)
 
 

@@ -24,7 +24,7 @@ class AnswerTooLarge(Exception): ...
 
 
 class LimitedSession(AIOHTTPSession):  # type: ignore[misc]
-    """Limits a request to ANSWER_SECONDS plus the time that SLOWEST takes to send it; objects are streamed later."""
+    """Answers, except objects, are whole within ANSWER_SECONDS plus the time that SLOWEST takes for the request."""
 
     async def send(self, request: Any) -> Any:
         streamed = request.stream_output

@@ -77,7 +77,7 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         if not runs:
             raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
         target = runs[-1].parent.name
-    # By name only: the server's own folder and log are named after it, so a path must not pass as one.
+    # By name only: the server's folder and log are named after the target, so a path must not pass as a name.
     if target in {run.name for run in RUNS.glob("*")}:
         return target, RunFolder.of(target).linked("repository")
     folder = Path(target)

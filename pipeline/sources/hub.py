@@ -20,7 +20,7 @@ from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# What huggingface_hub raises for an answer of another form than it expects.
+# Exceptions of huggingface_hub for an answer of another form than it expects.
 MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
 

@@ -95,7 +95,7 @@ class Store:
         return Artefact(path=folder / "files", manifest=manifest)
 
     def fault(self, record: Record, *, verify: bool = False) -> str | None:
-        """What is wrong with the artefact of `record`; None when it is whole, or when there is none.
+        """The fault of the artefact of `record`; None when it is whole, or when there is none.
 
         Reads small files, and larger ones that were touched or not read for READ_AGAIN_SECONDS; `verify` reads all.
         """
