@@ -1,1 +1,1 @@
-"""The staged pipeline, and what a user runs around it."""
+"""The pipeline: staged builds, serving, the gateway, benchmarks, deployment and the command line."""

@@ -1,4 +1,4 @@
-"""Checks before an engine is served or measured: can this machine run it, and does somebody vouch for its code."""
+"""Checks before an engine is served or measured: this machine can run it, and its code is trusted."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trtpipe.triton_repo.render import ENGINE_FOLDER
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether this machine can run an engine: why not, one phrase each, and what else there is to know."""
+    """Whether this machine can run an engine: the objections, a phrase each, and further notes."""
 
     passport: Passport
     objections: list[str]
     remarks: list[str]
 
     def require(self, folder: Path) -> None:
-        """Raises ArtefactRefused when there is an objection, with the command that builds for this machine."""
+        """Raise ArtefactRefused, with the command that builds for this machine, when there is an objection."""
         if self.objections:
             raise ArtefactRefused(
                 f"the engine in {folder} does not run on this machine",
@@ -60,12 +60,11 @@ def examine(passport: Passport) -> Verdict:
 
 
 def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bool) -> None:
-    """Refuse a repository whose code nobody here vouches for: one that is neither whole in this store nor made of known
-    templates.
+    """Refuse a repository with untrusted code: it is neither whole in this store nor made of known templates.
 
-    allow_code  the user has said that its code may run
+    allow_code  whether the user has allowed the repository's code to run
 
-    Raises ArtefactRefused naming the first file, InputDataError for one of this store that has changed.
+    Raises ArtefactRefused naming the first file, InputDataError for a repository of this store that has changed.
     """
     folder = repository.resolve().parent
     manifest = read_manifest(folder / "manifest.json")

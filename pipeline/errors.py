@@ -1,6 +1,6 @@
-"""Exceptions of Python and of libraries -> one of our five classes, so that each gets its line and exit code.
+"""Translation of exceptions of Python and of libraries into our five classes, which set the message and exit code.
 
-One ordered table: the first row that fits counts. What fits none is a defect of ours and keeps its traceback.
+One ordered table: the first matching row counts. An exception without a row is our defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _named(error: BaseException) -> str:
     return f"{filename}: " if filename else ""
 
 
-# What the machine's state can bring about, rather than a defect of ours.
+# Errors that the state of the machine can cause, as opposed to a defect of ours.
 STATE = (
     errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
     errno.ENAMETOOLONG, errno.ELOOP, errno.ENOMEM, errno.EAGAIN, errno.ESTALE,
@@ -62,7 +62,7 @@ ROWS: tuple[_Row, ...] = (
 
 
 def translate(error: BaseException) -> TrtpipeError | None:
-    """Our word for `error`; None for one we do not know."""
+    """Our exception for `error`; None for one that the table does not know."""
     if isinstance(error, TrtpipeError):
         return error
     for kind, applies, ours in ROWS:

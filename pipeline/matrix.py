@@ -1,6 +1,6 @@
-"""Several targets from one command: every combination of the lists given, sharing what they have in common.
+"""Build of several targets from one command: every combination of the given lists; what they share is made once.
 
-Nothing is shared here by hand: stages of equal inputs and settings have equal keys, so the store makes each once.
+This module does no sharing itself: stages of equal inputs and settings have equal keys, so the store makes each once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a target ended: what it has made, and the failure that ended it, if any."""
+    """Outcome of a target: what was made, and the failure that ended it, if any."""
 
     plan: BuildSpec
     results: tuple[StageResult, ...]
@@ -54,8 +54,7 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def build_all(plans: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:
-    """Build one target after the other; one that fails does not keep the others from it. Raises as
-    `require_distinct`."""
+    """Build one target after the other; a failed target does not stop the others. Raises as `require_distinct`."""
     require_distinct(plans)
     out = []
     for plan in plans:
@@ -67,7 +66,7 @@ def build_all(plans: list[BuildSpec], build: Callable[[BuildSpec], list[StageRes
 
 
 def require_distinct(plans: list[BuildSpec]) -> None:
-    """Raise UsageError for two targets of one name, which would be each other's run folder."""
+    """Raise UsageError for two targets of one name, because they would share a run folder."""
     names = [plan.target for plan in plans]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -75,7 +74,7 @@ def require_distinct(plans: list[BuildSpec]) -> None:
 
 
 def raise_failures(outcomes: list[Outcome]) -> None:
-    """Raise what a command should end with: the failure of a single target, or a count of several."""
+    """Raise the error that a command ends with: the failure of a single target, or a count of several."""
     errors = [(outcome, outcome.error) for outcome in outcomes if outcome.error is not None]
     if not errors:
         return

@@ -1,4 +1,4 @@
-"""The folder of a target, ./runs/<target>/: links to its artefacts, its settings, the records of its stages."""
+"""Run folder of a target, ./runs/<target>/: links to its artefacts, its settings, the records of its stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunFolder:
         return cls(RUNS / target)
 
     def start(self, plan: BuildSpec, store: Store) -> None:
-        """Create the folder, note the plan, and register it so that `gc` keeps what it links to."""
+        """Create the folder, write the plan, and register it so that `gc` keeps the artefacts it links to."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
         roots = store.home / "roots"
@@ -42,17 +42,17 @@ class RunFolder:
         sync(self.path.parent)
 
     def last(self, stage: str) -> Record | None:
-        """The record of what the stage made last; None where it made nothing that this version can read."""
+        """The record of the stage's last artefact; None where there is none that this version can read."""
         found = self._entries().get(stage)
         return None if found is None else found[0]
 
     def origin(self, stage: str) -> Origin | None:
-        """Where that was brought from; None for what was made here."""
+        """The origin of the stage's last artefact; None for an artefact that was made here."""
         found = self._entries().get(stage)
         return None if found is None else found[1]
 
     def origins(self) -> dict[str, Origin]:
-        """Where the target's artefacts were brought from, by what their stages make; not those that were made here."""
+        """Origins of the target's imported artefacts, by what their stages make; artefacts made here have none."""
         return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
 
     def imports(self) -> list[str]:
@@ -60,7 +60,7 @@ class RunFolder:
         return [f"the {makes} was {origin.describe()}" for makes, origin in self.origins().items()]
 
     def find(self, stage: str, store: Store, *, verify: bool = False) -> Artefact | None:
-        """What the stage made last, or was brought in its place, if it is whole."""
+        """The stage's last artefact, made here or imported in its place, if it is whole."""
         found = self._entries().get(stage)
         return None if found is None else store.of(found[1]).find(found[0], verify=verify)
 
@@ -83,7 +83,7 @@ class RunFolder:
         sync(self.path)
 
     def drop_imports(self, *, keep: str) -> None:
-        """Forget what was brought from elsewhere, but for what came from the source `keep`."""
+        """Forget imported artefacts, except those from the source `keep`."""
         stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
         raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
         write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
@@ -91,11 +91,11 @@ class RunFolder:
             (self.path / MAKES[stage]).unlink(missing_ok=True)
 
     def stages(self) -> list[str]:
-        """The stages that have made something in this version's words."""
+        """The stages with a record that this version can read."""
         return list(self._entries())
 
     def folders(self, store: Store) -> list[Path]:
-        """The folders in the store that this run refers to. Raises OSError or ValueError where that is not known."""
+        """The store's folders that this run refers to. Raises OSError or ValueError where they cannot be determined."""
         path = self.path / "run.json"
         if not path.exists():
             return []
@@ -106,7 +106,7 @@ class RunFolder:
         return [store.of(origin).folder(record) for record, origin in entries.values()]
 
     def linked(self, makes: str) -> Path:
-        """What a stage has made last, such as the repository. Raises InputDataError when there is none."""
+        """The artefact that a stage made last, such as the repository. Raises InputDataError when there is none."""
         link = self.path / makes
         if not link.is_dir():
             raise InputDataError(

@@ -1,4 +1,4 @@
-"""The loop: for each stage, reuse what is whole and current, or run it and say why."""
+"""Execution of a plan: reuse each stage that is whole and current, or run it and report why."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StageResult:
 
 
 class Perform(Protocol):
-    """Has a stage run, or its artefact found; `last` is the record it ran with the last time in this run folder."""
+    """Runs a stage, or finds its artefact; `last` is the record of the stage's last run in this run folder."""
 
     def __call__(
         self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None
@@ -42,22 +42,22 @@ class Perform(Protocol):
 
 
 class Trust(Protocol):
-    """Which artefacts from elsewhere may be reused."""
+    """Decides which artefacts from elsewhere may be reused."""
 
     def find(self, record: Record, makes: str, store: Store) -> tuple[Artefact, str] | None:
-        """An imported artefact of `record` that may be reused, and what the trust in it rests on."""
+        """An imported artefact of `record` that may be reused, and the reason to trust it."""
 
 
 class Reporter(Protocol):
-    """What the runner tells a person while it works."""
+    """Receives the runner's progress and shows it to the user."""
 
     def stage(self, name: str, reason: str) -> contextlib.AbstractContextManager[Any]:
-        """A stage starts to run; the value is called with (bytes done, bytes in all)."""
+        """Report the start of a stage; the context's value is called with (bytes done, bytes in all)."""
 
     def finished(self, result: StageResult) -> None: ...
 
     def line(self, text: str) -> None:
-        """A program that a stage runs has printed a line."""
+        """Report a line printed by a program that a stage runs."""
 
     def note(self, text: str) -> None: ...
 
@@ -67,10 +67,10 @@ def execute(
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
     trust: Trust | None = None,
 ) -> list[StageResult]:  # fmt: skip
-    """Run the plan's stages, or reuse them, up to and including `until`. Updates the run folder after each.
+    """Run the plan's stages up to and including `until`, or reuse them. Updates the run folder after each.
 
-    `perform` runs them elsewhere. `given` are artefacts from elsewhere, by what their stages make: these do not run.
-    Of other artefacts from elsewhere those are reused that `trust` admits. Raises TrtpipeError; what was finished
+    `perform` runs stages elsewhere. `given` holds artefacts from elsewhere, by what their stages make; these stages do
+    not run. Other artefacts from elsewhere are reused where `trust` admits them. Raises TrtpipeError; what was finished
     before a failure is kept.
     """
     made = dict(given or {})
@@ -78,7 +78,7 @@ def execute(
     run = RunFolder.of(plan.target)
     here = perform is None
     if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
-        # Better before the download than after it; only an absent GPU leaves something worth doing.
+        # Checked before the download, not after it. Without a GPU the earlier stages are still worth running.
         with contextlib.suppress(hardware.GpuAbsent):
             check_machine(plan)
     run.start(plan, store)
@@ -102,7 +102,7 @@ def execute(
 
 
 def check_machine(plan: BuildSpec) -> None:
-    """Find out, before anything is downloaded, what would stop the build at its end. Raises HostError."""
+    """Check, before anything is downloaded, for what would stop the build at its end. Raises HostError."""
     if load_backend(plan.runtime).COMPILED:
         hardware.matching_gpus(plan.engine_target)
         hardware.choose_executor(plan.executor, plan.toolchain)
@@ -118,7 +118,7 @@ def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, .
 
 
 def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
-    """The stages without those that made what is there already, and those that only they needed."""
+    """The stages without those whose artefacts are in `made`, and without those that only these needed."""
     if not made:
         return stages
     needed = {stages[-1].makes}
@@ -131,7 +131,7 @@ def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tu
 
 
 def wanted_record(stage: Stage, plan: BuildSpec, inputs: dict[str, str], store: Store) -> Record:
-    """The record this plan asks for; `inputs` are content digests of the stages it reads."""
+    """The record that the stage would have under this plan; `inputs` are content digests of the stages it reads."""
     settings = stage.settings(plan)
     return Record(
         stage=stage.name,
@@ -200,7 +200,7 @@ def satisfy(
 
 
 def why(last: Record | None, wanted: Record) -> str:
-    """Why a stage must run, from the record it ran with the last time in this run folder."""
+    """Why a stage must run, from the record of its last run in this run folder."""
     if last is None:
         return "first run"
     return ", ".join(differences(last, wanted)) or "its artefact is gone"
@@ -208,7 +208,7 @@ def why(last: Record | None, wanted: Record) -> str:
 
 @dataclass(frozen=True)
 class StageStatus:
-    """For `status`: current, stale, missing, or imported, and why."""
+    """State of a stage for `status`: current, stale, missing or imported, and why."""
 
     stage: str
     state: str
@@ -217,9 +217,9 @@ class StageStatus:
 
 
 def status(plan: BuildSpec, store: Store) -> list[StageStatus]:
-    """What the next build of this plan would do. Reads only; a stage behind a stale one is stale with it.
+    """What the next build of this plan would do. Only reads; a stage that depends on a stale one is stale too.
 
-    What was imported is used by `build --from`; a plain build makes its own.
+    `build --from` uses imported artefacts; a plain build makes its own.
     """
     run = RunFolder.of(plan.target)
     out: list[StageStatus] = []

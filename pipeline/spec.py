@@ -1,7 +1,7 @@
-"""Layers of settings -> one frozen Plan, every value with its source. Pure: touches no disk but YAML, no network.
+"""Resolution of layers of settings into a frozen BuildSpec, every value with its source. Pure: reads only YAML.
 
-Weakest first: defaults of the settings types, the recipe, command-line options, `--set`. A later layer replaces
-the whole value. Everything that can be refused without the model's files is refused here.
+The layers, weakest first: defaults of the settings types, the recipe, command-line options, `--set`. A later layer
+replaces the whole value. Whatever can be refused without the model's files is refused here. No network is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.defaults import planned_sizes
 from trtpipe.triton_repo.serving import ServingConfig, resolve_serving
 
-# What a recipe or `--set` may name; the two groups are mappings of their settings type's fields.
+# Settings that a recipe or `--set` may name; the two groups are mappings with the fields of their settings type.
 SCALARS = (
     "model",
     "source",
@@ -50,7 +50,7 @@ Layer = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Value:
-    """One resolved setting: dotted name, value, the layer or the reason it comes from, and what it means."""
+    """One resolved setting: dotted name, value, its source (a layer or a reason), and its meaning."""
 
     name: str
     value: Any
@@ -62,7 +62,7 @@ class Value:
 class BuildSpec:
     """Everything a run needs to know.
 
-    settings  what resolves to this plan again, on any machine: scalars as they were given, groups as they turned out
+    settings  resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
     """
 
     model: ModelRef
@@ -85,7 +85,7 @@ class BuildSpec:
 
     @property
     def sms(self) -> tuple[int, ...] | None:
-        """The compute capabilities that run the engine; None when any machine does."""
+        """The compute capabilities that can run the engine; None when any machine can run it."""
         backend = load_backend(self.runtime)
         if backend.ANYWHERE or self.gpu.sm is None:
             return None
@@ -93,13 +93,13 @@ class BuildSpec:
 
     @property
     def engine_target(self) -> Target:
-        """What the engine is for, in the engine backend's terms."""
+        """The target of the engine, in the engine backend's terms."""
         return Target(gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain)
 
     @property
     def target(self) -> str:
-        """The identifier used for folders, logs and reports: model.gpu.dtype, then what is not the usual: tp and pp
-        above 1, another runtime or toolchain."""
+        """The identifier used for folders, logs and reports: model.gpu.dtype, then values other than the defaults: tp
+        and pp above 1, another runtime or toolchain."""
         parts = [self.model.name, self.gpu.name, self.precision.name]
         parts += [
             f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
@@ -118,7 +118,7 @@ class BuildSpec:
 
 
 def recipe_layer(path: str) -> Layer:
-    """A recipe file as a layer: a path, or the name of one in configs/recipes. Raises ConfigError, UsageError."""
+    """A recipe file as a layer; `path` is a path, or a name in configs/recipes. Raises ConfigError, UsageError."""
     shipped = {file.stem: file for file in (facts.CONFIGS / "recipes").glob("*.yaml")}
     file = shipped.get(path) or Path(path)
     if not file.is_file():
@@ -129,7 +129,7 @@ def recipe_layer(path: str) -> Layer:
 
 
 def set_layer(assignments: list[str]) -> Layer:
-    """`--set build.max_batch_size=16` options as a layer. Raises UsageError."""
+    """A layer from `--set build.max_batch_size=16` options. Raises UsageError."""
     layer: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -149,9 +149,9 @@ def set_layer(assignments: list[str]) -> Layer:
 
 
 def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
-    """Compose the layers, weakest first, into a Plan. Raises UsageError or ConfigError.
+    """Compose the layers, weakest first, into a BuildSpec. Raises UsageError or ConfigError.
 
-    `model` is taken as it is: of an imported target its source need not be on this machine.
+    `model` is used as it is: the source of an imported target need not be on this machine.
     """
     chosen = _merge(layers)
     model_name = _string(chosen, "model", required="--model smollm2-135m")
@@ -175,7 +175,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         toolchain.require_runtime(runtime)
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     if runtime != "reference":
-        # What is given goes before what is planned.
+        # Given values take precedence over planned ones.
         chosen = planned_sizes(chosen, model_name, gpu, precision.dtype, quantization) | chosen
     elif "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why="the reference runtime takes them as they are")
@@ -218,7 +218,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
                 source = origin(name, made.get(name, "default"))
                 meaning = field.metadata.get("meaning", "")
                 values.append(Value(name, getattr(settings, field.name), source, meaning))
-    # Where a program runs is a machine's matter.
+    # The executor depends on the machine, not on the target.
     plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
     grouped: dict[str, Any] = {}
     for value in values:
@@ -261,12 +261,12 @@ def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> An
 
 
 def _error(*labels: str) -> type[TrtpipeError]:
-    """A mistake in a recipe is the file's, one on the command line is the request's."""
+    """The error class for a mistake: ConfigError in a recipe, UsageError on the command line."""
     return read.ConfigError if any(label.startswith("recipe ") for label in labels) else UsageError
 
 
 def _source_origin(given: str, model: ModelRef) -> str:
-    """Where the source comes from when neither --source nor --revision says it."""
+    """Origin of the source when neither --source nor --revision gives it."""
     itself = model.source.kind in ("folder", "gguf") or getattr(model.source, "repo_id", None) == given
     return "the model itself" if itself else f"first source of {model.name}"
 
@@ -312,7 +312,7 @@ def _quantization_values(precision: Precision, origin: Callable[..., str], accep
 
 
 def _release(chosen: dict[str, tuple[Any, str]]) -> str | None:
-    """The toolchain's name. YAML reads 1.1 as a number."""
+    """The toolchain's name as text, because YAML reads 1.1 as a number."""
     value, _ = chosen.get("toolchain", (None, ""))
     if isinstance(value, float):
         return str(value)

@@ -1,4 +1,4 @@
-"""The accuracy gate: what a comparison with the original found, against what the recipe allows."""
+"""The accuracy gate: checks a comparison with the original model against the recipe's thresholds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Threshol
 
 __all__ = ["LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure"]
 
-# Of the held-out text, what the gate runs: about 2000 tokens, half a minute for a small model on a laptop.
+# Rows of the held-out text that the gate runs: about 2000 tokens, half a minute for a small model on a laptop.
 ROWS = 8
 SEQ_LEN = 256
 
 SCHEMA = 1
 JSON_NAME = "accuracy.json"
 HTML_NAME = "accuracy.html"
-# How many layers and matrices a table of the worst has.
+# Number of layers and of matrices in a table of the worst.
 WORST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A comparison and its verdict. recipe is the name that messages give whoever set the thresholds."""
+    """A comparison and its verdict. `recipe` names the source of the thresholds in messages."""
 
     recipe: str
     thresholds: Thresholds
@@ -34,7 +34,7 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What is worse than the recipe allows, a clause each."""
+        """The measurements that are worse than the recipe allows, a clause each."""
         found, allowed, out = self.measured, self.thresholds, []
         if found.perplexity_ratio > allowed.perplexity_ratio:
             ratio, limit = _apart(found.perplexity_ratio, allowed.perplexity_ratio, 2)
@@ -52,12 +52,12 @@ class Report:
 
     @property
     def worst(self) -> list[LayerError]:
-        """The layers that do most harm, the worst first."""
+        """The most harmful layers, the worst first."""
         return self.measured.worst(WORST)
 
     @property
     def saturated(self) -> list[Saturation]:
-        """Inputs of matrices some of which are clipped, the largest share first."""
+        """Inputs of matrices that are partly clipped, the largest share first."""
         clipped = (entry for entry in self.measured.saturation if entry.beyond)
         return sorted(clipped, key=lambda entry: -entry.share)
 
@@ -70,7 +70,7 @@ class Report:
         )
 
     def refusal(self, report: Path | None = None) -> StageFailed:
-        """The error for a gate that failed; `report` is the folder of its files, if it is kept."""
+        """The error for a failed gate; `report` is the folder of its files, if it is kept."""
         layer = self.worst[0]
         worst = f"most goes wrong in layer {layer.layer}, {percent(layer.local)} of what it adds"
         place = f"see {report / HTML_NAME}, then " if report is not None else ""
@@ -81,7 +81,7 @@ class Report:
         )
 
     def summary(self) -> list[tuple[str, str | None, str | None, str | None]]:
-        """Rows of a table: (what, original, quantized, limit); None where there is no such thing."""
+        """Rows of a table: (what, original, quantized, limit); None where there is no such value."""
         found, allowed = self.measured, self.thresholds
         clipped, inputs = (sum(getattr(e, name) for e in found.saturation) for name in ("beyond", "inputs"))
         return [
@@ -112,7 +112,7 @@ class Report:
 
 
 def matching_recipe(measured: Measured, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
-    """The recipe whose thresholds are for what was measured: that of its weights, with its KV cache if there is one."""
+    """The recipe whose thresholds apply: that of the measured weights, with the measured KV cache if there is one."""
     same = [recipe for recipe in recipes.values() if recipe.quant_algo == measured.quant_algo]
     name = measured.kv_cache_quant_algo
     cache = None if name is None else KvCacheQuantAlgo(name)

@@ -1,4 +1,4 @@
-"""A report of accuracy as files: JSON, and one page that needs nothing else, neither network nor script."""
+"""Accuracy report as files: JSON, and one self-contained HTML page that needs neither network nor script."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOP = 12
 BOTTOM = 40
 BAR = 8
 GAP = 2
-# Between the bars of two layers.
+# Space between the bars of two layers.
 SPACE = 8
 NARROWEST = 640
-# A label under every layer would run into the next one.
+# Least space for a label: with one under every layer, labels would run into each other.
 LABEL_WIDTH = 24
 TICKS = 5
 
@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Chart:
-    """Where everything of the plot is."""
+    """Layout of the plot."""
 
     width: int
     ticks: tuple[Tick, ...]
@@ -89,7 +89,7 @@ def render(report: Report) -> str:
 
 
 def chart(layers: Sequence[LayerError]) -> Chart:
-    """Lay out the bars of `layers`, all on one scale that starts at 0."""
+    """Lay out the bars of `layers` on one scale that starts at 0."""
     step, top = scale(max(max(layer.local, layer.accumulated) for layer in layers))
     pitch = max(2 * BAR + GAP + SPACE, (NARROWEST - LEFT) / len(layers))
     every = math.ceil(LABEL_WIDTH / pitch)
@@ -105,7 +105,7 @@ def chart(layers: Sequence[LayerError]) -> Chart:
 
 def scale(largest: float) -> tuple[float, float]:
     """(distance of ticks, top of the scale): the distance is 1, 2 or 5 times a power of ten."""
-    # Equal models have no errors at all, and still a scale.
+    # Equal models have no errors, but the plot still needs a scale.
     wanted = max(largest, 1e-6) / TICKS
     power = 10.0 ** math.floor(math.log10(wanted))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))

@@ -102,7 +102,7 @@ def main() -> None:
 
     console.prepare()
     try:
-        # Not standalone: failures come back here instead of ending the process with click's own words.
+        # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _usage(error: Any) -> TrtpipeError:
-    """Our words for an unknown command or option, a missing argument, or a value of the wrong type."""
+    """Our error for an unknown command or option, a missing argument, or a value of the wrong type."""
     from trtpipe.engines.errors import UsageError
 
     command = error.ctx.command_path if getattr(error, "ctx", None) else "trtpipe"

@@ -1,4 +1,4 @@
-"""`trtpipe bench`: from words on a command line to what the load tester takes."""
+"""`trtpipe bench`: turns the command line into options of the load generator."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.bench.search import Search
     from trtpipe.pipeline.serving.servers import Served, Server
 
-# Where the kernel stamps what it receives.
+# Only Linux timestamps received data in the kernel.
 LINUX = sys.platform == "linux"
-# Of each level of a search, where nothing else is said.
+# Default duration of each load point of a search.
 SEARCH_SECONDS = 30.0
-# What the fields of a load are called here. `requests` is a word too: a field only beside the other, or before "is".
+# Options for the fields of a load. `requests` is a word too: a field only beside the other, or before "is".
 FLAGS = {
     r"requests (and|or) duration_s": r"--requests \1 --duration",
     r"requests is": "--requests is",
@@ -38,7 +38,7 @@ FLAGS = {
     "max_in_flight": "--max-in-flight",
 }
 
-# Of fields of the work.
+# Options for fields of the work.
 OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
 
 app = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, invoke_without_command=True)
@@ -292,7 +292,7 @@ def compare(
 
 
 def _price_of(report: Mapping[str, Any]) -> float | None:
-    """What an hour of a report's engine costs, where the file of its GPU has a price."""
+    """Price of an hour of a report's engine, where the file of its GPU has one; else None."""
     from trtpipe.configs import facts
 
     engine = report.get("engine") or {}
@@ -301,12 +301,12 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
         return None
     try:
         return gpu.price_per_hour * float(engine["tp_size"]) * float(engine["pp_size"])
-    except (KeyError, TypeError, ValueError):  # a report of somebody else's
+    except (KeyError, TypeError, ValueError):  # another program's report
         return None
 
 
 def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
-    """Do it, write the report and say what it holds. Raises StageFailed where the figures are not to be believed."""
+    """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
     from trtpipe.engines.hf import chat_template
     from trtpipe.pipeline.bench.run import run
@@ -317,7 +317,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     render = None if template is None else chat_template.compile_template(options.tokenizer.parent, template)
     with console.bench_progress() as progress:
         measured = run(options, render, progress)
-    # What comes after the load is imported after it: neither the first request waits for it, nor does it take memory.
+    # Imported after the load, so that the first request does not wait for it and the load has the memory.
     from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
 
@@ -326,7 +326,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
 
         try:
             state_error(measured, options)
-        except HostError as error:  # what was measured is not to be lost for that
+        except HostError as error:  # the measurement must not be lost for that
             console.note(f"how wrong {options.wiring.transport} is here is not known: {error}")
     if served is not None:
         from trtpipe.pipeline.serving import serve
@@ -334,7 +334,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
 
         measured.engine = {**vars(serve.check_passport(served.repository))}
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
-        if made is not None:  # not a folder of somebody else's
+        if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content
             measured.engine["content"] = made.record.inputs["engine"]
     console.bench_table(measured)  # also where no report can be written
@@ -344,7 +344,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
     for search in measured.searches:
         console.result(search.said())
     console.result("report: " + "  ".join(str(place) for place in places))
-    gc.freeze()  # the process ends, and would first look through all it has, for a tenth of a second
+    gc.freeze()  # the process ends, and its last collection would take a tenth of a second
     if measured.interrupted:
         raise KeyboardInterrupt
     refusal = summary.refusal(measured, report)
@@ -353,7 +353,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
 
 
 def _check_place(report: Path) -> None:
-    """That a report can be written there, before anything is measured. Raises UsageError or HostError."""
+    """Check, before anything is measured, that a report can be written there. Raises UsageError or HostError."""
     import tempfile
 
     from trtpipe.engines.errors import HostError, UsageError
@@ -363,7 +363,7 @@ def _check_place(report: Path) -> None:
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
     try:
-        # Folders that are missing are made with the report: a run that fails before leaves none behind.
+        # Missing folders are made with the report: a run that fails before leaves none behind.
         with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
             pass
     except OSError as error:
@@ -372,7 +372,7 @@ def _check_place(report: Path) -> None:
 
 
 def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
-    """Numbers separated by commas; whole ones stay whole, and are asked for with `whole`. Raises UsageError."""
+    """Numbers separated by commas; whole ones are ints, and `whole` accepts only those. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
 
     if text is None:
@@ -398,7 +398,7 @@ def _sampling(words: list[str]) -> dict[str, Any]:
 
 
 def _kernel_stamps(asked: bool | None, transport: str) -> bool:
-    """Whether reads get the kernel's stamps: where nothing is asked, all that can. Raises UsageError."""
+    """Whether reads use the kernel's timestamps: by default wherever that is possible. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
 
     own = transport != "tritonclient"
@@ -413,7 +413,7 @@ def _kernel_stamps(asked: bool | None, transport: str) -> bool:
 
 
 def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
-    """The levels and their work, from a load file or from options. Raises UsageError."""
+    """The load points and their work, from a load file or from options. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.load.files import find_load, parse_levels, parse_work
 
@@ -433,13 +433,13 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
 
 
 def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
-    """Of options, which typer has read as what they are: checking it again would take a tenth of a second."""
+    """Make `kind` of options, whose types typer has checked: a second check would take a tenth of a second."""
     return kind(**data)
 
 
 @contextmanager
 def _in_flags() -> Iterator[None]:
-    """What is wrong with a field, told of the option that it comes from."""
+    """Name the command-line options, instead of the fields, in a UsageError."""
     from trtpipe.engines.errors import UsageError
 
     try:

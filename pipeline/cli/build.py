@@ -1,4 +1,4 @@
-"""`trtpipe build` and what is about its targets: their settings, their state, bringing them elsewhere, clearing up."""
+"""`trtpipe build` and commands for its targets: settings, status, export and import, and clean-up of the store."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def build(
     for name in ("ray", "exchange", "trust_origin", "trust_key"):
         del options[name]
     if on_cluster:
-        options["executor"] = None  # each machine finds its own way to run what a toolchain has
+        options["executor"] = None  # each machine chooses its own executor
     reporter = console.BuildReporter()
     given = None
     if bundle is not None:
@@ -277,7 +277,7 @@ def scrub() -> None:
 
 
 def _plan(options: dict[str, Any]) -> BuildSpec:
-    """The plan of a command's options: the recipe below, then options, then --set."""
+    """The plan from a command's options, weakest first: the recipe, options, --set."""
     from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
 
     layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
@@ -287,7 +287,7 @@ def _plan(options: dict[str, Any]) -> BuildSpec:
 
 
 def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
-    """Raises UsageError for what `--executor ray` has no use for, or what only it has."""
+    """Raises UsageError for options that `--executor ray` does not use, or that only it has."""
     from trtpipe.engines.errors import UsageError
 
     flags = {"bundle": "from", "verify": "verify", "keep_failed": "keep-failed",
@@ -316,7 +316,7 @@ def _build_on_cluster(
 
 
 def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[Path, ...]) -> Bundle:
-    """The target to go on with: a file, or what was imported before. Raises UsageError for options beside it."""
+    """The target to continue: a file, or an earlier import. Raises UsageError for options that it excludes."""
     import dataclasses
 
     from trtpipe.engines.errors import UsageError

@@ -1,7 +1,7 @@
-"""What a person sees, but for `top` (console_top). Progress and complaints go to stderr, results to stdout.
+"""Console output of all commands except `top` (console_top). Progress and complaints go to stderr, results to stdout.
 
-Whatever is printed has its control characters made visible (console_text), but for text that `generate` and `logs`
-write into a pipe or a file: as with `ls`, whoever reads it there gets it as it is.
+Control characters are made visible in all output (console_text), except in text that `generate` and `logs` write to a
+pipe or a file: as with `ls`, the reader of that gets it unchanged.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Let no output fail for a character that its encoding lacks (LANG=C): such a one is written as an escape."""
+    """Let no output fail for a character that its encoding lacks (LANG=C): the character is written as an escape."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a stream of a test's
+        with contextlib.suppress(AttributeError):  # a test's stream
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -50,7 +50,7 @@ def err() -> RichConsole:
 
 
 def console(*, stderr: bool = False, soft_wrap: bool = False) -> RichConsole:
-    # Paths and causes are shown as they are: `[old]` in one is no markup and `:key:` no emoji.
+    # Paths and causes are shown unchanged: `[old]` in a path is no markup and `:key:` no emoji.
     return _console_class()(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
 
@@ -60,7 +60,7 @@ def _console_class() -> type[RichConsole]:
     from rich.segment import Segment
 
     class VisibleConsole(Console):
-        """What it writes, of tables and of progress too, passes through `visible`, but for rich's own sequences."""
+        """Passes everything it writes, tables and progress too, through `visible`, except rich's own sequences."""
 
         def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
@@ -74,7 +74,7 @@ def error(line: str) -> None:
 
 
 def traceback(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
-    """As Python prints one, with what the exception says made visible: a `sys.excepthook`."""
+    """Print a traceback as Python does, with its message made visible: a `sys.excepthook`."""
     from traceback import format_exception
 
     sys.stderr.write(visible("".join(format_exception(kind, failure, trace))))
@@ -98,17 +98,17 @@ def result_json(value: Any) -> None:
 
 
 def json_line(value: Any) -> None:
-    """One value of a stream of them."""
+    """Print one value of a stream of JSON lines."""
     print(_json(value, allow_nan=False), flush=True)
 
 
 def _json(value: Any, **options: Any) -> str:
-    """In ASCII; DEL, which is part of it, as an escape too."""
+    """JSON in ASCII; DEL, which is part of ASCII, is an escape too."""
     return json.dumps(value, **options).replace("\x7f", "\\u007f")
 
 
 def text(piece: str) -> None:
-    """Streamed text, as it arrives: as it is into a pipe or a file, with control characters visible on a terminal."""
+    """Print streamed text as it arrives: unchanged into a pipe or a file, control characters visible on a terminal."""
     sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
 
@@ -116,9 +116,9 @@ def text(piece: str) -> None:
 def table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = (), figures: bool = False
 ) -> None:
-    """A plain table on stdout; `numeric` columns are set to the right. None shows as a dash.
+    """A plain table on stdout; `numeric` columns are aligned to the right. None is shown as a dash.
 
-    figures  no cell may be folded: on a terminal that is too narrow each row is told in lines of its own
+    figures  no cell may be folded: on a terminal that is too narrow each row is printed in lines of its own
     """
     from rich.table import Table
 
@@ -143,7 +143,7 @@ def table(
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Of a table with a space on either side of what is between two columns."""
+    """Width of a table with a space on either side of each column separator."""
     return sum(max(map(len, column)) for column in zip(columns, *rows, strict=True)) + 2 * (len(columns) - 1)
 
 
@@ -157,7 +157,7 @@ def size(nbytes: float) -> str:
 
 
 def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> None:
-    """A checkpoint's content: its tensors, then what is true of all of them, what to know, and what is wrong."""
+    """Print a checkpoint's content: its tensors, the facts common to all of them, notes, and faults."""
     if as_json:
         value = dataclasses.asdict(found)
         result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
@@ -174,7 +174,7 @@ def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> 
 
 
 def passport(facts: dict[str, Any]) -> None:
-    """An engine's passport, nested facts under dotted names."""
+    """Print an engine's passport, nested facts under dotted names."""
     rows: list[tuple[str, Any]] = []
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -185,7 +185,7 @@ def passport(facts: dict[str, Any]) -> None:
 
 
 def faults(found: Sequence[Fault]) -> None:
-    """What a check of a repository has found, one fault a line."""
+    """Print the faults of a checked repository, one a line."""
     for fault in found:
         place = f"{fault.path}: {fault.where}" if fault.where else str(fault.path)
         told = f"{fault.what}: {fault.why}" if fault.why else fault.what
@@ -195,7 +195,7 @@ def faults(found: Sequence[Fault]) -> None:
 
 
 def accuracy(report: AccuracyReport) -> None:
-    """A comparison with the original: the figures and their limits, the worst layers, what is clipped, the verdict."""
+    """Print a comparison with the original: figures and limits, the worst layers, clipped inputs, the verdict."""
     from trtpipe.pipeline.accuracy.gate import WORST, percent
 
     table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
@@ -212,7 +212,7 @@ def accuracy(report: AccuracyReport) -> None:
 
 
 class BuildReporter:
-    """A line per stage: what is done or reused, and why; bytes and rate while a long one runs."""
+    """Prints a line per stage: what is done or reused, and why; bytes and rate while a long one runs."""
 
     def __init__(self) -> None:
         self._console = err()
@@ -248,7 +248,7 @@ class BuildReporter:
 
 
 class ClusterReporter:
-    """The lines of several targets that are built at once; each says whose it is."""
+    """Prints the stages of several targets that are built at once, with the target's name on each line."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -273,7 +273,7 @@ class ClusterReporter:
 
     @staticmethod
     def told(target: str, stage: str, kind: str, text: str) -> None:
-        """What a machine of the cluster tells while it runs a stage."""
+        """Print what a machine of the cluster reports while it runs a stage."""
         if kind == "begins":
             _say(f"{target}: {stage:<9} running  {text}")
         elif kind == "ends":
@@ -286,7 +286,7 @@ class ClusterReporter:
 
 
 def bench_table(report: BenchReport) -> None:
-    """One row a level; times in milliseconds as p50/p90/p99."""
+    """Print one row for each load point; times in milliseconds as p50/p90/p99."""
 
     def spread(row: dict[str, Any], key: str) -> str | None:
         points = [row[f"{key}_{point}"] for point in ("p50", "p90", "p99")]
@@ -296,7 +296,7 @@ def bench_table(report: BenchReport) -> None:
         return None if value is None else f"{value:.1f}"
 
     rows = report.rows()
-    # A search for goodput asks how many requests keep the objectives, not whether the level as a whole does.
+    # A search for goodput asks how many requests keep the objectives, not whether the load point as a whole does.
     by_share = any(one.search.goal == "max-goodput" for one in report.searches)
 
     def kept(row: dict[str, Any]) -> str | None:
@@ -337,7 +337,7 @@ REPEATED = (
 
 
 def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
-    """One row a load that was measured more than once: means over its runs, with half of their 95% interval."""
+    """Print a row for each load measured more than once: means over its runs, with half of their 95% interval."""
 
     def cell(entry: dict[str, Any] | None) -> str | None:
         return None if entry is None else f"{entry['mean']:.1f} ±{entry['mean'] - entry['interval'][0]:.1f}"
@@ -356,7 +356,7 @@ def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
 
 
 def comparison(compared: Comparison, *, as_json: bool) -> None:
-    """What makes the runs unlike, then the figures, then what they come to."""
+    """Print how the runs' conditions differ, then the figures, then the conclusion."""
     if as_json:
         result_json(compared.to_json())
         return
@@ -375,7 +375,7 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
-    """A line that follows a benchmark; where stderr is no terminal, one as each level begins and one as it ends."""
+    """A status line of a benchmark; where stderr is no terminal, a line as each load point begins and as it ends."""
     where = err()
     if not where.is_terminal:
         yield _bench_note
@@ -386,10 +386,10 @@ def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
 
 @contextlib.contextmanager
 def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
-    """A line that stays at the bottom of the terminal, and is replaced by each call."""
+    """A line at the bottom of the terminal, which each call replaces."""
     from rich.text import Text
 
-    # As Text: rich takes a str to be markup here, whatever the console says.
+    # As Text: rich takes a str as markup here, whatever the console's setting.
     with where.status(Text(bounded(line))) as status:
         yield lambda line: status.update(Text(bounded(line)))
 
@@ -413,7 +413,7 @@ def _bench_line(at: BenchProgress) -> str:
         said.append(f"{left:.0f} s left")
     elapsed = max(live.elapsed_s, 1e-9)
     ended = (live.warmed + live.done) / elapsed
-    # A terminal cuts what does not fit: the more important first.
+    # A terminal cuts what does not fit, so the more important part comes first.
     if live.first_ns:
         times = sorted(live.first_ns)
         half, most = times[len(times) // 2], times[len(times) * 99 // 100]

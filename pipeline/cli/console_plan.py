@@ -1,4 +1,4 @@
-"""Advice on a terminal."""
+"""Output of `trtpipe plan` on a terminal."""
 
 from __future__ import annotations
 

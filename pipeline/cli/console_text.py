@@ -1,4 +1,4 @@
-"""Text of others for a terminal: control characters made visible, long lines cut.
+"""Display of foreign text on a terminal: control characters made visible, long lines cut.
 
 Names, messages, server answers, log lines and a model's text can hold escape sequences that move the cursor, rewrite
 what stands above, set the window's title or reverse the order of what is read.
@@ -11,7 +11,7 @@ import re
 # The longest line that is printed about a failure.
 LONGEST = 2000
 
-# C0 controls but tab and newline, DEL, C1 controls; separators that end a line; embeddings, overrides and isolates of
+# C0 controls except tab and newline, DEL, C1 controls; separators that end a line; embeddings, overrides, isolates of
 # bidirectional text; halves of surrogate pairs, which no encoding can write.
 _HIDDEN = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_HIDDEN}]")
@@ -24,12 +24,12 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, with newlines and tabs as escapes too: a name cannot begin a line of its own."""
+    """As `visible`, with newlines and tabs as escapes too, so that a name cannot begin a line of its own."""
     return _IN_A_LINE.sub(_escape, text)
 
 
 def bounded(text: str) -> str:
-    """The same as `one_line`; of more than LONGEST characters the middle is left out."""
+    """As `one_line`; of more than LONGEST characters the middle is left out."""
     shown = one_line(text)
     if len(shown) <= LONGEST:
         return shown

@@ -1,4 +1,4 @@
-"""What `trtpipe top` shows: a table that refreshes in a terminal, plain lines or JSON lines everywhere else."""
+"""Output of `trtpipe top`: a table that refreshes in a terminal, plain lines or JSON lines everywhere else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHORTEST_INTERVAL_S = 0.1
 BAR_WIDTH = 30
-# Above the first, new requests begin to wait for blocks; above the second, they do.
+# Above the first, new requests are about to wait for blocks; above the second, they wait.
 KV_TIGHT, KV_FULL = 0.8, 0.95
 
 
@@ -39,13 +39,13 @@ def run(url: str, name: str, *, interval: float, once: bool, as_json: bool) -> N
         else:
             show(itertools.chain([first], snapshots), as_json=as_json)
     except KeyboardInterrupt:
-        pass  # how one leaves
+        pass  # Ctrl-C is how the user leaves
     finally:
         snapshots.close()
 
 
 def show(snapshots: Iterable[Snapshot], *, as_json: bool) -> None:
-    """Follow a server until the iterator ends or the reader leaves."""
+    """Show snapshots until the iterator ends or the user leaves."""
     where = console()
     if as_json:
         for snapshot in snapshots:
@@ -83,7 +83,7 @@ def _require(snapshot: Snapshot) -> Snapshot:
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """The whole screen: a head, Triton's models, and for each engine and GPU what it is at."""
+    """The whole screen: a header, Triton's models, and the state of each engine and GPU."""
     from rich.console import Group
     from rich.text import Text
 
@@ -100,7 +100,7 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def lines(snapshot: Snapshot) -> list[str]:
-    """For a log: a line for each model and each engine, the time first."""
+    """Lines for a log: one for each model and each engine, which starts with the time."""
     return [one_line(line) for line in _lines(snapshot)]
 
 
@@ -152,7 +152,7 @@ def _models(figures: Figures) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    # It alone may shrink: what does not fit into 80 columns is a long name.
+    # Only this column may shrink: it is long names that do not fit into 80 columns.
     table.add_column("model", overflow="ellipsis", min_width=8)
     for column in ("req/s", "fail/s", "total ms", "queue ms", "infer ms", "first ms", "pending"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -219,7 +219,7 @@ def _gpus(gpus: Iterable[GpuFigures]) -> Table:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    """A dash for what is not known; large numbers lose their digits so that columns keep their width."""
+    """A dash for None; large numbers lose decimals so that columns keep their width."""
     if value is None:
         return "-"
     return f"{value:.{digits if value < 10_000 else 0}f}"

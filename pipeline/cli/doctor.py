@@ -1,4 +1,4 @@
-"""What this machine can do, and what to install for what it cannot. Nothing is changed and no network is asked."""
+"""Check of what this machine can do, and what to install for the rest. Changes nothing and uses no network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtpipe.pipeline.serving import http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import running
 from trtpipe.pipeline.store.store import Store, host
 
-# Free disk below which even the demo fails: 0.3 GB a copy of the model, a few copies.
+# Free disk space below which even the demo fails: 0.3 GB a copy of the model, a few copies.
 DISK_GB = 2.0
 
 
@@ -111,7 +111,7 @@ def _driver() -> str:
 
 
 def _toolchains() -> str:
-    """Which releases this machine's driver can run."""
+    """Releases that this machine's driver can run, as text."""
     driver = read_gpus()[0].driver if visible_gpus() else ""
     known = facts.load_toolchains()
     if not driver:

@@ -1,4 +1,4 @@
-"""What we know: models, GPUs, toolchains, passports, and this machine."""
+"""Commands that print known facts: models, GPUs, toolchains, passports, and this machine."""
 
 from __future__ import annotations
 

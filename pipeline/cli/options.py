@@ -68,7 +68,7 @@ AllowModelCode = Annotated[
 
 
 def own_store() -> Store:
-    """The store of whoever runs the command."""
+    """The store of the user who runs the command."""
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.store.store import Store
 

@@ -1,4 +1,4 @@
-"""`trtpipe plan`: from words on a command line to advice."""
+"""`trtpipe plan`: turns the command line into a question for the planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from trtpipe.pipeline.planner.advice import Question
 
-# Where no GPU is named: what data centres rent out.
+# GPUs that are compared by default: those that data centres rent out.
 USUAL = "a100,l40s,h100,h200,h20"
 
 

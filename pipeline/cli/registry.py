@@ -1,4 +1,4 @@
-"""`trtpipe push`, `pull` and `search`, and where a target came from."""
+"""`trtpipe push`, `pull` and `search`, and the provenance of a target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Url = Annotated[
     str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
 ]
-# Targets that a search without a result names.
+# Targets that a search without a result lists.
 SHOWN = 8
 Only = Annotated[
     str | None,

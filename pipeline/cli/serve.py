@@ -1,4 +1,4 @@
-"""`trtpipe serve` and what is about servers: who runs, what they say and do, what a repository holds."""
+"""`trtpipe serve` and commands for servers and repositories: list, logs, reload, stop, check, top, generate, deploy."""
 
 from __future__ import annotations
 

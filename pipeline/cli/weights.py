@@ -1,4 +1,4 @@
-"""`trtpipe convert`, `quantize`, `verify`, `recipes`, `inspect`, `restore`: folders of weights, outside the store."""
+"""`trtpipe convert`, `quantize`, `verify`, `recipes`, `inspect`, `restore`: commands on folders of weights."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Builds on a Ray cluster: each stage where what it needs is, each artefact once, its files through the store."""
+"""Builds on a Ray cluster: each stage on a machine that has what it needs, each artefact made once."""

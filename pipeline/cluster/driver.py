@@ -1,4 +1,4 @@
-"""The near half: targets side by side, each stage of equal inputs and settings once, on a Ray cluster."""
+"""Driver of a cluster build: targets in parallel, each stage of equal inputs and settings once, on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
 
-# How often a stage is tried on another machine when the one that ran it is lost.
+# How often a stage is retried on another machine when its machine is lost.
 RETRIES = 3
-# Targets that are looked after at once; what runs at once is the cluster's to say.
+# Targets that are supervised at once; the cluster decides how many stages run at once.
 AT_ONCE = 64
-# How often it is looked whether a machine is left that could run a stage, and how long one may be missing.
+# Interval of the check that some machine could run a stage, and how long there may be none.
 LOOK_SECONDS = 5.0
 ABSENT_SECONDS = 60.0
-# How long the cluster's head may not answer: Ray ends the whole process after a minute.
+# How long the cluster's head may be silent: Ray ends the whole process after a minute.
 SILENT_SECONDS = 15.0
 # How long a stage that is cancelled may take to clean up.
 CANCEL_SECONDS = 30.0
@@ -47,11 +47,11 @@ Told = Callable[[str, str, str, str], None]
 
 
 class Cluster:
-    """A Ray cluster for one command. Close it: what still runs is cancelled.
+    """A Ray cluster for one command. Closing it cancels what still runs.
 
     address   as `ray.init` takes it
     exchange  URL of a registry through which artefacts travel; None where all machines share the store's home
-    work      what a worker does with (order, tell)
+    work      function that a Ray worker calls with (order, tell)
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Cluster:
         self._ray: Any = connect(address)
         self._store = store
         if exchange and "://" not in exchange:
-            exchange = str(Path(exchange).absolute())  # a worker's folder is another
+            exchange = str(Path(exchange).absolute())  # a worker's working folder is another one
         self._url = exchange
         self._exchange: Any = None
         if exchange is not None:
@@ -86,7 +86,7 @@ class Cluster:
         from ray.util.queue import Queue
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # Here, and not on a machine that may be lost.
+        # Placed on this machine, not on one that may be lost.
         here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=False)
         self._queue: Any = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -95,7 +95,7 @@ class Cluster:
     def build(
         self, plans: list[BuildSpec], reporter: Callable[[BuildSpec], Reporter], until: str | None
     ) -> list[Outcome]:
-        """Every target, side by side; one that fails does not keep the others from it. Raises as `require_distinct`."""
+        """Build every target, in parallel; a failed target does not stop the others. Raises as `require_distinct`."""
         require_distinct(plans)
 
         def one(plan: BuildSpec) -> Outcome:
@@ -135,7 +135,7 @@ class Cluster:
             self._offer(found)
             return result(reused=True, reason="same inputs and settings", artefact=found)
         if isinstance(stage.settings(plan), (FolderSource, GgufSource)):
-            # Files of this machine: nobody else has them.
+            # Only this machine has these files.
             made = satisfy(stage, plan, inputs, last, store=self._store, reporter=reporter)
             self._offer(made.artefact)
             return made
@@ -202,8 +202,8 @@ class Cluster:
         return answer
 
     def _await(self, ref: Any, wanted: Needs, what: str) -> Answer:
-        """What a task answers. Raises HostError where no machine is left that could run it, which Ray would wait for,
-        and where the cluster itself is gone."""
+        """The answer of a task. Raises HostError where no machine is left that could run the task, for which Ray would
+        wait, and where the cluster itself is gone."""
         absent_s = silent_s = 0.0
         while not self._ray.wait([ref], timeout=LOOK_SECONDS)[0]:
             if not _listens(self._head):
@@ -233,7 +233,7 @@ class Cluster:
             self._exchange.offer(found)
 
     def _cancel(self) -> None:
-        """End what runs: first as Ctrl-C would, so that it cleans up, then at once."""
+        """Cancel what runs: first as Ctrl-C would, so that it cleans up, then at once."""
         with self._lock:
             self._closed = True
             refs = {} if self._lost else dict(self._refs)
@@ -254,19 +254,19 @@ class Cluster:
             except Empty:
                 if self._closed:
                     return
-            except BaseException:  # the cluster is gone, which Ray tells a thread by SystemExit: others say so
+            except BaseException:  # the cluster is gone, which Ray signals to a thread by SystemExit: others report it
                 return
 
 
 def _stage(work: Callable[[Order, Tell], Answer], order: Order, target: str, queue: Any) -> Answer:
-    """In a Ray worker."""
+    """Run a stage; called in a Ray worker."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.pop("RAY_ADDRESS", None)
     return work(order, lambda kind, text: queue.put((target, order.stage, kind, text)))
 
 
 def _mark(folder: Path) -> FileLock:
-    """A new file in `folder`, locked for as long as this process lives. Those of processes that were killed go."""
+    """A new file in `folder`, locked for as long as this process lives. Removes those of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         with contextlib.suppress(Timeout), FileLock(left, timeout=0):
@@ -286,7 +286,7 @@ def _listens(address: str) -> bool:
 
 
 def _error(kind: str, what: str, why: str, remedy: str) -> TrtpipeError:
-    """A far end's error, as one of here."""
+    """An error of a remote machine as a local exception."""
     found = hardware.GpuAbsent if kind == "GpuAbsent" else getattr(trtpipe.engines.errors, kind, HostError)
     made: TrtpipeError = found(what, why=why, remedy=remedy)
     return made

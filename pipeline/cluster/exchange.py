@@ -1,4 +1,4 @@
-"""Artefacts between machines that share no file system: through a registry, under the keys of their records."""
+"""Exchange of artefacts between machines that share no file system: a registry, with the keys of their records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Exchange:
         self._registry = registry
 
     def offer(self, artefact: Artefact) -> None:
-        """Bring an artefact there, unless it is."""
+        """Upload an artefact, unless the registry has it."""
         manifest = artefact.manifest
         blobs = [Blob(file.sha256, file.size) for file in manifest.files]
         for blob, file in zip(blobs, manifest.files, strict=True):
@@ -31,9 +31,9 @@ class Exchange:
         self._registry.publish(_name(manifest.record), entry, blobs)
 
     def fetch(self, record: Record, content: str, store: Store) -> Artefact | None:
-        """An artefact from there into the store; None when it is not there.
+        """Download an artefact into the store; None when the registry does not have it.
 
-        content  the digest of its files, as the machine that made it has told: what is there may be anybody's
+        content  the digest of its files, from the machine that made it: anybody may have written to the registry
         """
         try:
             entry = self._registry.index(_name(record))

@@ -1,4 +1,4 @@
-"""What a stage asks of a machine, in Ray's words."""
+"""Resources that a stage needs on a machine, in Ray's terms."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trtpipe.pipeline.stages import Stage
 
 # Stages that compute with torch: on a GPU where the cluster has one.
 ON_TORCH = ("calibrate", "quantize", "verify")
-# Cores that a stage makes use of, where it is more than one.
+# Cores that a stage uses, where it is more than one.
 CORES = {"convert": 2, "build": 2, **dict.fromkeys(ON_TORCH, 4)}
 GIB = 2**30
-# Beside what it maps of its input.
+# Memory in addition to what a stage maps of its input.
 MEMORY = {"convert": GIB, **dict.fromkeys(ON_TORCH, 8 * GIB)}
 
 
@@ -31,12 +31,12 @@ class Needs:
     accelerator: str = ""
 
     def options(self) -> dict[str, Any]:
-        """As Ray's `options` takes them."""
+        """The needs as arguments of Ray's `options`."""
         out: dict[str, Any] = {"num_cpus": self.cpus, "memory": self.memory, "num_gpus": self.gpus}
         return out | {"accelerator_type": self.accelerator} if self.accelerator else out
 
     def met(self, resources: Mapping[str, float]) -> bool:
-        """Whether a machine that has these could run it, were nothing else running there."""
+        """Whether a machine with these resources could run the stage if nothing else ran there."""
         kind = f"accelerator_type:{self.accelerator}"
         if self.accelerator and kind not in resources:
             return False
@@ -45,7 +45,7 @@ class Needs:
 
 
 def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
-    """`largest` is what the best machine of the cluster has of each: nothing asks for more, but for GPUs."""
+    """`largest` is the most that one machine of the cluster has of each: nothing asks for more, except for GPUs."""
     cpus = min(CORES.get(stage.name, 1), int(largest.get("CPU", 1)))
     memory = min(MEMORY.get(stage.name, GIB // 4), int(largest.get("memory", GIB)) // 2)
     if stage.name == "build" and load_backend(plan.runtime).COMPILED:
@@ -55,6 +55,6 @@ def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
 
 
 def accelerator(gpu: GpuSpec) -> str:
-    """What Ray calls the card: the word after the maker's, up to the first sign that is no letter or digit."""
+    """Ray's name of the card: the word after the maker's, up to the first sign that is no letter or digit."""
     found = re.match(r"\w+[ -]+([A-Za-z0-9]+)", gpu.product)
     return found[1] if found else gpu.name.upper()

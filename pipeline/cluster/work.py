@@ -1,4 +1,4 @@
-"""The remote half: one stage, run in a Ray worker on the machine that has what it needs."""
+"""Remote side of a cluster build: one stage, run in a Ray worker on the machine that has what it needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
 
-# Of a stage's progress, at most so often.
+# Least time between two progress reports of a stage.
 PROGRESS_SECONDS = 0.5
-# (kind, text): what the far end has to tell while it works.
+# (kind, text): a report of the remote side while it works.
 Tell = Callable[[str, str], None]
 
 
@@ -30,11 +30,11 @@ Tell = Callable[[str, str], None]
 class Order:
     """A stage to run.
 
-    plan      of the target, as JSON
+    plan      the target's plan, as JSON
     inputs    records of the artefacts that it reads, by name, and `contents` their digests
-    last      the record that it ran with the last time
-    home      the store's, where machines share it; else each machine has its own, and `exchange` is a URL
-    seen      a file in the shared home, by which a machine shows that it sees it
+    last      the record of its last run
+    home      home of the store, where machines share it; else each machine has its own, and `exchange` is a URL
+    seen      a file in the shared home, by which a machine knows that it shares the home
     """
 
     trtpipe: str
@@ -50,7 +50,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a stage ended: the record of what there is now and the digest of its files, or an error."""
+    """Result of a stage: the record of its artefact and the digest of the artefact's files, or an error."""
 
     record: dict[str, Any] | None = None
     content: str = ""
@@ -61,7 +61,7 @@ class Answer:
 
 
 def run_stage(order: Order, tell: Tell) -> Answer:
-    """Run or find the stage's artefact; errors come as values."""
+    """Run the stage or find its artefact; errors are returned as values."""
     node = os.uname().nodename
     try:
         if order.trtpipe != __version__:
@@ -103,7 +103,7 @@ def run_stage(order: Order, tell: Tell) -> Answer:
 
 
 class _Remote:
-    """A runner's reporter whose words travel."""
+    """A runner's reporter that sends its messages to the driver."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -131,7 +131,7 @@ class _Remote:
 
 
 def artefact(answer: Answer, store: Store, exchange: Any) -> Artefact:
-    """What an answer without an error tells of, in the store here."""
+    """The artefact of an answer without an error, in the local store."""
     assert answer.record is not None
     wanted = Record(**answer.record)
     found = store.find(wanted) or (exchange and exchange.fetch(wanted, answer.content, store))

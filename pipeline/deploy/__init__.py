@@ -1,1 +1,1 @@
-"""Manifests for clusters, from an engine's passport: what runs where, and nothing that a person must fill in."""
+"""Manifests for clusters, made from an engine's passport, with nothing that a person must fill in."""

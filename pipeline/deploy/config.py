@@ -1,4 +1,4 @@
-"""What a deployment to Kubernetes can be told, with every default, and names that a cluster accepts."""
+"""Settings of a deployment to Kubernetes, with every default, and names that a cluster accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from trtpipe.engines.errors import UsageError
 
-# Kubernetes allows 63. Controllers append to the names of what they make: group, worker, hash of the revision.
+# Kubernetes allows 63 characters. Controllers append to the names of what they make: group, worker, revision hash.
 NAME_LENGTH = 40
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -23,28 +23,28 @@ OPTIONS = ("namespace", "image", *STORAGE)
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig:
-    """How an engine is deployed.
+    """Settings of an engine's deployment.
 
     name                       the target; resources are named after it, in letters that a cluster accepts
-    namespace                  where they go
+    namespace                  namespace of the resources
     image                      container image of the server; None takes the one of the engine's toolchain
     image_pull_secret          name of an existing secret for a private registry
     pvc, model_image,          where the model repository is, one of the three: a PersistentVolumeClaim that every
     host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
     repository_path            the repository's folder in the volume or image
-    replicas_min, replicas_max how many replicas there are; no more than one number when both are equal. None takes
+    replicas_min, replicas_max bounds of the number of replicas, which is fixed when both are equal. None takes
                                four where their number can follow the load, else the minimum
     waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
-    scale_down_seconds         how long there must have been less to do before a replica goes
-    gpus_per_node              GPUs of a node: what an engine of more ranks is divided by
+    scale_down_seconds         how long the load must have been lower before a replica is removed
+    gpus_per_node              GPUs of a node: an engine with more ranks is divided over nodes
     product                    value of the node label nvidia.com/gpu.product; None takes the engine's GPU
     cpus                       CPU cores asked for, for each rank
     memory                     host memory asked for, for each pod; None takes what its ranks' weights need
     shm_size                   /dev/shm of a pod: Python models and ranks talk through it
-    startup_seconds            how long a server may take to become ready: pulling excepted, loading included
-    termination_grace_seconds  how long a pod that is told to leave may take for the requests it has
-    surge                      replace a replica by starting its successor first, which takes spare GPUs; without,
-                               by ending it first, which takes it out of service meanwhile
+    startup_seconds            how long a server may take to become ready: loading included, image pull excluded
+    termination_grace_seconds  how long a pod that is told to end may take for the requests it has
+    surge                      replace a replica by starting its successor first, which takes spare GPUs; without
+                               surge, the old replica ends first, and is out of service meanwhile
     priority_class             name of an existing PriorityClass
     runtime_class              name of an existing RuntimeClass, where GPUs need one
     """
@@ -113,7 +113,7 @@ class DeployConfig:
             ("gpus_per_node", 1),
             ("cpus", 1),
             ("startup_seconds", 10),
-            # Below, nothing is left for the requests between the phases of leaving.
+            # Below this, no time is left for the requests between the phases of termination.
             ("termination_grace_seconds", 60),
         ):
             if getattr(self, name) < least:
@@ -129,15 +129,15 @@ class DeployConfig:
 
 
 def option(field: str) -> str:
-    """What a user gives for it."""
+    """The option by which a user sets the field."""
     return f"--{field.replace('_', '-')}" if field in OPTIONS else field
 
 
 def dns_name(text: str) -> str:
     """A name for resources, at most 40 long: a DNS label that starts with a letter, as services must.
 
-    What is too long keeps its beginning and a digest, so that two targets stay two. Raises UsageError when nothing
-    of `text` can be kept.
+    A name that is too long keeps its beginning and gets a digest, so that two targets stay two. Raises UsageError
+    when nothing of `text` can be kept.
     """
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not plain:

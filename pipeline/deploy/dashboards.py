@@ -1,6 +1,6 @@
-"""What watches a served repository: a Grafana dashboard, a Prometheus scrape config and alert rules.
+"""Monitoring of a served repository: a Grafana dashboard, a Prometheus scrape config and alert rules.
 
-Written beside the repository, never in it: Triton takes every folder of a repository for a model.
+The files are written beside the repository, never in it: Triton takes every folder of a repository for a model.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ JOB = "trtpipe"
 FOLDER = "monitoring"
 DASHBOARD, SCRAPE, ALERTS = "grafana-dashboard.json", "prometheus.yml", "alerts.yml"
 TARGETS = ("localhost:8002",)
-# Grafana 11.6 and 12 write this; newer ones bring older dashboards up to date when they load them.
+# Version that Grafana 11.6 and 12 write; newer ones update older dashboards when they load them.
 SCHEMA_VERSION = 41
 
 KV_FULL = 0.95
 
 _COLUMNS = 24
 _HEIGHT = 8
-# Every panel follows the two choosers on top of the dashboard; those of GPUs and hosts only the first.
+# Every panel follows the two selectors at the top of the dashboard; those of GPUs and hosts only the first.
 _SERVER = 'instance=~"$instance"'
 _MODEL = 'instance=~"$instance",model=~"$model"'
 _BY = "sum by (instance, model)"
@@ -36,7 +36,7 @@ Panel = dict[str, Any]
 def write_monitoring(repository_models: Iterable[str], out: Path, *, targets: Sequence[str] = TARGETS) -> Path:
     """Write OUT/monitoring/ for a repository with these models, served at `targets` (host:port of the metrics).
 
-    Gives the folder back. Raises UsageError if `out` is a model repository.
+    Returns the folder. Raises UsageError if `out` is a model repository.
     """
     if out.is_dir() and any(out.glob("*/config.pbtxt")):
         raise UsageError(
@@ -53,7 +53,7 @@ def write_monitoring(repository_models: Iterable[str], out: Path, *, targets: Se
 
 
 def scrape_config(targets: Sequence[str]) -> dict[str, Any]:
-    """Triton renews its own gauges every two seconds and the engine's ten times a second: five seconds miss little."""
+    """Five seconds miss little: Triton renews its own gauges every two seconds, the engine's ten times a second."""
     return {
         "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},
         "rule_files": [ALERTS],
@@ -71,7 +71,7 @@ def alert_rules(models: Sequence[str]) -> dict[str, Any]:
     own = f'job="{JOB}"'
     kv_use = f"{_blocks('used', own)} / {_blocks('max', own)}"
     waiting = f'{_BY} (nv_trt_llm_request_metrics{{{own},request_type="waiting"}})'
-    # A client that went away is no failure of the server.
+    # A request that its client cancelled is no failure of the server.
     failed = f'rate(nv_inference_request_failure{{{own},reason!="CANCELED"}}[5m])'
     succeeded = f"rate(nv_inference_request_success{{{own}}}[5m])"
     rules = [

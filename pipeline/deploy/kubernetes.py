@@ -1,7 +1,7 @@
 """A kustomize base for an engine: a Deployment for one node, a LeaderWorkerSet for several, and what goes with it.
 
-Manifests are plain values that a test reads back; YAML is only how they are written. What a person should know
-before applying them is in the README.md beside them.
+Manifests are plain values that a test reads back; YAML is only their written form. The README.md beside them says
+what a person should know before applying them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROGRESS_MARGIN_SECONDS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What every manifest is made from. The server answers; workers, if any, hold further ranks of its engine."""
+    """Input of every manifest. The server answers requests; workers, if any, hold further ranks of its engine."""
 
     passport: Passport
     gpu: GpuSpec
@@ -72,7 +72,7 @@ class Target:
         return f"{self.name}-rendezvous" if self.grouped else None
 
     def selector(self, component: str | None = "server") -> dict[str, str]:
-        """The labels of its pods: of those that answer, of the workers, or of all for None."""
+        """Labels that select the pods that answer, the workers, or all pods for None."""
         whole = {"app.kubernetes.io/name": "tritonserver", "app.kubernetes.io/instance": self.name}
         return whole if component is None else {**whole, "app.kubernetes.io/component": component}
 
@@ -81,7 +81,7 @@ class Target:
 
 
 def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> list[Path]:
-    """Write the base, its optional parts and a README.md into the new folder `out`; what was written.
+    """Write the base, its optional parts and a README.md into the new folder `out`; returns the paths.
 
     Raises UsageError for a request that no cluster can meet, ArtefactRefused for an engine that does not belong on
     these nodes.
@@ -100,9 +100,9 @@ def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> 
 
 
 def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
-    """What is to be deployed. Raises UsageError or ArtefactRefused."""
+    """The target of a deployment. Raises UsageError or ArtefactRefused."""
     _require_gpu(passport, gpu)
-    # On the CPU one process holds all ranks, and there is nothing to count them by.
+    # On the CPU one process holds all ranks, and there are no GPUs to count.
     placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
     launch.require_runtime(passport, placement)
     image = config.image or (None if passport.runtime in launch.OURS else passport.image)
@@ -138,7 +138,7 @@ def manifests(target: Target) -> dict[str, Manifest]:
         "kind": "Component",
         "resources": ["podmonitor.yaml"],
     }
-    # Beside the base, not in it: kustomize takes a base that holds the overlay for a cycle.
+    # Beside the base, not in it: kustomize reports a cycle for a base that holds its own overlay.
     out[f"{OVERLAY}/{KUSTOMIZATION}"] = _kustomization(
         namespace=target.config.namespace, resources=[f"../../{BASE}"], components=[f"../../{PROMETHEUS}"]
     )
@@ -202,7 +202,7 @@ def _metadata(target: Target, name: str) -> Manifest:
 
 def _template(target: Target, component: str, words: list[str]) -> Manifest:
     annotations = {
-        # A volume may get another engine under the same path: this is what makes the pods new ones.
+        # A volume may get another engine under the same path: a changed digest makes Kubernetes replace the pods.
         "trtpipe/passport": _digest(json.dumps(asdict(target.passport), sort_keys=True)),
         "trtpipe/checkpoint": target.passport.checkpoint,
         "trtpipe/engine": f"{target.passport.runtime} {target.passport.toolchain or ''}".strip(),
@@ -221,13 +221,13 @@ def _server(target: Target) -> Manifest:
 
 
 def _surge(target: Target) -> dict[str, int]:
-    """A successor first, or the place of the old one: with `surge` an update never takes capacity away, and waits when
-    no GPU is free for it."""
+    """Settings of a rolling update. With `surge` the successor starts first: an update never takes capacity away, and
+    waits when no GPU is free. Without it the old pod ends first."""
     return {"maxUnavailable": 0, "maxSurge": 1} if target.config.surge else {"maxUnavailable": 1, "maxSurge": 0}
 
 
 def _fixed_replicas(target: Target) -> dict[str, int]:
-    """`replicas`, unless the autoscaler decides: each `kubectl apply` would set it back."""
+    """`replicas`, unless the autoscaler decides: each `kubectl apply` would reset the autoscaler's number."""
     least, most = target.replicas
     return {"replicas": least} if least == most else {}
 
@@ -238,7 +238,7 @@ def _deployment(target: Target) -> Manifest:
         {
             "maxSkew": 1,
             "topologyKey": key,
-            # Rather two replicas on one node than one that waits for another.
+            # Two replicas on one node are better than a replica that waits for another node.
             "whenUnsatisfiable": "ScheduleAnyway",
             "labelSelector": {"matchLabels": target.selector()},
             "matchLabelKeys": ["pod-template-hash"],
@@ -267,13 +267,13 @@ def _leader_worker_set(target: Target) -> Manifest:
         "metadata": _metadata(target, target.workload),
         "spec": {
             **_fixed_replicas(target),
-            # The leader is ready when its workers' ranks are: to wait for it would be to wait for ever.
+            # The leader is ready when its workers' ranks are: workers that waited for it would wait for ever.
             "startupPolicy": "LeaderCreated",
             "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _surge(target)},
             "networkConfig": {"subdomainPolicy": "Shared"},
             "leaderWorkerTemplate": {
                 "size": target.placement.pods,
-                # MPI does not take a rank back: when one ends, all begin anew.
+                # MPI does not take a rank back: when one ends, all restart.
                 "restartPolicy": "RecreateGroupOnPodRestart",
                 "leaderTemplate": _server(target),
                 "workerTemplate": _template(target, "worker", launch.worker_words()),
@@ -301,8 +301,8 @@ def _digest(text: str) -> str:
 
 
 def _service(target: Target, *, headless: bool = False) -> Manifest:
-    """One address for all replicas; headless, the addresses of each, for gRPC clients that balance themselves: a
-    channel stays with the replica it was opened to."""
+    """One address for all replicas; headless, the address of each, for gRPC clients that balance load themselves,
+    because a channel stays with the replica it was opened to."""
     spec: Manifest = {"clusterIP": "None"} if headless else {"type": "ClusterIP"}
     spec["selector"] = target.selector()
     spec["ports"] = [
@@ -313,7 +313,7 @@ def _service(target: Target, *, headless: bool = False) -> Manifest:
 
 
 def _pod_disruption_budget(target: Target) -> Manifest:
-    """A single replica leaves when a person says so; of several, one pod at a time, however many there are by then."""
+    """A single replica is evicted only by a person; of several, one pod at a time, however many there are by then."""
     single = target.config.replicas_min == 1
     return {
         "apiVersion": "policy/v1",
@@ -322,14 +322,14 @@ def _pod_disruption_budget(target: Target) -> Manifest:
         "spec": {
             **({"minAvailable": target.placement.pods} if single else {"maxUnavailable": 1}),
             "selector": {"matchLabels": target.selector(None)},
-            # One that does not become ready would keep its node from being drained, and serves nobody.
+            # A pod that does not become ready would block a drain of its node, and serves nobody.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }
 
 
 def _network_policy(target: Target) -> Manifest:
-    """In: the three ports. Out: nothing, for nothing is fetched and nobody is told."""
+    """Ingress: the three ports. Egress: none, because the server fetches and reports nothing."""
     ports = [{"port": name, "protocol": "TCP"} for name in launch.PORTS]
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -345,7 +345,7 @@ def _network_policy(target: Target) -> Manifest:
 
 
 def _group_network_policy(target: Target) -> Manifest:
-    """Between the pods of the set everything, since MPI and NCCL choose their ports; and DNS, to find the leader."""
+    """All traffic between the pods of the set, since MPI and NCCL choose their ports; and DNS, to find the leader."""
     peers = [{"podSelector": {"matchLabels": target.selector(None)}}]
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -383,12 +383,12 @@ def _autoscaler(target: Target) -> Manifest:
                 for name, value in wanted.items()
             ],
             "behavior": {
-                # A burst that the replicas there are will have worked off is no reason for another.
+                # A burst that the present replicas will soon have worked off is no reason for another replica.
                 "scaleUp": {
                     "stabilizationWindowSeconds": 30,
                     "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
                 },
-                # What took minutes to load is not given up for a lull.
+                # A replica that took minutes to load is not given up for a lull.
                 "scaleDown": {
                     "stabilizationWindowSeconds": target.config.scale_down_seconds,
                     "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
@@ -409,7 +409,7 @@ def _kustomization(*, namespace: str, resources: list[str], components: list[str
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML for reading: no references from one place to another, and texts of several lines as they are."""
+    """YAML dumper for readers: no anchors or aliases, and texts of several lines as they are."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,7 +1,7 @@
-"""What runs in a container: tritonserver, or mpirun with one of it for each rank. Words, never a line for a shell.
+"""Command of a container: tritonserver, or mpirun with a tritonserver for each rank. A list of words, no shell line.
 
-Not the command of `trtpipe serve`, which listens on loopback: here whoever reaches the port is a client, so models
-are not loaded and unloaded by request, and no rank but the first listens at all.
+It is not the command of `trtpipe serve`, which listens on loopback: here whoever reaches the port is a client, so
+models are not loaded and unloaded by request, and no rank but the first listens at all.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 
-# Where things are inside a container.
+# Paths and ports inside a container.
 MODELS = "/models"
 SCRIPTS = "/opt/trtpipe"
 TEMPORARY = "/tmp"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 RENDEZVOUS_PORT = 8003
 RENDEZVOUS = "rendezvous.py"
-# Endpoints, proxies and clients take a moment to stop sending to a pod that is about to leave.
+# Endpoints, proxies and clients take a moment to stop sending to a pod that is about to end.
 PRE_STOP_SECONDS = 10
-# Between the end of one phase of leaving and the next.
+# Time between the end of one phase of termination and the next.
 MARGIN_SECONDS = 5
 
-# Runtimes that NVIDIA's image does not hold: in an image of ours, the command that serves them knows where things are.
+# Runtimes that NVIDIA's image does not hold: in our image, the command that serves them knows its paths.
 OURS = ("reference", "vllm")
-# Why a runtime goes no further than one node. Within it, these start their own ranks.
+# Why a runtime is limited to one node. Within a node, these runtimes start their own ranks.
 ONE_NODE = {
     "trtllm_pytorch": "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here",
     "vllm": "on several, vLLM wants a Ray cluster, which is not written here",
 }
-# Runtimes whose server reports requests that wait: what replicas are added by.
+# Runtimes whose server reports the waiting requests by which replicas are added.
 WITH_REQUEST_METRICS = ("tensorrt_llm", *OURS)
 
 
 def require_runtime(passport: Passport, placement: Placement) -> None:
-    """Raises ArtefactRefused for what no command of this module serves."""
+    """Raises ArtefactRefused for a runtime that no command of this module serves."""
     if passport.runtime not in ("tensorrt_llm", "reference", *ONE_NODE):
         raise ArtefactRefused(
             f"an engine of the runtime {passport.runtime} is not deployed to Kubernetes",
@@ -54,7 +54,7 @@ def require_runtime(passport: Passport, placement: Placement) -> None:
 
 
 def server_words(passport: Passport, config: DeployConfig, placement: Placement) -> list[str]:
-    """The command of a pod that answers requests: the only one of its replica, or the leader of several."""
+    """The command of a pod that answers requests: the only pod of its replica, or the leader of several."""
     if passport.runtime in OURS:
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
         return ["trtpipe", "serve", MODELS, "--host", "0.0.0.0", *addresses]
@@ -79,24 +79,24 @@ def uses_mpi(passport: Passport) -> bool:
 
 
 def exit_seconds(config: DeployConfig, placement: Placement, *, mpi: bool) -> int:
-    """How long a server that is told to end may go on with the requests it has."""
+    """Seconds that a server that is told to end may go on with the requests it has."""
     left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
     return left if not mpi else _kill_seconds(config, placement) - MARGIN_SECONDS
 
 
 def _kill_seconds(config: DeployConfig, placement: Placement) -> int:
-    """What mpirun waits before it ends the ranks, and again before it kills them; ranks of other pods come after."""
+    """Seconds that mpirun waits before it ends the ranks, and again before it kills them; other pods' ranks follow."""
     left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
     return left // (2 if placement.pods == 1 else 4)
 
 
 def _mpi_options(config: DeployConfig, placement: Placement) -> list[str]:
     return [
-        # Its default for two ranks ties each to one core, with all threads of its server.
+        # mpirun's default for two ranks binds each to one core, with all threads of its server.
         "--bind-to", "none",
-        # Its default is 1: requests in flight would die a second after the pod is told to leave.
+        # mpirun's default is 1: in-flight requests would die a second after the pod is told to end.
         "--mca", "odls_base_sigkill_timeout", str(_kill_seconds(config, placement)),
-        # It counts the cores it may use as places for ranks; ours are GPUs, and they are counted already.
+        # mpirun counts usable cores as slots for ranks; our ranks need GPUs, which are counted already.
         *(["--oversubscribe"] if placement.pods == 1 else []),
     ]  # fmt: skip
 

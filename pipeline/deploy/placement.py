@@ -1,4 +1,4 @@
-"""How the ranks of an engine spread over pods: as few as hold them, all alike, and no rank left over."""
+"""Distribution of an engine's ranks over pods: as few pods as hold them, all alike, and no rank left over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placement:
 
 
 def place(tp_size: int, pp_size: int, gpus_per_node: int) -> Placement:
-    """One pod when a node has GPUs for all ranks, else as few as possible. Raises UsageError when none fits.
+    """One pod when a node has GPUs for all ranks, else as few as possible. Raises UsageError when no division fits.
 
     Ranks of one pipeline stage are consecutive and talk in every layer, those of two stages once a step. So a pod
     holds whole stages where a node can, and a stage that is wider than a node takes whole nodes.

@@ -1,4 +1,4 @@
-"""The pods: what a container is given, what it may do, and how the cluster knows that it is well."""
+"""Pod specifications: resources, permissions and probes of the containers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.launch import MODELS, OURS, PORTS, PRE_STOP_SECONDS, RENDEZVOUS_PORT, SCRIPTS, TEMPORARY
 from trtpipe.pipeline.deploy.placement import Placement
 
-# Triton's images have a user of this number, triton-server; so has one of ours.
+# Triton's images have a user with this number, triton-server; so does our image.
 USER = 1000
 GPU = "nvidia.com/gpu"
 GPU_PRODUCT = "nvidia.com/gpu.product"
-# Where the container that copies sees the volume that the server reads.
+# Where the container that copies mounts the volume that the server reads.
 COPIED = "/repository"
-# Under which a group's Secret holds its one value.
+# Key of the one value in a group's Secret.
 SECRET_KEY = "secret"
 GIB = 2**30
-# A server, its Python models, and CUDA's and NCCL's own.
+# Memory of a server, its Python models, CUDA and NCCL.
 BASE_BYTES = 8 * GIB
 PROBE_SECONDS = 10
 
@@ -30,10 +30,10 @@ def pod_spec(
     passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement, *,
     image: str, words: list[str], answers: bool, scripts: str | None, secret: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A pod that runs `words`; one that `answers` has ports and probes. `scripts` is the ConfigMap of its scripts,
-    `secret` the Secret by which the pods of a group know each other."""
+    """A pod that runs the command `words`; with `answers` it has ports and probes. `scripts` is the ConfigMap of its
+    scripts, `secret` the Secret by which the pods of a group recognise each other."""
     spec: dict[str, Any] = {
-        # Nothing here talks to the cluster's API.
+        # The pod does not use the cluster's API.
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": config.termination_grace_seconds,
@@ -70,7 +70,7 @@ def _container(
         "name": "server" if answers else "worker",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        # Not `command`: the image's entry point looks after the driver and CUDA's compatibility libraries.
+        # Not `command`: the image's entry point sets up the driver and CUDA's compatibility libraries.
         "args": words,
         # Paths in a repository's configuration may be relative to it.
         "workingDir": MODELS,
@@ -80,7 +80,7 @@ def _container(
         "volumeMounts": _mounts(config, scripts),
     }
     if not answers:
-        # It has nothing to probe: its process ends with the leader's, and the group is made anew.
+        # A worker has nothing to probe: its process ends with the leader's, and the group is made anew.
         return container
     ports = dict(PORTS) if placement.pods == 1 else {**PORTS, "rendezvous": RENDEZVOUS_PORT}
     container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
@@ -89,7 +89,7 @@ def _container(
     container["startupProbe"] = _probe("ready", PROBE_SECONDS, tries)
     container["livenessProbe"] = _probe("live", PROBE_SECONDS, 6)
     container["readinessProbe"] = _probe("ready", 5, 3)
-    # Requests go on arriving until everybody knows that the pod leaves; only then is the server told.
+    # Requests go on arriving until every client knows that the pod ends; only then is the server told.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}}
     return container
 
@@ -105,10 +105,10 @@ def _probe(state: str, period: int, failures: int) -> dict[str, Any]:
 
 def _environment(passport: Passport, secret: str | None) -> list[dict[str, Any]]:
     values = {
-        # The image's own home cannot be written to.
+        # The image's own home is not writable.
         "HOME": TEMPORARY,
         "PYTHONDONTWRITEBYTECODE": "1",
-        # Nothing is fetched when a server starts.
+        # A server fetches nothing when it starts.
         "HF_HUB_OFFLINE": "1",
     }
     if passport.runtime in OURS:
@@ -120,8 +120,8 @@ def _environment(passport: Passport, secret: str | None) -> list[dict[str, Any]]
 
 
 def _resources(passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement) -> dict[str, Any]:
-    """What is asked for. No limit but the GPUs': one on CPU slows the steps down, one on memory that is a guess kills
-    a server that loads."""
+    """Resource requests. Only GPUs have a limit: a CPU limit slows the steps down, and a memory limit that is a guess
+    kills a server that loads."""
     # The reference runtime holds all ranks in one process, computes in float32, and keeps its cache beside them.
     ranks = 3 * passport.world_size if gpu.is_cpu else placement.ranks
     weights = ranks * passport.rank_bytes
@@ -135,7 +135,7 @@ def _resources(passport: Passport, gpu: GpuSpec, config: DeployConfig, placement
 
 
 def _restricted() -> dict[str, Any]:
-    """What the Pod Security Standard `restricted` asks for, and a root file system that nobody writes to."""
+    """Settings that the Pod Security Standard `restricted` asks for, and a read-only root file system."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -144,7 +144,7 @@ def _restricted() -> dict[str, Any]:
 
 
 def _copying(config: DeployConfig) -> dict[str, Any]:
-    """An image as a volume would need no copy, but clusters before 1.35 have it off unless somebody turned it on."""
+    """A container that copies the repository. An image as a volume needs no copy, but is off before Kubernetes 1.35."""
     return {
         "name": "models",
         "image": config.model_image,

@@ -1,10 +1,10 @@
-"""From the server's gauges to the metrics that the number of replicas follows.
+"""Metrics that the number of replicas follows, derived from the server's gauges.
 
-Two of them. Requests that the engine has taken in and cannot run yet: `waiting`, which is what is short of KV cache.
-And how full the engine is: it takes in no more than `max` requests, and those that wait outside are counted nowhere,
-so an engine that is full is one that may have a queue. Fullness also holds replicas that are busy without a queue,
-which would go as soon as nobody waits. Triton's own queue time is neither: a request leaves Triton's queue when it is
-handed to the engine, where it waits.
+There are two metrics. `waiting`: requests that the engine has taken in and cannot run yet, for lack of KV cache.
+Fullness: the engine takes in no more than `max` requests, and those that wait outside are counted nowhere, so a full
+engine may have a queue. Fullness also keeps replicas that are busy without a queue, which would otherwise go as soon
+as nobody waits. Triton's own queue time is neither: a request leaves Triton's queue when it is handed to the engine,
+where it waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 SERIES = "nv_trt_llm_request_metrics"
 FULLNESS = "trtllm_batch_fullness"
-# Share of the requests that an engine takes in at which another replica is wanted.
+# Fraction of the requests that an engine takes in at which another replica is wanted.
 FULL = "900m"
 # The gauges jump with every step of the engine; the autoscaler looks every 15 seconds.
 WINDOW = "1m"
@@ -21,26 +21,26 @@ SCRAPE = "15s"
 
 
 def waiting_metric(pp_size: int) -> str:
-    """Its name; an engine with pipeline stages counts otherwise, see `adapter_rules`."""
+    """Name of the metric; an engine with pipeline stages counts otherwise, see `adapter_rules`."""
     return "trtllm_waiting_requests" if pp_size == 1 else f"trtllm_waiting_requests_pp{pp_size}"
 
 
 def adapter_rules(pp_size: int) -> list[dict[str, Any]]:
-    """Rules of prometheus-adapter that make the series metrics of pods."""
+    """Rules of prometheus-adapter that turn the series into metrics of pods."""
     waiting, scheduled = _gauge("waiting"), _gauge("scheduled")
     if pp_size > 1:
-        # The backend reports as waiting what the last step did not schedule, and with stages a step schedules one
-        # batch of `pp_size`: the others are running all the same.
+        # The backend reports as waiting what the last step did not schedule. With pipeline stages a step schedules one
+        # batch of `pp_size`, and the other batches are running all the same.
         waiting = f"{waiting} - {pp_size - 1} * {scheduled}"
     return [
-        # It is active - scheduled, and negative after a step in which a request ended.
+        # This gauge is active - scheduled, and negative after a step in which a request ended.
         _rule(waiting_metric(pp_size), "waiting", f"clamp_min({waiting}, 0)"),
         _rule(FULLNESS, "active", f"{_gauge('active')} / {_gauge('max')}"),
     ]
 
 
 def pod_monitor(name: str, labels: dict[str, str], selector: dict[str, str]) -> dict[str, Any]:
-    """What Prometheus scrapes, for the Prometheus operator."""
+    """A PodMonitor, by which the Prometheus operator scrapes the pods."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",

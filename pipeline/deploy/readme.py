@@ -1,4 +1,4 @@
-"""README.md of a written base: what a person should know before applying it, and why it is as it is."""
+"""README.md of a written base: what a person should know before applying it, and the reasons for its settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtpipe.pipeline.deploy.placement import Placement
 from trtpipe.pipeline.deploy.pods import GPU_PRODUCT, SECRET_KEY, USER
 from trtpipe.pipeline.deploy.prometheus import FULLNESS, SERIES, waiting_metric
 
-# The model that clients ask, and what it calls the number of tokens.
+# The model that clients use, and its name for the number of tokens.
 FRONT = ("ensemble", "max_tokens")
 
 

@@ -1,1 +1,1 @@
-"""Where the program of a stage runs, what the machine can do, and why a program failed."""
+"""Execution of a stage's program: executors, checks of the machine, and diagnosis of failures."""

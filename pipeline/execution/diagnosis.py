@@ -1,6 +1,6 @@
-"""Why a build or a server failed: the first fact of configs/failures that its log bears out, and what to do next.
+"""Diagnosis of a failed build or server: the first entry of configs/failures that matches its log, and the remedy.
 
-A fact is a pattern for one line. They are tried in the order of their file, so the more specific one stands first.
+An entry has a pattern for one line. Entries are tried in the order of their file, so a more specific one comes first.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trtpipe.engines.errors import StageFailed
 
 Where = Literal["build", "serve"]
 
-# A verbose server writes gigabytes; what ended it stands at the end.
+# A verbose server writes gigabytes; the cause of its failure is at the end.
 TAIL_BYTES = 4 << 20
 # A line that names every tensor of a model is some 100 kB long; `.*` must not be tried on megabytes.
 MATCHED_CHARS = 1 << 16
 LINE_CHARS = 300
 
 NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
-# Colours and other terminal control.
+# Colours and other terminal control sequences.
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# What loggers put before their words: time, source and level, as TensorRT-LLM, Triton and Python write them.
+# Prefix of a logged line: time, source and level, as TensorRT-LLM, Triton and Python write them.
 PREFIX = re.compile(
     r"(?:\[?\d\d/\d\d/\d{4}-\d\d:\d\d:\d\d\]?"
     r"|[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\]"
@@ -42,7 +42,7 @@ DISABLED = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An entry of configs/failures: what a line says, what that means, and what to do.
+    """An entry of configs/failures: the pattern of a line, the cause, and the remedy.
 
     pattern  a regular expression, searched in each line of a log
     cause    a phrase; {name} stands for a named group of the pattern
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """A failure that a log bears out; `line` is what tells, without its time and at most LINE_CHARS long."""
+    """A failure found in a log; `line` is the matching line, without its time and at most LINE_CHARS long."""
 
     failure: str
     cause: str
@@ -68,19 +68,19 @@ class Diagnosis:
 
 
 def load_failures(where: Where) -> tuple[Failure, ...]:
-    """The facts about failed builds or failed servers, in the order they are tried. Raises ConfigError."""
+    """The entries for failed builds or failed servers, in the order they are tried. Raises ConfigError."""
     return _load(facts.CONFIGS / "failures" / f"{where}.yaml")
 
 
 def diagnose(text: str, where: Where) -> Diagnosis | None:
-    """What the log of a failed build or server says of the cause; None when no fact fits."""
+    """The cause of the failure, from the log of a failed build or server; None when no entry matches."""
     lines = [line[:MATCHED_CHARS] for line in _lines(text)]
     for failure in load_failures(where):
         pattern = re.compile(failure.pattern)
         for line in lines:
             found = pattern.search(line)
             if found:
-                # A group of an alternative that was not taken has no value.
+                # A group in an alternative that did not match has no value.
                 groups = {name: value or "?" for name, value in found.groupdict().items()}
                 return Diagnosis(
                     failure=failure.name,
@@ -92,7 +92,7 @@ def diagnose(text: str, where: Where) -> Diagnosis | None:
 
 
 def explain(error: StageFailed, log: Path, where: Where, begin: int = 0) -> StageFailed:
-    """The error with cause and remedy in place of the log's last lines; the error itself when no fact fits.
+    """The error with cause and remedy in place of the log's last lines; the error itself when no entry matches.
 
     `begin` is the byte at which the failed process started to write.
     """
@@ -100,7 +100,7 @@ def explain(error: StageFailed, log: Path, where: Where, begin: int = 0) -> Stag
     if found:
         why = f"{found.cause} ({found.line})"
     else:
-        # A process that is killed has no last words: how it ended is in the error alone.
+        # A killed process logs nothing at its end: only the error says how it ended.
         found = diagnose(error.what, where)
         if found is None:
             return error
@@ -109,7 +109,7 @@ def explain(error: StageFailed, log: Path, where: Where, begin: int = 0) -> Stag
 
 
 def disabled_features(text: str) -> tuple[str, ...]:
-    """The lines in a successful build's log that say that a feature was turned off, each once."""
+    """The lines in a successful build's log that report a feature as turned off, each once."""
     return tuple(dict.fromkeys(_shorten(line, 0) for line in _lines(text) if DISABLED.search(line)))
 
 
@@ -154,7 +154,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _shorten(line: str, start: int) -> str:
-    """The line without what its logger put before it; when it is long, the part around `start`."""
+    """The line without its logger's prefix; of a long line, the part around `start`."""
     begin = 0
     while prefix := PREFIX.match(line, begin):
         begin = prefix.end()
@@ -168,7 +168,7 @@ def _shorten(line: str, start: int) -> str:
 
 
 def _end(log: Path, begin: int) -> str:
-    """The end of a log, what was written before `begin` left out; "" for one that cannot be read."""
+    """The end of a log, without what was written before `begin`; "" for a log that cannot be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)

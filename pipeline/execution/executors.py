@@ -1,8 +1,8 @@
 """Run a toolchain's program in this environment, or in the toolchain's container image.
 
-In a container a task sees the same absolute paths as outside, its folders mounted at their own places: nothing it
-writes down has to be translated. It runs as the calling user, without a network and without privileges, and the
-container is removed whatever happens; one that a killed run left behind is removed by the next run of the same folder.
+In a container a task sees the same absolute paths as outside, because its folders are mounted at their own paths: its
+output needs no translation. The container runs as the calling user, without a network and without privileges, and is
+removed in every case; a container that a killed run left behind is removed by the next run of the same folder.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 Show = Callable[[str], None]
 
 DEFAULT_URL = "unix:///var/run/docker.sock"
-# How long Docker may take to answer; the first container of a large image takes longest.
+# Time limit for an answer from Docker; the first container of a large image takes longest.
 ANSWER_SECONDS = 120
-# What a container is for, and the folder it writes: how what a killed run left behind is known again.
+# Labels with a container's purpose and output folder, by which leftovers of a killed run are found.
 LABEL = "trtpipe"
 OUT_LABEL = "trtpipe.out"
-# What NVIDIA asks for in its images: page-locked memory without a bound, and deep stacks.
+# Limits that NVIDIA asks for in its images: unlimited page-locked memory, and deep stacks.
 LIMITS = {"memlock": -1, "stack": 64 << 20}
-# Which statuses a shell, and the init in the container, give for a program that cannot be run or is not there.
+# Exit statuses of a shell, and of the container's init, for a program that cannot be run or does not exist.
 CANNOT_RUN = (126, 127)
 
 
@@ -46,17 +46,17 @@ def _unseen(line: str) -> None: ...
 
 
 def find_program(name: str) -> str | None:
-    """A program of this environment, found beside its Python first: an environment need not be activated."""
+    """A program of this environment, looked for beside its Python first: the environment need not be activated."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}")
 
 
 class LocalExecutor:
-    """Programs of this environment."""
+    """Executor of programs in this environment."""
 
     name = "local"
 
     def prepare(self, progress: Progress = lambda done, total: None) -> None:
-        """There is nothing to fetch."""
+        """Do nothing: there is nothing to fetch."""
 
     def run(self, task: Task, show: Show = _unseen) -> dict[str, str]:
         program, *arguments = task.command
@@ -75,7 +75,7 @@ class LocalExecutor:
 
 
 class DockerExecutor:
-    """Programs of a container image, through the daemon at `base_url` (else that of DOCKER_HOST)."""
+    """Executor of programs in a container image, through the daemon at `base_url` (default: that of DOCKER_HOST)."""
 
     name = "docker"
 
@@ -90,13 +90,13 @@ class DockerExecutor:
     def require(self) -> str:
         """The daemon's version and address. Raises HostError when it cannot be reached."""
         scheme, _, place = self._url.partition("://")
-        if scheme == "unix" and not Path(place).exists():  # where none is installed, the SDK need not be loaded
+        if scheme == "unix" and not Path(place).exists():  # where Docker is not installed, the SDK need not be loaded
             raise self._unreachable("No such file or directory")
         with self._connected() as client:
             return f"{client.version()['Version']} at {self._url}"
 
     def prepare(self, progress: Progress = lambda done, total: None) -> None:
-        """Fetch the image unless Docker has it. Raises HostError saying what is in the way."""
+        """Fetch the image unless Docker has it. Raises HostError with the reason for a failure."""
         with self._connected() as client:
             self._find_image(client, progress)
 
@@ -118,16 +118,15 @@ class DockerExecutor:
                 finally:
                     output.close()
             finally:
-                with _unanswered():  # the outcome is known; what is left now, the next run removes
+                with _unanswered():  # the outcome is known; the next run removes what is left
                     _remove_containers(client, task.out)
         self._check(state, task, begin)
         return {"image": self.image, "image_digest": self._digest(image)}
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[DockerClient]:
-        """A client of the daemon, and a HostError in place of any way in which the daemon stops answering."""
-        # Imported only where it is used: it brings a web client along.
-        # Importing it is the heavy part: nothing but this class does, and only when it is used.
+        """A client of the daemon; a failure of the daemon to answer becomes a HostError."""
+        # Imported only in this class and only when it is used: the import is slow, because it loads an HTTP client.
         import docker
         from docker.errors import DockerException
 
@@ -178,7 +177,7 @@ class DockerExecutor:
             raise self._pull_failure(_reason(error)) from None
 
     def _in_tenths(self, show: Show) -> Progress:
-        """A pull's progress as lines, one for each tenth."""
+        """Report a pull's progress as lines, one for each tenth."""
         shown = -1
 
         def progress(done: int, total: int) -> None:
@@ -191,7 +190,7 @@ class DockerExecutor:
         return progress
 
     def _pull_failure(self, reason: str) -> TrtpipeError:
-        """The error for Docker's own words about an image that it cannot fetch."""
+        """The error for Docker's message about an image that it cannot fetch."""
         reasons = (
             (r"toomanyrequests|rate limit", f"the registry limits pulls of {self.image}", self._login("wait, or")),
             (r"dial tcp|no such host|connection refused|server misbehaving|awaiting headers|unreachable|x509|"
@@ -220,7 +219,7 @@ class DockerExecutor:
         return f"{before} run `docker login{registry}`"
 
     def _start(self, client: DockerClient, image: Image, task: Task) -> tuple[Container, Output]:
-        """A running container and its output. Raises HostError for what this Docker or this image lacks."""
+        """Start a container; return it and its output. Raises HostError for what this Docker or this image lacks."""
         from docker.errors import APIError
 
         def start(limits: dict[str, int]) -> tuple[Container, Output]:
@@ -237,7 +236,7 @@ class DockerExecutor:
             try:
                 return start(LIMITS)
             except APIError as error:
-                # A daemon that may not raise limits itself (rootless, or in a container).
+                # The daemon may not raise limits itself (rootless, or in a container).
                 if "rlimit" not in _reason(error):
                     raise
             _remove_containers(client, task.out)
@@ -258,7 +257,7 @@ class DockerExecutor:
                 Mount(str(task.out), str(task.out), type="bind"),
             ],
             "user": self.user or _caller(client),
-            # The image knows no user of that number: programs that ask who they are find these instead.
+            # The image has no user of that number: programs that look up their user find these values instead.
             "environment": {"HOME": "/tmp", "USER": "trtpipe", **task.env},
             "device_requests": [] if task.gpus == () else [DeviceRequest(capabilities=[["gpu"]], **devices)],
             "shm_size": self.shm_size,
@@ -273,7 +272,7 @@ class DockerExecutor:
         }
 
     def _start_failure(self, reason: str, task: Task) -> HostError:
-        """The error for Docker's own words about a container that it cannot start."""
+        """The error for Docker's message about a container that it cannot start."""
         program = task.command[0]
         indices = ", ".join(map(str, task.gpus or ()))
         gpus = f"GPU {indices}" if indices else "the GPUs"
@@ -296,13 +295,13 @@ class DockerExecutor:
         return HostError(f"Docker cannot start {self.image}", why=reason)
 
     def _check(self, state: dict[str, Any], task: Task, begin: int) -> None:
-        """Raise for a program that did not end well."""
+        """Raise an error for a program that failed."""
         status = int(state["ExitCode"])
         if not status:
             return
         if state["OOMKilled"]:
             status = -signal.SIGKILL
-        elif status > 128:  # the init tells of a signal as a shell does
+        elif status > 128:  # the init reports a signal as a shell does
             status = 128 - status
         why = tail(task.log, begin=begin)
         if status in CANNOT_RUN:
@@ -313,7 +312,7 @@ class DockerExecutor:
         raise StageFailed(f"{task.what} failed ({describe_status(status)})", why=why, remedy=f"the log is {task.log}")
 
     def _digest(self, image: Image) -> str:
-        """What a registry knows the image by; an image made here is known by its own identity."""
+        """The image's digest in a registry; for an image made here, its own identifier."""
         from docker.utils import parse_repository_tag
 
         repository, _ = parse_repository_tag(self.image)
@@ -322,9 +321,9 @@ class DockerExecutor:
 
 
 class Output:
-    """What a container writes to both its streams, as it comes, from its very beginning until it ends.
+    """Output of a container on both streams, as it arrives, from its start to its end.
 
-    Docker's log of it would hold back a line that is not finished, and its follower may miss the last ones.
+    Docker's own log would hold back an unfinished line, and a follower of that log may miss the last lines.
     """
 
     def __init__(self, container: Container) -> None:
@@ -339,12 +338,12 @@ class Output:
         lines.close()
 
     def close(self) -> None:
-        # The stream's own close leaves the descriptor open.
+        # Closing the stream leaves the descriptor open.
         self._stream._response.close()  # type: ignore[attr-defined]
 
 
 class Layers:
-    """How far a pull is, over all layers: half of a layer counts when it has arrived, half when it is unpacked."""
+    """Progress of a pull over all layers: half of a layer counts when it has arrived, half when it is unpacked."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
@@ -352,7 +351,7 @@ class Layers:
         self._unpacked: dict[str, int] = {}
 
     def feed(self, event: dict[str, Any]) -> tuple[int, int]:
-        """Bytes done and bytes known of, after one event of the pull."""
+        """Bytes done and bytes known so far, after one event of the pull."""
         layer, status, detail = event.get("id", ""), event.get("status"), event.get("progressDetail") or {}
         size = detail.get("total", 0)  # absent, or -1, where Docker does not know it
         if status == "Downloading" and size > 0:
@@ -369,7 +368,7 @@ class Layers:
 
 
 def _caller(client: DockerClient) -> str:
-    """The user in the container whose files are ours outside: in a rootless Docker, its root."""
+    """The user in the container who owns our files outside: in a rootless Docker, the container's root."""
     rootless = any("rootless" in option for option in client.info().get("SecurityOptions") or ())
     return "0:0" if rootless else f"{os.getuid()}:{os.getgid()}"
 
@@ -382,14 +381,14 @@ def _wait(container: Container) -> dict[str, Any]:
 
 
 def _interrupt(container: Container, grace: float) -> None:
-    """Do as Ctrl-C does, and give the program time to end. Removal kills what is left."""
+    """Send the signal of Ctrl-C, and give the program time to end. Removal kills what is left."""
     with _unanswered():
         container.kill("SIGINT")
         container.wait(timeout=grace)
 
 
 def _remove_containers(client: DockerClient, out: Path) -> None:
-    """Remove every container that writes `out`, running or not."""
+    """Remove every container that writes to `out`, running or not."""
     from docker.errors import APIError
 
     found = client.containers.list(all=True, sparse=True, filters={"label": f"{OUT_LABEL}={out}"})
@@ -399,7 +398,7 @@ def _remove_containers(client: DockerClient, out: Path) -> None:
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """What a daemon that goes away raises out of the SDK. No error in writing a file of ours is among them."""
+    """Exceptions that the SDK raises when the daemon goes away. Errors in writing our own files are not among them."""
     from docker.errors import DockerException
     from requests.exceptions import RequestException
     from urllib3.exceptions import HTTPError
@@ -412,7 +411,7 @@ def _unanswered() -> contextlib.AbstractContextManager[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause inside an SDK's error: Docker's own words, else the operating system's."""
+    """The cause inside an SDK's error: Docker's message, else the operating system's."""
     explanation = getattr(error, "explanation", None)
     if explanation:
         return str(explanation)

@@ -1,4 +1,4 @@
-"""Whether this machine can finish a target: its GPUs, its driver, and where a toolchain's programs would run."""
+"""Checks that this machine can finish a target: its GPUs, its driver, and an executor for the toolchain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor, LocalExecutor, 
 
 
 class GpuAbsent(HostError):
-    """This machine has no GPU of the target's kind; all that needs none can still be done here."""
+    """This machine has no GPU of the target's kind; stages that need no GPU can still run here."""
 
 
 def matching_gpus(target: Target) -> list[Gpu]:
@@ -38,7 +38,7 @@ def matching_gpus(target: Target) -> list[Gpu]:
 
 
 def require_gpu(target: Target, rank_bytes: int) -> Gpu:
-    """A GPU to build on, with room for a rank's weights. Raises HostError for one too small, or in use."""
+    """A GPU to build on, with room for a rank's weights. Raises HostError for a GPU that is too small or in use."""
     gpus = matching_gpus(target)
     need = rank_bytes / 2**20
     best = max(gpus, key=lambda gpu: gpu.total_mib - gpu.used_mib)
@@ -58,7 +58,7 @@ def require_gpu(target: Target, rank_bytes: int) -> Gpu:
 
 
 def choose_executor(name: str, toolchain: Toolchain) -> Executor:
-    """The executor of that name, able to start; auto takes this environment if it has the program. Raises HostError."""
+    """The executor of that name, ready to run; auto takes this environment if it has the program. Raises HostError."""
     if name == "local" or (name == "auto" and find_program(PROGRAM)):
         return LocalExecutor()
     executor = DockerExecutor(toolchain.image)
@@ -76,12 +76,12 @@ def choose_executor(name: str, toolchain: Toolchain) -> Executor:
 
 
 def facts(gpu: Gpu) -> dict[str, str]:
-    """What a passport says of the GPU an engine was built on."""
+    """The passport's facts about the GPU that an engine was built on."""
     return {"gpu": gpu.name, "driver": gpu.driver}
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; none where there is no driver that answers."""
+    """The GPUs of this machine; none where no driver answers."""
     try:
         return read_gpus()
     except HostError:
@@ -89,7 +89,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def able(toolchain: Toolchain, gpus: Sequence[Gpu]) -> str:
-    """Whether this machine's driver can run a toolchain, in words for a table."""
+    """Whether this machine's driver can run a toolchain, as text for a table."""
     if not gpus:
         return "no NVIDIA GPU here"
     driver = gpus[0].driver

@@ -1,4 +1,4 @@
-"""One worker of the gateway, started by the supervisor, which keeps the port and the board."""
+"""One worker of the gateway, started by the supervisor, which holds the port and the shared counters."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def main(spec: dict[str, Any]) -> int:
     options = GatewayOptions.from_json(spec["options"])
     try:
         forks = ForkServer(options)
-        forks.start()  # beside this process, which loads the same files
+        forks.start()  # runs beside this process, which loads the same files
         board = SharedCounters(Path(spec["board"]), spec["index"], options.workers)
         most = most_connections(tls=options.tls_cert is not None)
         app, connections = build(options, board, forks, most_connections=most)
         listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-        # All workers bind the port; the kernel deals the connections out.
+        # All workers bind the port; the kernel distributes the connections.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind((options.host, options.port))
@@ -54,13 +54,13 @@ def main(spec: dict[str, Any]) -> int:
 
 
 def _tell(pipe: int, words: str) -> None:
-    with contextlib.suppress(OSError):  # nobody waits for a worker that was started again
+    with contextlib.suppress(OSError):  # nobody reads the pipe of a restarted worker
         os.write(pipe, words.encode())
     os.close(pipe)
 
 
 def _follow(life: int) -> None:
-    """Nobody writes to this pipe: its end is the supervisor's."""
+    """End with the supervisor: nobody writes to this pipe, so that a read returns when the supervisor has ended."""
     os.read(life, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Who is let in: API keys and the certificate, read from files. Light, so that `serve` can look before it starts."""
+"""API keys and certificate of the gateway, read from files. Light, so that `serve` can check them before it starts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ KEYS_VARIABLE = "TRTPIPE_API_KEYS"
 
 
 def check(options: GatewayOptions) -> None:
-    """Read what a worker will read. Raises InputDataError for keys or a certificate that it could not."""
+    """Read the files that a worker will read. Raises InputDataError for unusable keys or an unusable certificate."""
     read_keys(options.api_keys_file)
     if options.tls_cert is not None and options.tls_key is not None:
         _check_certificate(options.tls_cert, options.tls_key)
 
 
 def read_keys(file: Path | None) -> tuple[bytes, ...]:
-    """Digests of the API keys in `file` (one a line, # for remarks) and the environment. Raises InputDataError."""
+    """Digests of the API keys in `file` (one a line, # for comments) and the environment. Raises InputDataError."""
     keys = _lines(os.environ.get(KEYS_VARIABLE, "").replace(",", "\n"))
     if file is not None:
         try:
@@ -46,7 +46,7 @@ def _check_certificate(certificate: Path, key: Path) -> None:
         except OSError as error:
             raise _unreadable(f"the {what} {file}", error) from None
     try:
-        # The password is asked of nobody: workers have no terminal either.
+        # Nobody can be asked for a password: workers have no terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         raise InputDataError(

@@ -1,8 +1,8 @@
-"""One request being answered: whole, or as server-sent events.
+"""Answer to one request: whole, or as server-sent events.
 
 The bytes around a piece of text are made once a request; a piece costs one JSON escape. Nothing is sent before the
-engine has said something, so an early failure still has an HTTP status of its own. A client that leaves, and a
-timeout, end the engine's work through the one cancellation of this request's task.
+engine has answered, so that an early failure still has an HTTP status of its own. A client that leaves, and a
+timeout, both end the engine's work by cancelling this request's task.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What is to be answered.
+    """Description of the answer to a request.
 
-    chat        its form: chat, or text completion
+    chat        form of the answer: chat, or text completion
     prompt_lengths   tokens of each prompt
     requests    the engine's request for each answer, prompt by prompt
-    end_ids     tokens that end an answer and are no text of it; empty when they are to be ignored
-    likeliest   whether the chosen token is also listed as the likeliest, which it is when nothing is drawn
+    end_ids     tokens that end an answer and are not part of its text; empty when they are to be ignored
+    likeliest   whether the chosen token is also listed as the likeliest, which holds when nothing is drawn
     """
 
     id: str
@@ -62,7 +62,7 @@ class Order:
 
 
 class Choice:
-    """One of the answers: its text so far, and why it ended."""
+    """One choice of the answer: its text so far, and why it ended."""
 
     __slots__ = (
         "_detokenizer",
@@ -88,10 +88,10 @@ class Choice:
         self.count = 0
         self.attempts = 0
         self.finish: str | None = None
-        self.shown = False  # whether the client knows that it has ended
+        self.shown = False  # whether the client knows that the choice has ended
         self.whole: list[str] = []
-        self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not told yet
-        self.offset = 0  # of the next token in the text, for logprobs of completions
+        self.entries: list[tuple[int, float]] = []  # tokens and log-probabilities not sent yet
+        self.offset = 0  # position of the next token in the text, for logprobs of completions
         self.prefix = b""
         self._order = order
         self._text = text
@@ -100,7 +100,7 @@ class Choice:
         self._ended = False
 
     def take(self) -> str:
-        """The text that has become certain since the last call; sets `finish` at the end."""
+        """The text that has become final since the last call; sets `finish` at the end."""
         generation = self.generation
         piece = ""
         tokens = generation.tokens
@@ -127,7 +127,7 @@ class Choice:
                     rest += self._stops.flush()
             piece += rest
             if self.finish is None:
-                # An engine may keep the end token to itself: an answer that is shorter than allowed ended by it.
+                # An engine may leave out the end token: an answer that is shorter than allowed ended by it.
                 self.finish = "stop" if self._ended or self.count < self._order.max_tokens else "length"
         return piece
 
@@ -141,7 +141,7 @@ class Choice:
         self.entries += [entry for entry in visible if entry[0] not in self._order.end_ids]
 
     def told(self) -> Any:
-        """Log-probabilities not told yet, in the form of the endpoint."""
+        """Log-probabilities not sent yet, in the form of the endpoint."""
         entries, self.entries = self.entries, []
         listed = [self._listed(token, value) for token, value in entries]
         if self._order.chat:
@@ -218,14 +218,14 @@ class Answer(Response):
             self._board.answered(self.order.endpoint, status)
             self._board.add("completion_tokens", sum(choice.count for choice in self.choices))
 
-    # Getting tokens
+    # Receiving tokens
 
     async def _begin(self) -> None:
         for choice, request in zip(self.choices, self.order.requests, strict=True):
             await choice.generation.begin(request)
 
     async def _news(self) -> None:
-        """Return when some generation has something new. Raises Failure when one has failed."""
+        """Return when a generation has something new. Raises Failure when one has failed."""
         while True:
             if not self._dirty:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -252,7 +252,7 @@ class Answer(Response):
             self._waiter.set_result(None)
 
     async def _watch(self, receive: Receive, task: asyncio.Task[Any]) -> None:
-        """The body has been read: what comes next is the client's leaving."""
+        """Cancel `task` when the client leaves: the body has been read, so the next news is the disconnection."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = True
@@ -262,7 +262,7 @@ class Answer(Response):
         self._late = True
         task.cancel()
 
-    # Telling them
+    # Sending answers
 
     async def _stream(self, send: Send) -> None:
         order = self.order
@@ -350,7 +350,7 @@ class Answer(Response):
         return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
 
     async def _fail(self, send: Send, failure: Failure) -> int:
-        """Tell the client, by a status or, once events have gone out, by an event; returns the status."""
+        """Report a failure to the client by a status or, once events have gone out, by an event; returns the status."""
         if self._sent:
             event = b"data: " + failure.json() + b"\n\n" + _DONE
             await send({"type": "http.response.body", "body": event})

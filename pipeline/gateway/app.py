@@ -1,4 +1,4 @@
-"""The routes: who may ask, what was asked, and the order that an answer is made from."""
+"""Routes of the gateway: they check the key and the request, and make the order for an answer."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trtpipe.pipeline.gateway.text import Text
 from trtpipe.pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-# What anybody may ask, without a key and without a body.
+# Paths open to anybody, without a key and without a body.
 OPEN = ("/health/live", "/health/ready")
-# Below these a 32-bit float of the engine is not reliably above 0, and nothing but the likeliest token is drawn anyway.
+# Below these a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
 LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
 
 
 class Gateway:
-    """What the routes share."""
+    """State that the routes share."""
 
     def __init__(self, options: GatewayOptions, board: SharedCounters, forks: ForkServer) -> None:
         """Raises InputDataError for keys or a tokenizer that cannot be read."""
@@ -49,7 +49,7 @@ class Gateway:
         self.started = int(time.time())
 
     def authorise(self, authorization: str) -> None:
-        """Raises Failure 401. Every key is compared, in the same time whatever was sent."""
+        """Raises Failure 401 for a wrong key. Every key is compared, in the same time whatever was sent."""
         if not self.keys:
             return
         scheme, _, given = authorization.partition(" ")
@@ -60,7 +60,7 @@ class Gateway:
             raise Failure(401, what, code="invalid_api_key")
 
     def admit(self, path: str, authorization: str) -> int:
-        """How many bytes the body of a request may have, known from its head. Raises Failure 401."""
+        """Limit of a request's body in bytes, from the request's head. Raises Failure 401."""
         if path in OPEN:
             return 0
         self.authorise(authorization)
@@ -95,7 +95,7 @@ class Gateway:
         drawn = _drawn(asked, text)
         log_probs = _log_probs(asked, engine, greedy=drawn["top_k"] == 1)
         ends = [] if asked.ignore_eos else text.end_ids
-        # Given, a seed makes each of the copies what it was the time before; not given, none is like another.
+        # A given seed makes every copy repeatable; without a given seed, all copies differ.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         requests = []
         for number in range(copies * len(prompts)):
@@ -104,7 +104,7 @@ class Gateway:
                 seed=(seed + number) % 2**64,
                 end_id=ends[0] if ends else -1,
                 pad_id=text.pad_id,
-                # The engine takes one end id; the model's others end the text as stop words of one token.
+                # The engine takes one end id; the model's other end ids become stop words of one token.
                 stop_words=text.words([[token] for token in ends[1:]]) if ends[1:] else None,
                 min_tokens=asked.min_tokens,
                 presence_penalty=asked.presence_penalty or None,
@@ -135,7 +135,7 @@ class Gateway:
 
 
 def _drawn(asked: ChatOptions | CompletionOptions, text: Text) -> dict[str, float | int | None]:
-    """How tokens are drawn, in the engine's terms: its own default is greedy, OpenAI's is to draw from all."""
+    """Sampling parameters in the engine's terms: its own default is greedy, OpenAI's is to draw from all tokens."""
 
     def chosen(name: str, value: float | None, default: float | None) -> float | None:
         return value if value is not None else text.defaults.get(name, default)
@@ -157,7 +157,7 @@ def _drawn(asked: ChatOptions | CompletionOptions, text: Text) -> dict[str, floa
 
 
 def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, greedy: bool) -> int | None:
-    """None, or how many of the likeliest tokens to list: the engine reports the chosen one alone. Raises Failure."""
+    """How many of the likeliest tokens to list, or None: the engine reports the chosen one alone. Raises Failure."""
     wanted, likeliest = asked.wants_log_probs()
     if not wanted:
         return None
@@ -187,7 +187,7 @@ def build(
         gateway.prompts.close()
         await gateway.upstream.close()
 
-    # No pages that describe the API: they would be the only ones that need no key.
+    # No pages that describe the API: they would be the only pages that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
     def refuse(request: Request, failure: Failure) -> Response:
@@ -231,7 +231,7 @@ def build(
 
     @app.get("/health/ready", response_model=None)
     async def ready() -> Response:
-        """Ready when every model behind it is."""
+        """Report ready when every model of the gateway is ready."""
         names = sorted({model.triton_model for model in options.models})
         answers = await asyncio.gather(*(gateway.upstream.ready(name) for name in names))
         missing = [name for name, answer in zip(names, answers, strict=True) if not answer]
@@ -243,7 +243,7 @@ def build(
     async def metrics(request: Request) -> Response:
         gateway.authorise(
             request.headers.get("authorization", "")
-        )  # how much is asked, and of what length, is nobody else's business
+        )  # the number and length of requests are confidential
         return PlainTextResponse(board.text(), media_type="text/plain; version=0.0.4")
 
     connections = Connections(

@@ -1,4 +1,4 @@
-"""HTTP connections of the gateway: limits on the size, the time and the number of what clients send.
+"""HTTP connections of the gateway, with limits on the size, the duration and the number of requests.
 
 uvicorn's httptools protocol reads a request's head without a limit, and starts the application when the head has
 arrived. Here a request reaches the application when all of it has arrived. Until then it costs its bytes and some
@@ -20,43 +20,43 @@ from uvicorn.server import ServerState
 
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 
-# The first line and the headers. Each header counts HEADER_COST bytes more, which Python objects take.
+# Limit of the first line and the headers. Each header counts HEADER_COST bytes more, for its Python objects.
 HEAD_BYTES = 32 << 10
 HEADER_COST = 128
 MOST_HEADERS = 100
-# From the connection, or from a later request's first byte, to the end of the head.
+# Time from the connection, or from a later request's first byte, to the end of the head.
 HEAD_SECONDS = 10.0
-# From the end of the head to the end of the body: 4 MB at 0.6 Mbit/s.
+# Time from the end of the head to the end of the body: 4 MB at 0.6 Mbit/s.
 BODY_SECONDS = 60.0
-# Chunks of a body that may be small; beyond them a chunk needs 64 bytes on average. Each costs a microsecond.
+# Chunks of a body that may be small; further chunks need 64 bytes on average. Each chunk costs a microsecond.
 SMALL_CHUNKS = 1024
-# A client that takes nothing of its answer for so long is cut off.
+# A client that reads nothing of its answer for this long is cut off.
 UNREAD_SECONDS = 60.0
 # A refused client may still be sending: closing at once would destroy the answer before it is read.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20
-# Bytes of all requests of this process that have not arrived completely; beyond it the largest are refused.
+# Limit of the bytes of all incomplete requests of this process; beyond it the largest requests are refused.
 UNFINISHED_BYTES = 32 << 20
-# Connections of this process, where the limit of open files allows it; beyond it the longest idle are closed.
-# One with TLS takes 50 KB.
+# Connections of this process, where the limit of open files allows them; beyond it the longest idle are closed.
+# A connection with TLS takes 50 KB.
 MOST_CONNECTIONS, MOST_TLS_CONNECTIONS = 16384, 2048
-# Closed together, because finding them takes a look at all.
+# Connections that are closed together, because the search for them looks at all connections.
 CLOSED_AT_ONCE = 64
 SWEEP_SECONDS = 1.0
-# Ten thousand of them, closed at once, would take a tenth of a second.
+# Connections ended between two pauses: ten thousand, closed at once, would take a tenth of a second.
 ENDED_AT_ONCE, ENDED_PAUSE_SECONDS = 100, 0.01
-# What the parser is given at once, so that a head is measured before it is much too large.
+# Bytes that the parser is given at a time, so that a head is measured before it is much too large.
 SLICE_BYTES = 8 << 10
 
-# Under this name the body is in the request's scope. ASGI's own way to it, and starlette's, would copy it five times.
+# Key of the body in the request's scope. ASGI's own way, and starlette's, would copy the body five times.
 BODY = "trtpipe.body"
 # Path and `authorization` of a request with a body -> how many bytes its body may have. Raises Failure.
 Admit = Callable[[str, str], int]
-# Path and status of a request that the application does not see.
+# Path and status of a request that does not reach the application.
 Count = Callable[[str, int], None]
 
 
 class Connections:
-    """All connections of this process, what they hold together, and the one timer for their deadlines."""
+    """All connections of this process, the bytes they hold together, and the one timer for their deadlines."""
 
     def __init__(
         self, admit: Admit, count: Count, *, most: int = MOST_CONNECTIONS, unfinished_bytes: int = UNFINISHED_BYTES
@@ -80,7 +80,7 @@ class Connections:
         self._open.discard(connection)
 
     def hold(self, amount: int) -> None:
-        """Count bytes of unfinished requests; a negative amount when they are given up or complete."""
+        """Count bytes of incomplete requests; a negative amount when a request is given up or complete."""
         self.held += amount
         if amount > 0 and self.held > self._unfinished_bytes:
             for connection in sorted(self._open, key=lambda one: one.held, reverse=True):
@@ -94,7 +94,7 @@ class Connections:
         waiting = [one for one in self._open if not one.answering and one is not newest]
         for connection in heapq.nsmallest(CLOSED_AT_ONCE, waiting, key=lambda one: one.waiting_since):
             connection.drop()
-        if not waiting:  # every other one is being answered
+        if not waiting:  # every other connection is being answered
             newest.drop()
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], connections: Connections
     ) -> None:
         super().__init__(config, server_state, app_state, asyncio.get_running_loop())
-        self.held = 0  # bytes of a request that has not arrived completely
+        self.held = 0  # bytes of an incomplete request
         self.waiting_since = 0.0
         self._all = connections
         self._in_head = False
@@ -124,14 +124,14 @@ class Connection(HttpToolsProtocol):
         self._body_limit = 0
         self._deadline = math.inf
         self._write_deadline = math.inf
-        self._closing = False  # what this client sends is discarded
+        self._closing = False  # further input of this client is discarded
         self._discarded = 0
 
     @property
     def answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # What the transport calls
+    # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
@@ -163,13 +163,13 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._write_deadline = math.inf
 
-    # What the parser calls
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         if self._closing:
             return
         if self.answering:
-            self._end_after_answer()  # a request sent before the answer to the last: no known client does that
+            self._end_after_answer()  # a request that was sent before the last answer: no known client does that
             return
         super().on_message_begin()
         self._in_head = True
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         self._fields += 1
         if self._fields > MOST_HEADERS:
             self.refuse(Failure(431, f"the request has more than {MOST_HEADERS} headers", code="headers_too_large"))
-        elif self._in_head:  # what follows the body is not looked at
+        elif self._in_head:  # headers after the body (trailers) are ignored
             self._hold(HEADER_COST)
             super().on_header(name, value)
 
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol):
             return
         self._in_head, self._in_body = False, True
         self._wait(BODY_SECONDS)
-        fields = dict(reversed(self.headers))  # the first of several, as the application reads them
+        fields = dict(reversed(self.headers))  # the first of several equal names, as the application reads them
         length = int(fields.get(b"content-length", b"0"))
         self._body_limit = 0
         if length or b"transfer-encoding" in fields:
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
             self._check_length(length)
         if self.expect_100_continue and not self._closing:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.expect_100_continue = False  # the application finds the body here
+        self.expect_100_continue = False  # the application finds the body in the scope
 
     def on_body(self, body: bytes) -> None:
         if self._closing:
@@ -223,26 +223,26 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()  # starts the application
         super().on_message_complete()
 
-    # What uvicorn calls
+    # Called by uvicorn
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.url = b""  # nobody's until the next request
+        self.url = b""  # unset until the next request
         self._wait(UNREAD_SECONDS if self.transport.is_closing() else self.timeout_keep_alive)
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
 
-    # What `Connections` calls
+    # Called by `Connections`
 
     def late(self, now: float) -> bool:
-        """Whether the client has taken too long, or what uvicorn has closed is still not sent."""
+        """Whether the client has taken too long, or output of a connection that uvicorn has closed is still unsent."""
         if self._deadline == math.inf and self.transport.is_closing():
             self._deadline = now + UNREAD_SECONDS
         return now > min(self._deadline, self._write_deadline)
 
     def end(self) -> None:
-        """End what has taken too long."""
+        """End a connection that has taken too long."""
         if self._closing or self.transport.is_closing() or self.answering:
             self.transport.abort()
         elif self._in_head or self._in_body:
@@ -255,7 +255,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def refuse(self, failure: Failure) -> None:
-        """Answer without the application, give up what the request holds, and close."""
+        """Answer without the application, give up the bytes of the request, and close."""
         if self._closing:
             return
         if self.answering:
@@ -275,7 +275,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def drop(self) -> None:
-        """Close at once: room is needed for another connection."""
+        """Close at once, because room is needed for another connection."""
         self._all.discard(self)
         self._release()
         self._closing = True
@@ -300,7 +300,7 @@ class Connection(HttpToolsProtocol):
         self._all.hold(amount)
         if self._in_head and self.held > HEAD_BYTES:
             self.refuse(Failure(431, f"the head is larger than {HEAD_BYTES} bytes", code="headers_too_large"))
-        elif self._in_body:  # with what its chunks are wrapped in
+        elif self._in_body:  # counts the overhead of its chunks too
             self._check_length((self.held - HEAD_BYTES) // 2)
 
     def _release(self) -> None:
@@ -314,8 +314,8 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.waiting_since + seconds
 
     def _path(self) -> str:
-        """As it was sent: a name that is written with % is none of those that need no key."""
+        """The path as it was sent: a name that is written with % never equals one that needs no key."""
         try:
             return str(httptools.parse_url(self.url).path.decode("latin-1"))
-        except (AttributeError, httptools.HttpParserError):  # no request, or none that can be answered
+        except (AttributeError, httptools.HttpParserError):  # no request, or an unanswerable one
             return ""

@@ -1,4 +1,4 @@
-"""An error as OpenAI's clients expect it, and what Triton's refusals become."""
+"""Errors in the form that OpenAI's clients expect, and the translation of Triton's refusals to them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from trtpipe.pipeline.net.h2.status import Code, Status
 
-# Words of a server that is overloaded, and of one that has no engine right now; both say UNAVAILABLE.
+# Parts of messages of an overloaded server, and of one that has no engine right now; both say UNAVAILABLE.
 _FULL = ("queue", "too many", "try again later")
 _ABSENT = ("not ready", "unknown model", "engine process", "unloading", "server is stopping")
-# Words about a Python process of Triton's that has died; they come with INTERNAL.
+# Parts of messages about a Python process of Triton that has died; they come with INTERNAL.
 _DEAD = ("is not healthy", "health mutex")
-# The C++ backend calls every refusal of its executor INTERNAL; these are the client's own doing.
+# The C++ backend calls every refusal of its executor INTERNAL; these refusals are the client's fault.
 _LIMITS = ("max_input_len", "max_seq_len", "maximum input length", "maximum sequence length", "max_num_tokens")
 
 
 class Failure(Exception):
-    """What the client is told. `retry_after` in seconds goes into the header of that name."""
+    """An error for the client. `retry_after` in seconds goes into the header of that name."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 0
@@ -51,17 +51,17 @@ class Failure(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> Failure:
-    """400."""
+    """A Failure with status 400."""
     return Failure(400, message, param=param, code=code)
 
 
 def gone(why: str) -> Failure:
-    """503: the server behind the gateway cannot be reached."""
+    """A Failure with status 503: the server behind the gateway cannot be reached."""
     return Failure(503, f"the inference server is not available: {why}", code="upstream_unavailable", retry_after=1)
 
 
 def of_status(status: Status) -> Failure:
-    """What the end of an upstream call means to the client."""
+    """The Failure for the status at the end of an upstream call."""
     words = status.message.lower()
     if status.lost and status.code is not Code.DEADLINE_EXCEEDED:
         return gone(status.message)
@@ -77,9 +77,9 @@ def of_status(status: Status) -> Failure:
 
 
 def of_text(message: str) -> Failure:
-    """The same from the words of an error in a stream of responses.
+    """The Failure for the message of an error in a stream of responses.
 
-    Triton would send a status in its place if asked (`triton_grpc_error`), but tritonserver 2.51 may crash after it.
+    If asked, Triton would send a status instead (`triton_grpc_error`), but tritonserver 2.51 may crash after it.
     """
     words = message.lower()
     if _says(words, _ABSENT + _DEAD):

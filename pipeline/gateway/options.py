@@ -1,4 +1,4 @@
-"""What a gateway is told. Plain data: it goes to the worker processes as JSON."""
+"""Options of the gateway. Plain data: they go to the worker processes as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trtpipe.engines.json_input import parse_json
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """One model as clients name it.
+    """One model as clients see it.
 
-    name           under which it is offered
+    name           its name for clients
     tokenizer      folder with tokenizer.json and its configs, as in the repository
-    triton_model   the engine model behind it
-    max_input_len  longest prompt in tokens, None when not known here (the engine refuses by itself)
-    max_seq_len    prompt and answer together; also what an answer without `max_tokens` is bounded by
+    triton_model   name of its engine model in Triton
+    max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
+    max_seq_len    tokens of prompt and answer together; also limits an answer without `max_tokens`
     """
 
     name: str
@@ -30,19 +30,19 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    """How to listen, whom to serve, where to get the answers.
+    """Options of the gateway: addresses, models, access and limits.
 
     models         at least one; the names must differ
     grpc_url       host:port of Triton
-    host, port     where to listen; port 0 takes a free one
+    host, port     address to listen on; port 0 takes a free one
     workers        processes that share the port
-    connections    to Triton, of each worker
+    connections    number of connections to Triton, for each worker
     api_keys_file  one key a line; None with no keys in TRTPIPE_API_KEYS either serves everybody
-    max_body_bytes of a request
-    max_requests   answered at once by one worker; more get 429. 0 for no bound
+    max_body_bytes largest body of a request
+    max_requests   requests that one worker answers at once; more get 429. 0 for no limit
     max_choices    the most answers (`n` times prompts) of one request
-    default_max_tokens  of a chat answer, where neither the request nor max_seq_len says
-    timeout_s      from a request's arrival to the end of its answer
+    default_max_tokens  limit of a chat answer, where neither the request nor max_seq_len gives one
+    timeout_s      seconds from a request's arrival to the end of its answer
     tls_cert, tls_key   PEM files; both or none
     """
 
@@ -62,7 +62,7 @@ class GatewayOptions:
     tls_key: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Raises UsageError for invalid options."""
         names = [model.name for model in self.models]
         if not names or len(set(names)) != len(names):
             raise UsageError("a gateway needs models, each with a name of its own", remedy=f"given: {names}")

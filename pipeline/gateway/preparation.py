@@ -1,4 +1,4 @@
-"""Preparation of a request: its options and its prompts as token ids, all checked."""
+"""Preparation of a request: checked options, and prompts as token ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[type[ChatRequest | CompletionRequest], type[ChatOptions |
 }
 # OpenAI's default for text completions.
 COMPLETION_TOKENS = 16
-# What the engine counts tokens in, where the model's own limit is not known.
+# Largest number of tokens for the engine, used where the model's own limit is not known.
 INT32_MAX = 2**31 - 1
 
 
@@ -40,12 +40,12 @@ class Preparation:
         self._options = options
         self._texts = texts
         for text in texts.values():
-            text.longest_token  # noqa: B018  # found once, before processes are forked
+            text.longest_token  # noqa: B018  # computed once, before processes are forked
 
     def prepare(self, endpoint: str, body: bytes, *, expected: str) -> tuple[dict[str, Any], bytes]:
-        """A reply of a prompt process to a request of the model `expected`. Raises Failure.
+        """Reply of a prompt process to a request that is expected for the model `expected`. Raises Failure.
 
-        What is cheap to check is checked before anything is tokenised.
+        Cheap checks come before any tokenisation.
         """
         kind, kept = KINDS[endpoint]
         asked = parse(body, kind)
@@ -92,7 +92,7 @@ class Preparation:
         return text.encode(characters, special=special)
 
     def _max_tokens(self, asked: ChatRequest | CompletionRequest, served: ServedModel, lengths: list[int]) -> int:
-        """How many tokens each answer may have. Raises Failure when prompt and answer do not fit the engine."""
+        """Limit of tokens for each answer. Raises Failure when prompt and answer do not fit the engine."""
         chat = isinstance(asked, ChatRequest)
         param, code = "messages" if chat else "prompt", "context_length_exceeded"
         longest = max(lengths)

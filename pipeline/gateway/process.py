@@ -1,7 +1,7 @@
-"""The gateway beside a server: a process of its own, started, found again and ended by number.
+"""Process of the gateway beside a server: it is started, found again and ended by its process id.
 
 `python -m trtpipe.pipeline.gateway.process OPTIONS` is that process; a line of its log says where it listens, or why
-not.
+it does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAILED = re.compile(r"^gateway failed: (\{.*\})$", re.MULTILINE)
 
 
 def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
-    """Start it and wait until it listens; its number and address. Raises its own error, or StageFailed."""
+    """Start the gateway and wait until it listens; its process id and address. Raises its error, or StageFailed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*python_command("trtpipe.pipeline.gateway.process"), options.to_json()],
@@ -53,7 +53,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
 
 
 def end(pid: int) -> None:
-    """End it and its workers: asked first, killed after STOP_SECONDS."""
+    """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS."""
     if not alive(pid):
         return
     with contextlib.suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ def end(pid: int) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a gateway, and not another program that got its number."""
+    """Whether `pid` is a gateway, and not another program with that process id."""
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)
     try:

@@ -12,7 +12,7 @@ A job and its reply are two lengths, a JSON object and bytes:
   reply  {"options", "max_tokens", "lengths"}, the token ids of the prompts as INT32
          {"failure": {"status", "message", "param", "code"}}
          {"model"}, where the request is for another model than the job says
-         {"fault": true}, of which the log says more
+         {"fault": true}, with details in the log
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import jinja2.sandbox  # noqa: F401  # here, and not in every process that is forked
+import jinja2.sandbox  # noqa: F401  # loaded once here, and not in every forked process
 
 from trtpipe.engines.hf.chat_template import ChatTemplate
 from trtpipe.engines.json_input import parse_json
@@ -40,8 +40,8 @@ from trtpipe.pipeline.gateway.text import Text
 
 LENGTHS = struct.Struct("<II")
 SMALL, LARGE = b"\0", b"\1"
-# Processor time of a job with a small body and with a large one, and its memory beyond what the tokenizers take.
-# A text of 4 MB takes half of it, or all where each of its characters is a token.
+# Processor time of a job with a small body and with a large one, and its memory in addition to the tokenizers.
+# A text of 4 MB takes half of the time, or all where each of its characters is a token.
 SECONDS = {SMALL: 1.0, LARGE: 10.0}
 MEMORY_BYTES = {SMALL: 256 << 20, LARGE: 1 << 30}
 
@@ -64,7 +64,7 @@ def main(options: GatewayOptions, control: socket.socket) -> None:
         if os.fork() == 0:
             control.close()
             if size == LARGE:
-                os.nice(5)  # small requests, and answers, come first
+                os.nice(5)  # small requests, and answers, have priority
             # The gateway closes its end, or has ended.
             with contextlib.suppress(ConnectionError):
                 _work(jobs, preparation, size)
@@ -73,7 +73,7 @@ def main(options: GatewayOptions, control: socket.socket) -> None:
 
 
 def _compile(template: ChatTemplate) -> None:
-    """Compile it here instead of in every process, unless that takes more than a small job may: it can be made to."""
+    """Compile the template once for all processes, unless that takes more than a small job may: templates can do so."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     _limit_memory(MEMORY_BYTES[SMALL])
     child = os.fork()
@@ -95,7 +95,7 @@ def _limit_memory(more: int) -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Have the kernel end this process after so much more processor time; 0 takes the limit away."""
+    """Have the kernel end this process after this much more processor time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -112,7 +112,7 @@ def _work(jobs: socket.socket, preparation: Preparation, size: bytes) -> None:
 
 
 def _receive(jobs: socket.socket, size: int) -> bytes:
-    """Raises ConnectionError when the other end is closed."""
+    """Receive `size` bytes. Raises ConnectionError when the other end is closed."""
     data = bytearray()
     while len(data) < size:
         piece = jobs.recv(size - len(data))
@@ -128,7 +128,7 @@ def _reply(job: dict[str, Any], body: bytes, preparation: Preparation) -> tuple[
     except Failure as failure:
         return {"failure": {name: getattr(failure, name) for name in ("status", "message", "param", "code")}}, b""
     except MemoryError:
-        os._exit(1)  # the tokenizer ends the process as well when there is no more memory
+        os._exit(1)  # the tokenizer also ends the process when memory runs out
     except Exception:
         traceback.print_exc()
         return {"fault": True}, b""

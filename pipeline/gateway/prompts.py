@@ -1,7 +1,7 @@
-"""Prompts of requests, made in prompt processes: the gateway's side.
+"""Preparation of prompts in prompt processes: the gateway worker's side.
 
 Every model has one prompt process for small requests, and each large request gets a process of its own. So neither a
-large request nor one whose template does not end keeps another model's, or a small one's, waiting.
+large request nor one whose template does not end delays the requests of another model, or small requests.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from trtpipe.pipeline.gateway.preparation import KINDS
 from trtpipe.pipeline.gateway.prompt_process import LARGE, LENGTHS, MEMORY_BYTES, SECONDS, SMALL
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions
 
-# A text of this size is tokenised in some 10 ms, which is what a process of its own costs.
+# A text of this size is tokenised in some 10 ms, which is the cost of a process of its own.
 SMALL_BYTES = 16 << 10
-# Large requests of one model: prepared together, and waiting with their bodies in memory.
+# Large requests of one model: how many are prepared together, and how many wait with their bodies in memory.
 LARGE_TOGETHER, LARGE_WAITING = 2, 16
 STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that can be answered: at most `max_tokens` to each of `prompts`, which are token ids."""
+    """A request that can be answered, with at most `max_tokens` for each of `prompts`, which are token ids."""
 
     options: ChatOptions | CompletionOptions
     prompts: list[array[int]]
@@ -51,7 +51,7 @@ class ForkServer:
         self._loaded = False
 
     def start(self) -> None:
-        """Start it, or do nothing where it runs."""
+        """Start the process, unless it runs already."""
         if self.running:
             return
         self.stop()
@@ -75,7 +75,7 @@ class ForkServer:
             )
 
     async def ready(self) -> None:
-        """Return when it has loaded the tokenizers."""
+        """Return when the process has loaded the tokenizers."""
         self.start()
         assert self._control is not None
         if not self._loaded and not await asyncio.get_running_loop().sock_recv(self._control, 1):
@@ -112,7 +112,7 @@ class ForkServer:
         return ours
 
     def stop(self) -> None:
-        """End it; prompt processes end when their sockets are closed."""
+        """End the process; prompt processes end when their sockets are closed."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -131,7 +131,7 @@ class Prompts:
         self._lanes = {model.name: _Lane(forks) for model in options.models}
 
     async def prepare(self, endpoint: str, body: bytearray) -> Prepared:
-        """Raises Failure for a request that cannot be answered."""
+        """The prepared request. Raises Failure for a request that cannot be answered."""
         model = self._guess(body)
         head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
         if "model" in head:  # the guess was wrong
@@ -145,7 +145,7 @@ class Prompts:
         return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
 
     def _guess(self, body: bytearray) -> str:
-        """The model that a request is most likely for: only its prompt process reads the body."""
+        """The most likely model of a request; only the prompt process of that model reads the body."""
         *others, last = self._lanes
         return next((name for name in others if json.dumps(name).encode() in body), last)
 
@@ -198,11 +198,11 @@ class _Lane:
             return await _exchange(self._small, job, body)
         except (OSError, EOFError):
             self.close()
-            if used:  # it may have ended before this job: a new one tells
+            if used:  # it may have ended before this job: try a new one
                 return await self._ask_small(job, body)
             raise self._ended(SMALL) from None
         except BaseException:
-            self.close()  # what is left of this reply would be taken for the next one
+            self.close()  # the rest of this reply would be taken for the next one
             raise
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class _Lane:
             self._small = None
 
     def _ended(self, size: bytes) -> Failure:
-        """Why a prompt process has ended during a job."""
+        """The Failure for a prompt process that has ended during a job."""
         if not self._forks.running:
             return _unavailable("it has ended, and is started again")
         limits = f"{SECONDS[size]:g} s of processor time or {MEMORY_BYTES[size] >> 20} MB of memory"
@@ -223,7 +223,7 @@ def _unavailable(why: str) -> Failure:
 
 
 async def _exchange(process: socket.socket, job: dict[str, Any], body: bytearray) -> tuple[dict[str, Any], bytes]:
-    """Raises OSError or EOFError when the process has ended."""
+    """Send a job and return its reply. Raises OSError or EOFError when the process has ended."""
     head = json.dumps(job).encode()
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(process, LENGTHS.pack(len(head), len(body)) + head)

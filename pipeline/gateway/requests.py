@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, checked to the last field: what would change the answer and is not known is refused."""
+"""OpenAI's request bodies, with every field checked: an unknown field that could change the answer is refused."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pydantic_core import ErrorDetails
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 
-# Of a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
+# Limit of values in a body. A comma in a text counts as one: 4 MB of numbers in a text, or a million token ids.
 MAX_VALUES = 1_000_000
-# Elements of one array or object, a prompt's token ids excepted, and of all together. pydantic takes a microsecond and
-# up to a kilobyte for each.
+# Limit of elements in one array or object, except a prompt's token ids, and in all together. pydantic takes a
+# microsecond and up to a kilobyte for each.
 MAX_ELEMENTS = 4096
 MAX_ALL_ELEMENTS = 50_000
-# Of what a client wrote, in an error message.
+# Length of a quote of the client's input in an error message.
 QUOTED_CHARACTERS = 200
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 
-# Fields of OpenAI's that would change the answer and that no engine behind this gateway can follow, with the values
-# that ask for nothing.
+# Fields of OpenAI's API that would change the answer and that no engine behind this gateway supports, with the values
+# that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -41,9 +41,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Parts of a message's content that are OpenAI's, but no text.
+# Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
-# Fields about the caller's books, not about the answer.
+# Fields for the caller's bookkeeping, which do not change the answer.
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
@@ -53,7 +53,7 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
-    # vLLM's and TensorRT-LLM's: the usage so far in every chunk.
+    # An extension of vLLM and TensorRT-LLM: the usage so far in every chunk.
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
@@ -69,13 +69,13 @@ class Message(_Strict):
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """The message in the form that chat templates take."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class Common(_Strict):
-    """What both kinds of request have; the last block is not OpenAI's, but known from other servers."""
+    """Fields of both kinds of request; the last block is not OpenAI's, but known from other servers."""
 
     model: str
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -91,7 +91,7 @@ class Common(_Strict):
 
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    # A logit times or divided by it has to stay a number of 32 bits.
+    # A logit multiplied or divided by this value must stay a 32-bit number.
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
 
@@ -114,7 +114,7 @@ class ChatOptions(Common):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def wants_log_probs(self) -> tuple[bool, int]:
-        """(whether, how many of the likeliest)."""
+        """(whether they are wanted, how many of the likeliest)."""
         if self.top_logprobs and not self.logprobs:
             raise wrong("'top_logprobs' needs 'logprobs': true", "top_logprobs")
         return bool(self.logprobs), self.top_logprobs or 0
@@ -141,10 +141,10 @@ class ChatRequest(ChatOptions):
 
 
 class CompletionRequest(CompletionOptions):
-    prompt: Any  # looked at below: pydantic would try a million token ids as texts first
+    prompt: Any  # checked below: pydantic would try a million token ids as texts first
 
     def prompts(self, most: int) -> list[str | list[int]]:
-        """One or several, each as text or as token ids. Raises Failure for anything else, and for more than `most`."""
+        """The prompts, each as text or as token ids. Raises Failure for anything else, and for more than `most`."""
         given = self.prompt
         if not isinstance(given, (str, list)):
             raise wrong("'prompt': Input should be a valid string or a valid list", "prompt", "invalid_value")
@@ -195,7 +195,7 @@ def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> Cha
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
-    """Raises Failure for more elements than a request has a use for: validation looks at each of them."""
+    """Raises Failure for more elements than a request can need, because validation visits each of them."""
     count = len(raw)
     left: list[tuple[str, Any]] = [(name, value) for name, value in raw.items() if name != "prompt"]
     while left and count <= MAX_ALL_ELEMENTS:
@@ -215,7 +215,7 @@ def quoted(name: str) -> str:
 
 
 def _place(error: ErrorDetails, raw: Any) -> str:
-    """Where in the body it is: its `loc` without the names that pydantic gives to the types a field may have."""
+    """Path of an error in the body: its `loc` without the names that pydantic gives to the types a field may have."""
     out, value = [], raw
     for part in error["loc"]:
         if isinstance(value, dict) and (part in value or error["type"] == "missing"):
@@ -228,9 +228,9 @@ def _place(error: ErrorDetails, raw: Any) -> str:
 
 
 def _named(error: ValidationError, kind: type[BaseModel], raw: dict[str, Any]) -> Failure:
-    """The first complaint, with its field; an unknown field with the nearest known one."""
+    """The Failure for the first error, with its field; for an unknown field also with the nearest known one."""
     every = [(_place(one, raw), one) for one in error.errors(include_url=False, include_context=False)]
-    # Of a field that may have several types, what is deepest in it: it came nearest to being one of them.
+    # Of the errors of a field with several types, take the deepest: its type came nearest to matching.
     place, first = max((one for one in every if one[0].startswith(every[0][0])), key=lambda one: one[0].count("."))
     name, shown = place.rpartition(".")[2], quoted(place)
     given = first["input"]

@@ -12,7 +12,7 @@ import uvicorn
 
 from trtpipe.pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
 
-# Running answers have this long to end once the worker is told to stop.
+# Time for running answers to end once the worker is told to stop.
 GRACE_SECONDS = 5
 HANDSHAKE_SECONDS = 10.0
 
@@ -37,8 +37,8 @@ class Server(uvicorn.Server):
         """`options` are uvicorn's. Raises OSError for a certificate that cannot be read."""
         config = uvicorn.Config(
             app,
-            log_level="error",  # a warning for each wrong request would let anybody fill the disk
-            access_log=False,  # a path may hold what a user typed
+            log_level="error",  # a warning for each bad request would let anybody fill the disk
+            access_log=False,  # a path may contain user input
             server_header=False,
             proxy_headers=False,
             lifespan="on",
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        # Not by uvicorn, which gives a TLS handshake a minute and knows one class of connections for all servers.
+        # uvicorn's own listener gives a TLS handshake a minute, and has one class of connections for all servers.
         loop = asyncio.get_running_loop()
         for listening in sockets or []:
             self.servers.append(

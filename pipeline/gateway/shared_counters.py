@@ -1,4 +1,4 @@
-"""Counters of all workers in one small file that each maps: whichever worker is asked for /metrics answers for all.
+"""Counters of all workers in one small file that each worker maps: any worker can answer /metrics for all.
 
 Every worker adds to a row of its own, so no two ever write the same number; reading sums the rows.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ENDPOINTS = ("chat", "completions")
 STATUSES = (200, 400, 401, 404, 408, 413, 429, 431, 499, 500, 503, 504)
-# Upper bounds in seconds of the time to the first token, counted up to each.
+# Upper bounds in seconds of a cumulative histogram of the time to the first token.
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 _NAMES = (
@@ -27,7 +27,7 @@ ROW_BYTES = 8 * len(_NAMES)
 
 
 class SharedCounters:
-    """One worker's row, and the sum of all. Without a file: a single worker's own memory."""
+    """One worker's row, and the sum of all rows. Without a file: a single worker's own memory."""
 
     def __init__(self, path: Path | None = None, index: int = 0, rows: int = 1) -> None:
         size = ROW_BYTES * rows
@@ -39,7 +39,7 @@ class SharedCounters:
         self._rows = rows
         self._all = memoryview(self._memory).cast("q")
         self._own = self._all[index * len(_NAMES) : (index + 1) * len(_NAMES)]
-        self._own[_PLACES["running"]] = 0  # of a worker that this one replaces
+        self._own[_PLACES["running"]] = 0  # may be left from a worker that this one replaces
 
     def add(self, name: str, amount: int = 1) -> None:
         self._own[_PLACES[name]] += amount
@@ -62,7 +62,7 @@ class SharedCounters:
         return sum(self._all[row * len(_NAMES) + place] for row in range(self._rows))
 
     def text(self) -> str:
-        """In Prometheus' format."""
+        """The counters in Prometheus' text format."""
         lines = [
             "# HELP trtpipe_gateway_requests_total Requests answered, by endpoint and HTTP status (499: client left)",
             "# TYPE trtpipe_gateway_requests_total counter",

@@ -1,6 +1,6 @@
-"""The gateway's worker processes: started together, watched, started again, ended.
+"""Supervisor of the gateway's worker processes: starts them together, watches, restarts and ends them.
 
-The supervisor binds the port without listening, which keeps it for the workers; they share it by SO_REUSEPORT.
+The supervisor binds the port without listening, which reserves it for the workers; they share it by SO_REUSEPORT.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtpipe.pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 10.0
-# A worker that dies this often within this time is broken, not unlucky.
+# A worker with this many deaths within this time counts as broken.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
 
 
@@ -41,12 +41,12 @@ class Gateway:
         self._log = log
         self._workers: list[subprocess.Popen[bytes]] = []
         self._stopping = threading.Event()
-        # Workers hold the other end: they end when this process does, however it ends.
+        # Workers hold the other end of this pipe: they end when this process ends in any way.
         self._life, self._alive = os.pipe()
 
     @classmethod
     def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
-        """Start the workers and wait until all listen; their words go to `log`, or with this process's own.
+        """Start the workers and wait until all listen; their output goes to `log`, or where this process's own goes.
 
         Raises HostError when the port is taken, a worker's own error, or StageFailed.
         """
@@ -79,7 +79,7 @@ class Gateway:
         return [process.pid for process in self._workers]
 
     def watch(self) -> None:
-        """Start workers that die again, until `stop` is called. Raises StageFailed when they die too often."""
+        """Restart workers that die, until `stop` is called. Raises StageFailed when they die too often."""
         deaths: list[float] = []
         while not self._stopping.wait(0.2):
             for index, process in enumerate(self._workers):
@@ -94,7 +94,7 @@ class Gateway:
                         why=f"the last with status {status}",
                     )
                 self._workers[index], ready = self._spawn(index)
-                # Others go on answering: this one may take its time, and is looked at in the next round.
+                # Other workers go on answering: this one may take its time, and is checked in the next round.
                 os.close(ready)
 
     def stop(self) -> None:
@@ -134,7 +134,7 @@ class Gateway:
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
                 pass_fds=(tell, self._life),
-                start_new_session=True,  # a Ctrl-C is the supervisor's to pass on
+                start_new_session=True,  # the supervisor decides whether to pass on a Ctrl-C
             )
         finally:
             os.close(tell)
@@ -146,7 +146,7 @@ class Gateway:
 def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda gateway: None) -> None:
     """Run a gateway until Ctrl-C, a TERM signal or its own failure. Raises what `Gateway.start` and `watch` raise.
 
-    `ready` is called once it listens and signals are looked after.
+    `ready` is called once the gateway listens and signals are handled.
     """
     gateway = Gateway.start(options)
 
@@ -165,12 +165,12 @@ def serve(options: GatewayOptions, *, ready: Callable[[Gateway], None] = lambda 
 
 
 def _hold(host: str, port: int) -> socket.socket:
-    """Bind the port without listening. Raises HostError when somebody has it."""
+    """Bind the port without listening. Raises HostError when it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)
     try:
         if port:
-            # Another gateway would share the port with us unasked: only a bind that shares with nobody shows it.
+            # Another gateway would share the port with us silently: only a bind that shares with nobody detects it.
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
@@ -188,7 +188,7 @@ def _hold(host: str, port: int) -> socket.socket:
 
 
 def _await_ready(process: subprocess.Popen[bytes], ready: int, deadline: float) -> None:
-    """Raises the worker's own error, or StageFailed."""
+    """Wait until a worker is ready. Raises the worker's own error, or StageFailed."""
     said = b""
     try:
         while not said.endswith(b"ready\n"):

@@ -1,4 +1,4 @@
-"""Prompts to tokens, tokens to text. The tokenizer code is the one that runs in the repository's own text models."""
+"""Conversion of prompts to tokens and of tokens to text, with the code of the repository's own text models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARED = Path(triton_repo.__file__).parent / "templates" / "shared" / "trtpipe_
 
 @functools.cache
 def shared() -> Any:
-    """The module that every text model of a repository carries a copy of; it is payload, in no package."""
+    """The module that every text model of a repository has a copy of; it is payload, and in no package."""
     spec = importlib.util.spec_from_file_location("trtpipe_text", _SHARED)
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ class Text:
         self.apply_template = compile_template(folder, template) if template is not None else None
         path = folder / "generation_config.json"
         generation = read_json(path, "generation config") if path.is_file() else {}
-        # As other servers do: what the model's makers recommend, where the request says nothing.
+        # As in other servers, the model's recommended values apply where the request gives none.
         self.defaults: dict[str, float] = {
             name: generation[name]
             for name in ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -68,11 +68,11 @@ class Text:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """The most characters that one token can be. A normalizer, such as Qwen's NFC, makes up to four of them one."""
+        """Most characters that one token can stand for. A normalizer, such as Qwen's NFC, turns up to four into one."""
         return max(map(len, self.tokenizer.get_vocab())) * (1 if self.tokenizer.normalizer is None else 4)
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """The text of a chat. Raises Failure when the model has no chat template, or it refuses the messages."""
+        """The text of a chat. Raises Failure without a chat template, or when the template refuses the messages."""
         if self.apply_template is None:
             raise wrong("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
@@ -82,7 +82,7 @@ class Text:
             raise wrong(f"the chat template refuses these messages: {why}", "messages") from None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        # "fast" does without each token's place in the text, which takes half of the time and a quarter of the memory.
+        # "fast" omits each token's position in the text, which takes half of the time and a quarter of the memory.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = encoding.ids
         return ids
@@ -96,12 +96,12 @@ class Text:
         return shared().Detokenizer(self.tokenizer, True)
 
     def token(self, number: int) -> str:
-        """One token's own text, special ones spelled out."""
+        """One token's own text, with special tokens spelled out."""
         return str(self.tokenizer.decode([number], skip_special_tokens=False))
 
 
 class Stops:
-    """Finds stop strings in a text that comes in pieces; what may be the start of one is held back."""
+    """Finds stop strings in a text that comes in pieces; holds back what may be the start of a stop string."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         self._words = words
@@ -109,7 +109,7 @@ class Stops:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """(text that is surely before any stop string, whether one was found; what follows it is dropped)."""
+        """(text that surely precedes any stop string, whether one was found; the text after it is dropped)."""
         if not self._longest:
             return piece, False
         text = self._held + piece
@@ -126,6 +126,6 @@ class Stops:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back, once the text has ended without a stop string."""
+        """The text that was held back, once the text has ended without a stop string."""
         held, self._held = self._held, ""
         return held

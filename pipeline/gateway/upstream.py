@@ -1,4 +1,4 @@
-"""The engine behind the gateway: requests sent to it as tokens, and the tokens that come back."""
+"""Client of the engine behind the gateway: it sends requests as tokens and receives tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trtpipe.pipeline.net.h2.triton import (
 )
 
 CALL_SECONDS = 10.0
-# How long each of an engine's chances to end a request takes: a `stop` that overtakes its request finds nothing to end.
+# Durations of the attempts to end a request: a `stop` that overtakes its request finds nothing to end.
 STOP_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 
 _INT32 = struct.Struct("<i")
@@ -36,7 +36,7 @@ _ONE = _INT32.pack(1)
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What an engine model in Triton takes and gives."""
+    """Inputs and outputs of an engine model in Triton."""
 
     name: str
     decoupled: bool
@@ -46,7 +46,7 @@ class EngineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose tokens, by the engine's own rules; None leaves a value to it.
+    """Sampling parameters, by the engine's own rules; None leaves a value to the engine.
 
     seed       always sent: without one the engine would give every client the same answer
     end_id     -1 for none
@@ -70,14 +70,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request's bytes, and those of the one that ends it; None where the model has no `stop` input."""
+    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
 
     start: bytes
     stop: bytes | None
 
 
 class Upstream:
-    """Triton, through a pool of connections of our own reader."""
+    """Client of Triton, through a pool of connections with our own reader."""
 
     def __init__(self, host: str, port: int, connections: int) -> None:
         self.pool = Pool(host, port, connections=connections)
@@ -85,7 +85,7 @@ class Upstream:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def ready(self, model: str) -> bool:
-        """Whether the model would answer now."""
+        """Whether the model is ready now."""
         service_pb2 = messages()
         ask = service_pb2.ModelReadyRequest(name=model).SerializeToString()
         try:
@@ -95,7 +95,7 @@ class Upstream:
         return bool(service_pb2.ModelReadyResponse.FromString(answer).ready)
 
     async def model(self, name: str) -> EngineModel:
-        """What the model takes and gives, asked once. Raises Failure."""
+        """Inputs and outputs of the model, queried once. Raises Failure."""
         known = self._models.get(name)
         if known is not None:
             return known
@@ -119,8 +119,8 @@ class Upstream:
         return self._models[name]
 
     def end(self, generation: Generation, stop: bytes) -> None:
-        """Have the engine end it, in the background. Not by a reset: tritonserver up to 25.03 may abort when a stream
-        is cancelled while it writes to it (`prior > 0`), and takes everybody's answers with it."""
+        """Have the engine end a generation, in the background. Not by a reset: tritonserver up to 25.03 may abort when
+        a stream is cancelled while it writes to that stream (`prior > 0`), which ends everybody's answers."""
         task = asyncio.get_running_loop().create_task(self._end(generation, stop))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -147,7 +147,7 @@ class Upstream:
 
 
 def engine_request(model: EngineModel, prompt: array[int], sampling: Sampling) -> EngineRequest:
-    """What `Generation.begin` sends."""
+    """The bytes that `Generation.begin` sends."""
     request_id = uuid.uuid4().hex
     stop = None
     if "stop" in model.inputs:
@@ -170,7 +170,7 @@ def _start(model: EngineModel, prompt: array[int], sampling: Sampling, request_i
     scalar("streaming", "BOOL", b"\1" if model.decoupled else b"\0")
     if "exclude_input_in_output" in model.inputs:
         scalar("exclude_input_in_output", "BOOL", b"\1")
-    seed = "seed" if "seed" in model.inputs else "random_seed"  # its name up to TensorRT-LLM 0.19
+    seed = "seed" if "seed" in model.inputs else "random_seed"  # the input's name up to TensorRT-LLM 0.19
     scalar(seed, "UINT64", _UINT64.pack(sampling.seed))
     for name, dtype, value in (
         ("temperature", "FP32", sampling.temperature),
@@ -194,7 +194,7 @@ def _start(model: EngineModel, prompt: array[int], sampling: Sampling, request_i
 
 
 class Generation:
-    """One answer as it comes: tokens (and log-probabilities) that nobody has taken yet, and how it ended."""
+    """One answer in progress: tokens (and log-probabilities) that were not taken yet, and how it ended."""
 
     __slots__ = (
         "_left",
@@ -216,11 +216,11 @@ class Generation:
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.begun = False
-        self.done = False  # by the engine's word
+        self.done = False  # set when the engine says so
         self.failure: Failure | None = None
-        self.refused: Status | None = None  # unbegun, as the server says: may be sent again
-        self.ended = asyncio.Event()  # its stream, in whatever way
-        self._left = False  # nobody wants the rest
+        self.refused: Status | None = None  # refused before it began: may be sent again
+        self.ended = asyncio.Event()  # set when its stream has ended, in whatever way
+        self._left = False  # nobody wants the rest of the answer
         self._reader = Reader()
         self._stream: Stream | None = None
         self._stop: bytes | None = None
@@ -228,7 +228,7 @@ class Generation:
         self._wake = wake
 
     async def begin(self, request: EngineRequest) -> None:
-        """Send it; waits while the server takes no more streams. Raises Failure."""
+        """Send the request; waits while the server takes no more streams. Raises Failure."""
         self._stop = request.stop
         try:
             self._stream = await self._upstream.pool.start(
@@ -238,7 +238,7 @@ class Generation:
             raise gone(str(error)) from None
 
     async def again(self, request: EngineRequest, attempt: int) -> None:
-        """After a refusal. Raises Failure when there were too many."""
+        """Send the request again after a refusal. Raises Failure when there were too many refusals."""
         assert self.refused is not None
         if attempt >= len(REFUSED_PAUSES_S):
             raise of_status(self.refused)
@@ -248,7 +248,7 @@ class Generation:
         await self.begin(request)
 
     def cancel(self) -> None:
-        """The engine is to drop it, unless it has ended by itself."""
+        """Have the engine drop the request, unless it has ended by itself."""
         if self._stream is None or self._left or self.done or self.ended.is_set():
             return
         self._left = True
@@ -258,7 +258,7 @@ class Generation:
             self._upstream.end(self, self._stop)
 
     def reset(self) -> None:
-        """Give up its stream."""
+        """Cancel the stream of this generation."""
         if self._stream is not None:
             self._stream.cancel()
 
@@ -269,7 +269,7 @@ class Generation:
             outputs, final, error = self._reader.read(data)
             self.begun = True
             if error:
-                # An error is the last response of a request: there is nothing to end in the engine.
+                # An error is the last response of a request, so nothing is left to end in the engine.
                 self.failure, final = of_text(error), True
             else:
                 raw = outputs.get("output_ids")
@@ -290,7 +290,7 @@ class Generation:
             self.tokens += _INT32.unpack(raw)
         else:
             count = len(raw) // 4
-            if length:  # what is beyond it is padding
+            if length:  # the rest is padding
                 count = min(count, _INT32.unpack_from(length)[0])
             self.tokens += struct.unpack_from(f"<{count}i", raw)
         probabilities = outputs.get("output_log_probs")

@@ -1,5 +1,5 @@
-"""Where targets are kept for others: an index for each, and their files under their digests.
+"""Registries that keep targets for others: an index for each target, and its files under their digests.
 
-A URL says which: oci://host/name, hf://owner/name, s3://bucket/prefix (or any other scheme that fsspec knows), or a
-folder.
+A URL selects the registry: oci://host/name, hf://owner/name, s3://bucket/prefix (or any other scheme that fsspec
+knows), or a folder.
 """

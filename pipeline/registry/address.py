@@ -1,4 +1,4 @@
-"""Which registry a URL names."""
+"""Selection of the registry that a URL names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtpipe.pipeline.registry.base import Registry
 
 
 def open_registry(url: str) -> Registry:
-    """Raises UsageError for a URL of no form that is known, HostError for what is not installed or not reached."""
+    """Raises UsageError for a URL of no known form, HostError for what is not installed or not reachable."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         if not url or re.match("[a-z0-9]{2,}:", url):

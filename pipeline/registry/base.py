@@ -1,4 +1,4 @@
-"""What a registry does."""
+"""Protocol of a registry."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from typing import Any, Protocol
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.json_input import parse_json
 
-# Called with a number of bytes that have just been moved.
+# Called with the number of bytes that have just been moved.
 Moved = Callable[[int], None]
 
-# The largest index: one of 10,000 files has some 4 MB with its provenance.
+# Largest index: one of 10,000 files has some 4 MB with its provenance.
 MAX_INDEX_BYTES = 8 << 20
-# The most targets of a registry, and pages that it may list them in.
+# Limits on the targets of a registry, and on the pages of their list.
 MAX_TARGETS = 10_000
 MAX_PAGES = 1000
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A file of a target by its content: SHA-256 in hexadecimal, and bytes."""
+    """A file of a target, identified by its content: SHA-256 in hexadecimal, and size in bytes."""
 
     sha256: str
     size: int
 
 
 class Registry(Protocol):
-    """Content under its digest, and an index under each target's name. Every method raises HostError when it fails.
+    """Content under its digest, and an index under each target's name. Every method raises HostError on failure.
 
-    A target is there when its index is: `publish` comes last, and is all or nothing.
+    A target exists once its index does: `publish` comes last, and is all or nothing.
     """
 
     url: str
 
     def has(self, blob: Blob) -> bool:
-        """Whether the whole of it is there."""
+        """Whether the registry has the whole file."""
 
     def put(self, blob: Blob, path: Path, moved: Moved) -> None:
-        """Bring the file there; one that breaks off leaves nothing that `has` would take for it."""
+        """Upload the file; an interrupted upload leaves nothing that `has` would take for the file."""
 
     def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
-        """Its bytes from `start` on, in pieces as they arrive, and never more than its size. The digest is not checked.
+        """The file's bytes from `start` on, in pieces as they arrive, at most its size. The digest is not checked.
 
-        Raises InputDataError where it is not there or ends early.
+        Raises InputDataError where the file is missing or ends early.
         """
 
     def publish(self, target: str, index: dict[str, Any], blobs: Sequence[Blob]) -> None:
-        """Make `target` known, whose files `blobs` are all there, in place of one of that name."""
+        """Publish `target`, whose files `blobs` are all present, in place of an earlier one of that name."""
 
     def targets(self) -> list[str]: ...
 
     def index(self, target: str) -> Any:
-        """What was published. Raises UsageError for a target that is not there."""
+        """The published index. Raises UsageError for an unknown target."""
 
 
 def missing(blob: Blob, registry: Registry) -> InputDataError:
@@ -81,9 +81,9 @@ def parse_index(text: bytes, target: str, registry: Registry) -> Any:
 
 @contextlib.contextmanager
 def translated(url: str) -> Iterator[None]:
-    """A HostError in place of whatever a library raises that talks to `url`.
+    """Turn any exception of a library that talks to `url` into a HostError.
 
-    What a far end sends comes out of libraries as exceptions of any kind: a missing field is their KeyError.
+    Libraries raise exceptions of any kind for a malformed answer: a missing field, for example, is a KeyError.
     """
     try:
         yield
@@ -104,7 +104,7 @@ def translated(url: str) -> Iterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of what a library says, and its kind where that is no sentence."""
+    """The first line of a library's message, with the exception's kind where the line is no sentence."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     name = type(error).__name__
     return line[:300] if " " in line else f"{name}: {line[:300]}" if line else name

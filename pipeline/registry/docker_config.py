@@ -14,7 +14,7 @@ from trtpipe.engines.json_input import parse_json, read_json
 
 MAX_CONFIG_BYTES = 1 << 20
 HELPER_SECONDS = 30
-# `docker login` without a host is to Docker Hub, and kept under this name.
+# `docker login` without a host logs in to Docker Hub, and uses this name.
 DOCKER_HUB = "https://index.docker.io/v1/"
 OF_DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 
@@ -51,12 +51,12 @@ def _object(config: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
 
 
 def _host(key: str) -> str:
-    """Keys are hosts, or URLs of them."""
+    """The host of a key: keys are hosts, or URLs of hosts."""
     return key.partition("://")[2].partition("/")[0] if "://" in key else key.partition("/")[0]
 
 
 def _names(host: str) -> tuple[str, ...]:
-    """The names that a registry's credentials may be kept under, the nearest first."""
+    """The names under which a registry's credentials may be kept, the closest first."""
     if host in OF_DOCKER_HUB:
         return OF_DOCKER_HUB
     name, separator, port = host.partition(":")
@@ -65,7 +65,7 @@ def _names(host: str) -> tuple[str, ...]:
 
 
 def _ask(helper: str, server: str) -> str | None:
-    """What the program docker-credential-HELPER knows of a server."""
+    """Credentials for a server from the program docker-credential-HELPER; None where it has none."""
     try:
         done = subprocess.run(
             [f"docker-credential-{helper}", "get"],
@@ -74,4 +74,4 @@ def _ask(helper: str, server: str) -> str | None:
         told = parse_json(done.stdout, max_bytes=MAX_CONFIG_BYTES)
         return base64.b64encode(f"{told['Username']}:{told['Secret']}".encode()).decode()
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return None  # as where nothing is kept: the registry says whether that is enough
+        return None  # treated as missing credentials: the registry decides whether it needs any

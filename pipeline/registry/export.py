@@ -1,7 +1,7 @@
-"""A target's checkpoint in one file: made on a machine without the GPU, finished on one that has it.
+"""Export of a target's checkpoint as one file: written on a machine without the GPU, finished on one that has it.
 
-A tar whose first member, trtpipe.json, says what is in it: the settings of the build, the passport the engine will
-have, and for each artefact its record and the digest of every file. What arrives damaged is refused, file by file.
+A tar whose first member, trtpipe.json, is the index: the settings of the build, the passport that the engine will
+have, and for each artefact its record and the digest of every file. Every file is verified; a damaged one is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
 
 INDEX = "trtpipe.json"
-# What finishing a target needs; the last is there for quantized ones alone.
+# Artefacts needed to finish a target; only quantized targets have the last one.
 CARRIED = ("checkpoint", "tokenizer", "accuracy")
 # The index of a target with 100,000 files has some 20 MB.
 MAX_INDEX_BYTES = 32 << 20
@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What has arrived: the plan to go on with, and the artefacts under the names of what their stages make."""
+    """An unpacked export: the plan to go on with, and the artefacts by what their stages make."""
 
     plan: BuildSpec
     artefacts: dict[str, Artefact]
@@ -59,7 +59,7 @@ class Bundle:
 def pack(
     target: str, store: Store, out: Path, progress: Progress = lambda done, total: None, *, sign_key: Path | None = None
 ) -> Path:
-    """Write `out` from the run folder of `target`. Raises UsageError, or InputDataError when something is not made."""
+    """Write `out` from the run folder of `target`. Raises UsageError, or InputDataError for a missing artefact."""
     index, made = describe(target, store, CARRIED, sign_key=sign_key)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0
@@ -84,13 +84,13 @@ def pack(
 def unpack(
     path: Path, store: Store, progress: Progress = lambda done, total: None, *, trust_keys: Sequence[Path] = ()
 ) -> Bundle:
-    """Verify the file `path`, put what it holds into the store, apart from what is made here, and link it from a run
+    """Verify the file `path`, put its artefacts into the store, apart from those made here, and link them from a run
     folder.
 
     trust_keys  public keys (PEM), one of which must have signed the provenance in the file
 
-    Raises InputDataError for a file that is damaged or no export, ArtefactRefused for one of another version, without
-    the signature, or with anything but data in it.
+    Raises InputDataError for a file that is damaged or no export, ArtefactRefused for an export of another version,
+    without the required signature, or with files other than data.
     """
     try:
         with tarfile.open(path) as tar:
@@ -113,7 +113,7 @@ def unpack(
 
 
 def imported(target: str, store: Store) -> Bundle:
-    """What `unpack` has put into the store for a target before. Raises UsageError, or InputDataError if it is gone."""
+    """Result of an earlier `unpack` for a target. Raises UsageError, or InputDataError if it is gone."""
     run = RunFolder.of(target)
     path = run.path / "plan.json"
     plan = plan_of(read_json(path, "plan")) if path.is_file() else None
@@ -165,20 +165,20 @@ class _Counter:
 def _take(
     tar: tarfile.TarFile, path: Path, name: str, entry: dict[str, Any], store: Store, counter: _Counter
 ) -> Artefact:
-    """One artefact into the store, unless it is there. Raises InputDataError for a file that is not what it was."""
+    """Put one artefact into the store, unless it is there. Raises InputDataError for a file that fails its digest."""
 
     def take(file: dict[str, Any], place: Path | None) -> None:
         _extract(tar, path, f"{name}/{file['path']}", place, file, counter)
 
     origin = Origin(source=str(path.resolve()), content=entry["content"])
-    # Of one that is there nothing is taken, and the file's word is to be good all the same.
+    # For an artefact that is there nothing is written, but its files in the tar must match their digests.
     return receive(entry, store.of(origin), take, lambda file: take(file, None))
 
 
 def _extract(
     tar: tarfile.TarFile, path: Path, member: str, out: Path | None, file: dict[str, Any], counter: _Counter
 ) -> None:
-    """Write a member to `out`, or nowhere. Raises InputDataError unless it is what its digest says."""
+    """Write a member to `out`, or only check it for None. Raises InputDataError unless it matches its digest."""
     try:
         told = tar.getmember(member)
     except KeyError:

@@ -1,4 +1,4 @@
-"""Files out of a registry: verified as they arrive, continued where an earlier attempt broke off."""
+"""Download of files from a registry: verified as they arrive, continued where an earlier attempt broke off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.pipeline.registry.base import Blob, Registry
 
-# At a time, from the disk.
+# Bytes read from the disk at a time.
 CHUNK = 1 << 20
 
 Progress = Callable[[int, int], None]
@@ -40,7 +40,7 @@ class Fetch:
     def __init__(self, registry: Registry, counter: Counter) -> None:
         self._registry = registry
         self._counter = counter
-        # Where the files of earlier artefacts are, by digest.
+        # Paths of files of earlier artefacts, by digest.
         self.here: dict[str, Path] = {}
         self.moved = self.there = 0
 
@@ -49,8 +49,8 @@ class Fetch:
         self._counter.add(file["size"])
 
     def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
-        """Bring a file to `out`; what has arrived of it is in `folder` meanwhile. Raises InputDataError for a file
-        that is not what its digest says."""
+        """Bring a file to `out`; its received part is kept in `folder` meanwhile. Raises InputDataError for a file
+        that does not match its digest."""
         blob = Blob(file["sha256"], file["size"])
         if blob.sha256 in self.here:
             place(self.here[blob.sha256], out)
@@ -75,4 +75,4 @@ class Fetch:
             arriving.unlink()
             raise damaged(file["path"], self._registry)
         arriving.rename(out)
-        self.here[blob.sha256] = out  # for the same artefact: when that is whole, it has another place
+        self.here[blob.sha256] = out  # valid within the same artefact only: a finished artefact moves

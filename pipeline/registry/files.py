@@ -1,6 +1,6 @@
-"""A registry in a file system that fsspec knows: a folder, and others. S3 has a module of its own.
+"""Registry in a file system that fsspec knows, such as a folder. S3 has a module of its own.
 
-<url>/blobs/<sha256>        every file, under its digest: targets share what they have in common
+<url>/blobs/<sha256>        every file, under its digest: targets share equal files
 <url>/targets/<name>.json   written last
 """
 
@@ -25,16 +25,16 @@ from trtpipe.pipeline.registry.base import (
     unknown_target,
 )
 
-# At a time, to and from the far end.
+# Bytes moved at a time, to and from the far end.
 CHUNK = 32 << 20
-# How old a partial file of a push is that nobody writes to any more.
+# Age beyond which no push writes to a partial file any more.
 LEFT = datetime.timedelta(days=1)
-# They have no folders, and would make a bucket of a name that somebody misspelt.
+# These have no folders, and would create a bucket for a misspelt name.
 OBJECT_STORES = ("gs", "gcs", "az", "abfs")
 
 
 class FileRegistry:
-    """`root` in the file system `system`."""
+    """Registry in the folder `root` of the file system `system`."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
         self.url = url
@@ -71,7 +71,7 @@ class FileRegistry:
             if "file" in self._protocols():
                 self._sweep(place)
                 self._put_beside(path, place, moved)
-            else:  # an object appears when it is whole
+            else:  # an object store shows an object only when it is whole
                 self._copy(path, place, moved)
 
     def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
@@ -117,7 +117,7 @@ class FileRegistry:
         return parse_index(text, target, self)
 
     def _put_beside(self, path: Path, place: str, moved: Moved) -> None:
-        """To another name first."""
+        """Upload to a temporary name first."""
         partial = f"{place}.{uuid.uuid4().hex}"
         try:
             self._copy(path, partial, moved)
@@ -140,7 +140,7 @@ class FileRegistry:
         return f"{self._root}/targets/{target}.json"
 
     def _sweep(self, place: str) -> None:
-        """What a push that was killed has left of this file; one that runs now is younger."""
+        """Remove partial files of this file that killed pushes have left; those of running pushes are younger."""
         old = datetime.datetime.now(datetime.timezone.utc) - LEFT
         for partial in self._system.glob(f"{place}.*"):
             with contextlib.suppress(FileNotFoundError):

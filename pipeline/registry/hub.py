@@ -1,7 +1,7 @@
-"""A registry in a repository of the Hugging Face Hub: laid out as `files` has it, changed by one commit a push.
+"""Registry in a repository of the Hugging Face Hub: the layout of `files`, changed by one commit a push.
 
-`HF_TOKEN` and `HF_ENDPOINT` work as everywhere. Large files travel before the commit, and the Hub keeps those of a push
-that broke off: the next one does not send them again.
+`HF_TOKEN` and `HF_ENDPOINT` work as everywhere. Large files are uploaded before the commit, and the Hub keeps those
+of a push that broke off: the next push does not send them again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trtpipe.pipeline.registry.base import (
 )
 from trtpipe.pipeline.registry.streams import body, continued
 
-# The Hub takes larger files by Git LFS alone. A smaller one is held in memory, as base64 in the commit.
+# The Hub takes larger files by Git LFS only. A smaller one is held in memory, as base64 in the commit.
 MAX_REGULAR_BYTES = 10 << 20
-# What a commit of many files may take beyond other answers.
+# Time that a commit of many files may take beyond other answers.
 COMMIT_SECONDS = 300.0
 
 
@@ -49,7 +49,7 @@ class HubRegistry:
     def at(url: str) -> HubRegistry:
         from huggingface_hub.utils.tqdm import disable_progress_bars, tqdm
 
-        disable_progress_bars()  # there is one of ours
+        disable_progress_bars()  # trtpipe shows its own
         tqdm.monitor_interval = 0  # see trtpipe.pipeline.sources.hub
         limit_hub()
         name, _, revision = url.removeprefix("hf://").strip("/").partition("@")
@@ -95,7 +95,7 @@ class HubRegistry:
         self._added = []
 
     def targets(self) -> list[str]:
-        """Page by page: huggingface_hub's own list has no bound."""
+        """List page by page, because huggingface_hub's own list has no limit."""
         from huggingface_hub import constants
 
         out: list[str] = []
@@ -156,12 +156,12 @@ class HubRegistry:
 
 
 def _unless_absent(call: Any) -> Any:
-    """What a call to the Hub returns; None where the repository, the branch or the file is not there."""
+    """The result of a call to the Hub; None where the repository, the branch or the file does not exist."""
     from huggingface_hub import errors
 
     try:
         return call()
-    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError
+    except errors.GatedRepoError:  # a subclass of RepositoryNotFoundError
         raise
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError):
         return None

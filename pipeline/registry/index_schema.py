@@ -1,4 +1,4 @@
-"""The form of an index: looked at before anything of it is believed, since names in it become paths."""
+"""Schema of an index, checked before the index is used, because names in it become paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 
 from trtpipe.engines.passport import Passport
 
-# One folder's, on any file system; also what a tag of an OCI registry may be.
+# Name of one folder on any file system; also a valid tag of an OCI registry.
 NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}$"
 
 _Name = Annotated[str, Field(pattern=NAME)]
@@ -28,7 +28,7 @@ class _File(_Form):
 
 
 class _Record(_Form):
-    """A manifest's Record, and nothing else: a field more would change its key."""
+    """A manifest's Record without further fields: an additional field would change its key."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -53,7 +53,7 @@ class _Model(_Form):
 @with_config(ConfigDict(strict=True, extra="forbid"))
 @dataclass(frozen=True, kw_only=True)
 class _Passport(Passport):
-    """A Passport whose values are looked at."""
+    """A Passport with checked values."""
 
 
 class _Index(_Form):
@@ -64,12 +64,12 @@ class _Index(_Form):
 
 
 def index_fault(index: Any) -> str | None:
-    """What is wrong with an index, if anything."""
+    """The first fault of an index; None for a valid one."""
     return _fault(_Index, index)
 
 
 def entry_fault(entry: Any) -> str | None:
-    """What is wrong with an index's entry of one artefact, if anything."""
+    """The first fault of an index's entry of one artefact; None for a valid one."""
     return _fault(_Entry, entry)
 
 

@@ -1,7 +1,7 @@
-"""A registry of container images, as any OCI registry is one: a repository with a tag for each target.
+"""Registry of container images (any OCI registry): a repository with a tag for each target.
 
-A tag's manifest has the index as its config and every file as a layer, under the digest it has anyway. What `search`
-asks for is in the manifest's annotations too, so that the config need not be fetched for it.
+A tag's manifest has the index as its config and every file as a layer, under the file's own digest. The manifest's
+annotations repeat what `search` asks for, so that the config need not be fetched for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARTIFACT = "application/vnd.trtpipe.target.v1"
 CONFIG = "application/vnd.trtpipe.index.v1+json"
 LAYER = "application/vnd.trtpipe.file.v1"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-# Of a repository, as the distribution specification has it, and of a tag.
+# Name of a repository, as the distribution specification defines it, and a tag.
 NAME = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
 TAG = r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}"
 HOST = r"(?:[a-zA-Z0-9][a-zA-Z0-9.-]*|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?"
@@ -48,7 +48,7 @@ OK = (200, 201, 202, 204, 206)
 
 
 class OciRegistry:
-    """The repository `name` at `host`, with the credentials that `docker login` has left."""
+    """The repository `name` at `host`, with the credentials of `docker login`."""
 
     def __init__(self, client: OciClient, name: str) -> None:
         self.url = client.url
@@ -68,7 +68,7 @@ class OciRegistry:
         return made
 
     def _require_access(self) -> None:
-        """Before anything is read or hashed for it."""
+        """Check access before anything is read or hashed. Raises HostError."""
         try:
             answer = self._client.probe()
         except httpx.HTTPError as error:
@@ -80,7 +80,7 @@ class OciRegistry:
                 f"{self.url} is no registry of images", why=f"{answer.url} answers {answer.status_code}",
                 remedy="check its address",
             )  # fmt: skip
-        self._ask("GET", self._place("tags/list"), also=(404,))  # nothing was pushed yet
+        self._ask("GET", self._place("tags/list"), also=(404,))  # 404 where nothing was pushed yet
 
     def has(self, blob: Blob) -> bool:
         answer = self._ask("HEAD", self._place(f"blobs/sha256:{blob.sha256}"), also=(404,))
@@ -158,7 +158,7 @@ class OciRegistry:
                 f"the manifest of {target} at {self.url} is damaged", why=str(error), remedy="push it again"
             ) from None
         if blob is None:
-            return None  # an image, or something of somebody else's
+            return None  # an image, or another program's artefact
         text = b"".join(continued(blob, 0, partial(self._open, blob), self.url))
         if hashlib.sha256(text).hexdigest() != blob.sha256:
             raise InputDataError(
@@ -170,7 +170,7 @@ class OciRegistry:
         return f"{self._client.base}/v2/{self._name}/{rest}"
 
     def _ask(self, method: str, url: str, *, also: tuple[int, ...] = (), **rest: Any) -> httpx.Response:
-        """An answer of a status that says yes, or of one of `also`. Raises HostError."""
+        """The answer with a success status, or one of `also`. Raises HostError."""
         with translated(self.url):
             answer = self._client.request(method, url, **rest)
         if answer.status_code not in also:
@@ -199,7 +199,7 @@ def _descriptor(media: str, blob: Blob) -> dict[str, Any]:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is not a JSON object."""
+    """Parse a JSON object. Raises ValueError for anything else."""
     value = parse_json(text, max_bytes=MAX_ANSWER_BYTES)
     if not isinstance(value, dict):
         raise ValueError(f"it is a {type(value).__name__}, not an object")
@@ -211,7 +211,7 @@ def _is_tag(tag: Any) -> bool:
 
 
 def _config_of(manifest: dict[str, Any]) -> Blob | None:
-    """The index that a manifest names; None where it is not one of ours. Raises ValueError."""
+    """The blob of the index that a manifest names; None for a manifest that is not ours. Raises ValueError."""
     config = manifest.get("config")
     if not isinstance(config, dict) or config.get("mediaType") != CONFIG:
         return None

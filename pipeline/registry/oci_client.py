@@ -1,6 +1,6 @@
-"""Requests to one registry of container images: authenticated, repeated where that helps, and limited.
+"""HTTP client of one registry of container images, with authentication, retries and limits.
 
-Credentials go to the registry itself or to the server of tokens that it names, if that is of the same site. The limits
+Credentials go to the registry itself, or to the token server that it names if that is of the same site. The limits
 of time, size and redirects are those of `trtpipe.pipeline.net.http_limits`.
 """
 
@@ -22,17 +22,17 @@ from trtpipe.pipeline.registry.docker_config import credentials
 from trtpipe.pipeline.registry.sites import AUTH_HOSTS, may_have_credentials
 from trtpipe.pipeline.registry.streams import WAITS
 
-# What may be asked twice where a line breaks or a registry is busy.
+# Methods that may be repeated where a connection breaks or a registry is busy.
 REPEATABLE = ("GET", "HEAD", "PUT")
 BUSY = (429, 500, 502, 503, 504)
 DENIED = (401, 403)
-# What a token may consist of, in a header: Azure's have some 5 KB.
+# Characters and length of a token in a header: Azure's have some 5 KB.
 TOKEN = r"[\x21-\x7e]{1,32768}"
 MAX_CHALLENGE = 8192
 
 
 def joined(place: str, link: str) -> str:
-    """The URL that a link in the answer of `place` leads to. Raises HostError for what is no URL."""
+    """The URL of a link in the answer of `place`. Raises HostError for an invalid URL."""
     try:
         return urljoin(place, link)
     except ValueError:
@@ -52,16 +52,16 @@ class OciClient:
         self._authorization: str | None = None
 
     def probe(self) -> httpx.Response:
-        """The answer to whether this is a registry at all, without credentials."""
+        """The answer, without credentials, to the check that this is a registry."""
         return self._http.get(f"{self.base}/v2/")
 
     def request(
         self, method: str, url: str, *, headers: dict[str, str] | None = None, content: bytes | Iterable[bytes] = b"",
         stream: bool = False,
     ) -> httpx.Response:  # fmt: skip
-        """An answer of whatever status: whole, or to be streamed and closed.
+        """The answer, of any status: whole, or to be streamed and closed.
 
-        content  bytes, or an object that can be iterated over again for another attempt
+        content  bytes, or an object that can be iterated again for another attempt
 
         Raises httpx's exceptions, and HostError for a URL of another host or where no credentials help.
         """
@@ -81,7 +81,7 @@ class OciClient:
             time.sleep(wait)
 
     def require_own(self, url: str) -> None:
-        """Raises HostError for a URL that is not of this registry: in a link, or in where an upload goes on."""
+        """Raise HostError for a URL that is not of this registry: a link, or the address where an upload continues."""
         if not self._is_own(httpx.URL(url)):
             raise HostError(
                 f"{self.url} leads to another host", why=f"{url[:200]} is not at {self.base}",
@@ -108,12 +108,12 @@ class OciClient:
             if challenge is None and self._authorization is None:
                 return response
             response.close()
-            # A token that has grown old, or is one for reading, may be denied without a challenge.
+            # An expired token, or one for reading only, may be denied without a challenge.
             answered = challenge is not None
             self._authorization = None if challenge is None else self._answer(challenge)
 
     def _answer(self, challenge: str) -> str:
-        """What to say to a registry that asks who is there. Raises HostError."""
+        """The Authorization header that answers a registry's challenge. Raises HostError."""
         kind, _, rest = challenge[:MAX_CHALLENGE].partition(" ")
         told = {key.lower(): value for key, value in re.findall(r'([A-Za-z]+)="([^"]*)"', rest)}
         known = credentials(self.host)
@@ -124,7 +124,7 @@ class OciClient:
         raise HostError(f"{self.url} does not let you", why="it asks who you are", remedy=self._login())
 
     def _token(self, told: dict[str, str], known: str | None) -> str:
-        """A token of the server that the registry names, with the registry's credentials if there are any."""
+        """A token from the server that the registry names, requested with the registry's credentials, if any."""
         realm = httpx.URL(told["realm"])
         if realm.scheme != "https" and not (self._own.scheme == "http" and is_local(str(realm))):
             raise HostError(f"{self.url} has its tokens from {str(realm)[:200]}", why="that is not https")

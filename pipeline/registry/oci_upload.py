@@ -1,7 +1,7 @@
-"""A file to a registry of images, chunk by chunk; one that breaks off goes on where it was.
+"""Upload of a file to a registry of images, chunk by chunk; an interrupted upload continues where it was.
 
-The registry says where the next chunk goes. That address is kept in `home`/uploads until the file is there, and a
-registry keeps what it has for some days: a later push asks how much that is.
+The registry gives the address of the next chunk. That address is kept in `home`/uploads until the upload is complete.
+A registry keeps an incomplete upload for some days: a later push asks how much of it there is.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trtpipe.pipeline.registry.oci_client import joined
 from trtpipe.pipeline.store.folders import write_whole
 
 CHUNK = 32 << 20
-# Of a chunk, held in memory.
+# Bytes of a chunk that are held in memory.
 PIECE = 1 << 18
-# Bytes of a file that a registry may copy and hash in a second, when all of it is there.
+# Bytes per second that a registry may copy and hash once it has the whole file.
 VERIFIED_PER_SECOND = 10_000_000
-# How often it breaks off without a byte more before the push gives up.
+# Interruptions without a byte of progress before the push gives up.
 TRIES = 3
-# As OciRegistry's own: (method, URL, **of requests), a HostError for what is refused, but for the statuses `also`.
+# Like OciRegistry's `_ask`: (method, URL, **request's fields); HostError for a refusal, except the statuses `also`.
 Ask = Callable[..., Any]
 
 
 class Upload:
-    """Of `path` to the repository whose uploads begin at `begin`."""
+    """Upload of `path` to the repository whose uploads begin at the URL `begin`."""
 
     def __init__(self, ask: Ask, begin: str, blob: Blob, path: Path, home: Path) -> None:
         self._ask = ask
@@ -42,7 +42,7 @@ class Upload:
         self._place = begin
 
     def upload(self, moved: Moved) -> None:
-        """`moved` is told of what is there already, too. Raises HostError."""
+        """`moved` is also called for bytes that are there already. Raises HostError."""
         done = self._goes_on()
         if done is None:
             self._follow(self._ask("POST", self._begin))
@@ -75,7 +75,7 @@ class Upload:
         self._kept.unlink(missing_ok=True)
 
     def _goes_on(self) -> int | None:
-        """How much of it is there of an earlier push; None where there was none, or the registry knows it no longer."""
+        """Bytes that an earlier push has uploaded; None where there was none, or the registry has forgotten it."""
         with contextlib.suppress(OSError, UnicodeDecodeError, HostError):
             self._place = self._kept.read_text(encoding="utf-8")
             return self._there()
@@ -83,7 +83,7 @@ class Upload:
         return None
 
     def _there(self) -> int | None:
-        """How many bytes of it the registry has; None where it does not say."""
+        """Bytes of the file that the registry has; None where it does not say."""
         answer = self._ask("GET", self._place, also=(404,))
         told = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "0-0"))
         if answer.status_code == 404 or told is None:
@@ -92,7 +92,7 @@ class Upload:
         self._follow(answer)
         if last >= self._blob.size:
             return None
-        return last + 1 if last else 0  # nothing is told as 0-0
+        return last + 1 if last else 0  # 0-0 means no bytes
 
     def _follow(self, answer: Any) -> None:
         self._place = joined(self._place, answer.headers.get("Location", self._place))
@@ -101,7 +101,7 @@ class Upload:
 
 
 class _Part(Iterable[bytes]):
-    """Bytes [start, start + size) of a file, as often as somebody asks."""
+    """Bytes [start, start + size) of a file, which can be iterated again."""
 
     def __init__(self, path: Path, start: int, size: int) -> None:
         self._path, self._start, self.size = path, start, size

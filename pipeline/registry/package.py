@@ -1,7 +1,7 @@
-"""A target on its way to another machine: what it is made of, file by file, and how it comes into a store again.
+"""Index of a target for transport to another machine, file by file, and the way back from it into a store.
 
-An index says all of it in plain JSON: the settings of the build, the engine's passport, and for each artefact its
-record and the digest of every file. A tar (`export`) and a registry (`transfer`) both carry one.
+An index is plain JSON: the settings of the build, the engine's passport, and for each artefact its record and the
+digest of every file. A tar (`export`) and a registry (`transfer`) both carry one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
 
 FORMAT = 1
-# The artefacts of a target that travel. The repository is made again where it is served.
+# Artefacts of a target that are transported. The repository is made again where it is served.
 CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine")
-# What an artefact may hold: data that is parsed. No code, whatever it is called.
+# Files that an artefact may hold: data that is parsed. Code is refused under any name.
 DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".safetensors", ".yaml")
 
 Index = dict[str, Any]
@@ -47,7 +47,7 @@ def describe(
     verify    hash every file again
     sign_key  private key (PEM) that signs the index's provenance
 
-    Raises UsageError for no such target, InputDataError for what is not made.
+    Raises UsageError for an unknown target, InputDataError for a missing artefact.
     """
     run = RunFolder.of(target)
     if not run.path.is_dir():
@@ -74,9 +74,9 @@ def describe(
 
 
 def check_index(index: Any, where: str, again: str = "export") -> Index:
-    """The index; `again` is how another is made.
+    """The checked index; `again` is the command that makes another one.
 
-    Raises InputDataError for what is no index, ArtefactRefused for one of another version.
+    Raises InputDataError for a malformed index, ArtefactRefused for an index of another version.
     """
     from trtpipe.pipeline.registry.index_schema import index_fault
 
@@ -91,9 +91,9 @@ def check_index(index: Any, where: str, again: str = "export") -> Index:
 
 
 def planned(index: Index, where: str) -> BuildSpec:
-    """The plan of a checked index, which is of the target that it names, and whose artefacts are that plan's.
+    """The plan of a checked index; it must be that of the named target, and the artefacts must be the plan's.
 
-    Raises InputDataError where it is not so: from their names paths are made.
+    Raises InputDataError otherwise, because paths are made from these names.
     """
     try:
         plan = plan_of(index)
@@ -123,7 +123,7 @@ def planned(index: Index, where: str) -> BuildSpec:
 
 
 def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> None:
-    """Whether the index's provenance holds together and is that of its artefacts, and signed by one of `keys`, if any.
+    """Check that the index's provenance is consistent, describes its artefacts, and is signed by one of `keys`, if any.
 
     Raises as `provenance.verified` and `provenance.check_chain` do.
     """
@@ -154,11 +154,11 @@ def receive(
     entry: dict[str, Any], store: Store, take: Callable[[dict[str, Any], Path], None],
     again: Callable[[dict[str, Any]], None] = lambda file: None, inspect: Callable[[Path], None] = lambda out: None,
 ) -> Artefact:  # fmt: skip
-    """The artefact of a checked entry into that part of a store that is for its origin, or the one that is there.
+    """Put the artefact of a checked entry into the store's part for its origin, or return the one that is there.
 
-    take     writes a file of the entry to a path, or raises where it is not what its digest says
-    again    called with each file of an artefact that is there
-    inspect  called with the folder of an artefact that has arrived, before it is one of the store's; may refuse it
+    take     writes a file of the entry to a path, or raises where the file does not match its digest
+    again    called with each file of an artefact that is there already
+    inspect  called with the folder of a received artefact, before the store takes it; may refuse it
     """
     record = Record(**entry["record"])
 
@@ -180,7 +180,7 @@ def receive(
 
 
 def link(plan: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
-    """The run folder of the plan's target, with links to these artefacts and what is told of their provenance."""
+    """The run folder of the plan's target, with links to these artefacts and their provenance statement `told`."""
     run = RunFolder.of(plan.target)
     run.start(plan, store)
     write_whole(run.path / PROVENANCE, json.dumps(told, indent=1) + "\n")
@@ -196,7 +196,7 @@ def link(plan: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told:
 
 
 def refuse_code(name: str, entry: dict[str, Any], where: str) -> None:
-    """Raises ArtefactRefused for an artefact that does not travel, or that holds anything but data."""
+    """Raises ArtefactRefused for an artefact that is not for transport, or that holds anything but data."""
     if name not in CARRIED:
         raise ArtefactRefused(
             f"{where} holds a {name}", why="what a server runs is made here, from an engine and a tokenizer",
@@ -211,8 +211,8 @@ def refuse_code(name: str, entry: dict[str, Any], where: str) -> None:
 
 
 def check_files(name: str, entry: dict[str, Any], where: str) -> None:
-    """Raises InputDataError for a file name that leads out of its folder or stands twice, and where the digest of the
-    whole is not that of its files."""
+    """Raises InputDataError for a file name that leads out of its folder or occurs twice, and for a digest of the
+    artefact that does not match those of its files."""
     for file in entry["files"]:
         path = PurePosixPath(file["path"])
         if path.is_absolute() or ".." in path.parts or "\0" in file["path"]:
@@ -224,7 +224,7 @@ def check_files(name: str, entry: dict[str, Any], where: str) -> None:
 
 
 def refuse_settings(plan: BuildSpec, where: str) -> Callable[[Path], None]:
-    """An inspection of an engine: its settings file must be the one that is written here for that plan."""
+    """An inspection of an engine: its settings file must equal the one that this version writes for the plan."""
 
     def inspect(engine: Path) -> None:
         for name, text in load_backend(plan.runtime).rendered(plan.build, plan.engine_target).items():

@@ -1,7 +1,7 @@
-"""Uploads to S3 in parts, several at a time; one that breaks off goes on where it was.
+"""Upload to S3 in parts, several at a time; an interrupted upload continues where it was.
 
-S3 keeps the parts of an upload that was not completed, until a lifecycle rule of the bucket drops them. A file lies
-under its digest, so whatever was begun under that name is of the same bytes.
+S3 keeps the parts of an incomplete upload until a lifecycle rule of the bucket drops them. An object is named by its
+file's digest, so an earlier upload under that name has the same bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 from trtpipe.pipeline.net.http_limits import patience
 from trtpipe.pipeline.registry.base import Moved
 
-# S3 takes none below 5 MiB but the last.
+# Bytes of a part. S3 takes none below 5 MiB but the last.
 PART = 32 << 20
 MAX_PARTS = 10_000
 AT_ONCE = 4
-# Bytes that a server may join in a second, when all parts are there.
+# Bytes per second that a server may join once it has all parts.
 JOINED_PER_SECOND = 10_000_000
 
 
 class FilePart(io.RawIOBase):
-    """Bytes [start, start + size) of an open file, as a file: it is sent without being held in memory."""
+    """Bytes [start, start + size) of an open file, as a file object: they are sent without being held in memory."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         self._file, self._start, self._size, self._at = file, start, size, 0
@@ -49,7 +49,7 @@ class FilePart(io.RawIOBase):
 
 
 class Parts:
-    """The upload of one file to an object. Raises what `call` raises, which calls a method of S3 in a bucket."""
+    """Upload of one file to an object. Raises what `call` raises, which calls a method of S3 in a bucket."""
 
     def __init__(self, call: Callable[..., Any], key: str, path: Path) -> None:
         self._call = call
@@ -58,7 +58,7 @@ class Parts:
         self._size = path.stat().st_size
 
     def upload(self, moved: Moved) -> None:
-        """`moved` is told of what is there already, too."""
+        """`moved` is also called for bytes that are there already."""
         upload = self._begun()
         there = self._there(upload) if upload else {}
         upload = upload or self._call("create_multipart_upload", Key=self._key)["UploadId"]
@@ -91,7 +91,7 @@ class Parts:
         try:
             answer = self._call("list_multipart_uploads", Prefix=self._key)
         except PermissionError:
-            return None  # one may be let in to write, and not to list
+            return None  # the user may be allowed to write, but not to list
         found: list[str] = [one["UploadId"] for one in answer.get("Uploads", ()) if one["Key"] == self._key]
         return found[-1] if found else None
 

@@ -1,8 +1,8 @@
-"""Where a target came from: a SLSA provenance statement of its stages, and whether its digests hold together.
+"""Provenance of a target: a SLSA statement of its stages, and the check that its digests are consistent.
 
 Every stage's record names the content digests of what it read, so that the records of a target form a chain from the
 commit of a model to the repository. The statement is an in-toto one: its subjects are the artefacts, its resolved
-dependencies what came from outside, its byproducts the stages with their records and the digests of their files.
+dependencies the inputs from outside, its byproducts the stages with their records and the digests of their files.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from trtpipe.pipeline.store.store import Store
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:trtpipe:build:v1"
-# What two statements of one target have in common.
+# Parts that are equal in two statements of one target.
 SAID = ("stages", "settings", "subjects")
 WHERE_AND_WHEN = ("host", "startedOn", "finishedOn", "imported")
 TYPES = [STATEMENT, PREDICATE, BUILD_TYPE]
-# In a run folder, beside what a pull has brought: the stages that ran elsewhere.
+# File in a run folder, beside the artefacts of a pull: the stages that ran elsewhere.
 FILE = "provenance.json"
 
 Statement = dict[str, Any]
 
 
 def statement(run: RunFolder, store: Store) -> Statement:
-    """The provenance of a target in ./runs. Raises InputDataError where the record of a stage is gone."""
+    """The provenance of a target in ./runs. Raises InputDataError where the record of a stage is missing."""
     from trtpipe.pipeline.registry.package import plan_of
 
     raw = read_json(run.path / "plan.json", "plan")
@@ -53,7 +53,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
             continue
         found = run.find(stage.name, store)
         if found is not None and found.origin is not None and stage.makes in told:
-            # Its own manifest tells when it arrived, not how it was made.
+            # The manifest here says when the artefact arrived, not how it was made.
             notes = {**told[stage.makes]["annotations"], "imported": found.origin.describe()}
             known[stage.makes] = {**told[stage.makes], "annotations": notes}
         elif found is not None:
@@ -97,12 +97,12 @@ def statement(run: RunFolder, store: Store) -> Statement:
 
 
 def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> list[str]:
-    """Replay a statement's digests; a line for each stage, from the source on.
+    """Replay a statement's digests; return a line for each stage, from the source on.
 
     entries  artefacts of an index, whose content and record must be those of the statement
 
-    Raises InputDataError for what is no statement of ours, ArtefactRefused where two digests that must be equal are
-    not.
+    Raises InputDataError for anything but a statement of ours, ArtefactRefused where two digests that must be equal
+    differ.
     """
     try:
         found = stages(told)
@@ -129,7 +129,7 @@ def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> lis
 
 @dataclass(frozen=True)
 class Verified:
-    """A line for each stage, and the artefacts that are not here, of which there is only the statement's word."""
+    """A line for each stage, and the artefacts that are not here, for which only the statement speaks."""
 
     lines: list[str]
     elsewhere: list[str]
@@ -138,7 +138,7 @@ class Verified:
 def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
     """Replay a target's provenance down to the bytes of every file that is here.
 
-    told  a statement from elsewhere, such as one whose signature was verified, which must say the same
+    told  a statement from elsewhere, such as one with a verified signature; its content must be the same
 
     Raises as `statement` and `check_chain`, and ArtefactRefused for a file that has changed.
     """
@@ -165,14 +165,14 @@ def verify(run: RunFolder, store: Store, told: Any = None) -> Verified:
 
 
 def _said(told: Statement) -> tuple[Any, ...]:
-    """SAID: not who wrote it down, nor in which order."""
+    """The parts SAID of a statement, without its author and its order."""
     definition = told["predicate"]["buildDefinition"]
     inner = {**definition, "resolvedDependencies": _sorted(definition["resolvedDependencies"])}
     return _made(told), inner, _sorted(told["subject"])
 
 
 def _made(told: Statement) -> dict[str, Any]:
-    """Its stages, without where and when they ran: the repository of a target that was pulled is made again here."""
+    """The stages of a statement, without place and time, because a pulled target's repository is made again here."""
     out = {}
     for name, entry in stages(told).items():
         notes = {key: value for key, value in entry["annotations"].items() if key not in WHERE_AND_WHEN}
@@ -214,7 +214,7 @@ def _subjects(stages: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _dependencies(stages: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What stages read that no stage made: sources, and the programs whose versions are part of a record."""
+    """Inputs that no stage made: sources, and the programs whose versions are part of a record."""
     out = []
     for entry in stages.values():
         notes = entry["annotations"]
@@ -249,7 +249,7 @@ def _equal(what: str, one: str, other: str, where: str) -> None:
 
 
 def read_statement(path: Path, keys: Sequence[Path] = ()) -> Statement:
-    """The statement in a file, or in the envelope of a signature, which `keys` must have made where there are any.
+    """The statement in a file, bare or in a signed envelope; where there are `keys`, one of them must have signed it.
 
     Raises InputDataError, and as `signatures.verify_envelope` does.
     """
@@ -257,7 +257,7 @@ def read_statement(path: Path, keys: Sequence[Path] = ()) -> Statement:
 
 
 def verified(told: Any, keys: Sequence[Path]) -> Statement:
-    """A statement, or that in an envelope, which one of `keys` must have signed where there are any."""
+    """The statement, bare or in an envelope; where there are `keys`, one of them must have signed it."""
     if not keys:
         return unwrapped(told)
     from trtpipe.pipeline.registry.signatures import verify_envelope
@@ -271,7 +271,7 @@ def verified(told: Any, keys: Sequence[Path]) -> Statement:
 
 
 def signed(told: Statement, key: Path | None) -> Any:
-    """The statement in the envelope of a signature by the private key (PEM); the statement itself without one."""
+    """The statement in an envelope signed with the private key (PEM); the bare statement where there is no key."""
     return told if key is None else parse_json(sign_statement(told, key))
 
 
@@ -280,7 +280,7 @@ def is_envelope(told: Any) -> bool:
 
 
 def unwrapped(told: Any) -> Statement:
-    """A statement, or that in the envelope of a signature, which is not looked at. Raises InputDataError."""
+    """The statement, bare or in an envelope; its signature is not checked. Raises InputDataError."""
     try:
         found = parse_json(base64.b64decode(told["payload"], validate=True)) if is_envelope(told) else told
     except (KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A registry in S3 or what speaks its protocol, laid out as `files` has it; files arrive as streams."""
+"""Registry in S3 or a server with its protocol: the layout of `files`, with files read as streams."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trtpipe.pipeline.registry.base import (
 from trtpipe.pipeline.registry.parts import PART, Parts
 from trtpipe.pipeline.registry.streams import Interrupted, another_part, continued, skip
 
-# At a time, from the far end.
+# Bytes read from the far end at a time.
 PIECE = 1 << 20
-# How often a call is tried.
+# Attempts of a call.
 ATTEMPTS = 3
 
 
 class S3Registry:
-    """`root` is bucket/prefix in `system`, which is s3fs's."""
+    """Registry in `root` (bucket/prefix) of the s3fs file system `system`."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
         self.url = url
@@ -54,8 +54,8 @@ class S3Registry:
             ) from None
         with translated(url):
             system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, config_kwargs=settings(ATTEMPTS))
-            system.retries = 1  # botocore's alone begin a file that is sent again at its start
-            system.connect()  # a client is made, which takes longer than many a call
+            system.retries = 1  # only botocore's own retries send a file again from its start
+            system.connect()  # creates a client, which takes longer than many calls
         return S3Registry(system, root, url)
 
     def has(self, blob: Blob) -> bool:
@@ -69,7 +69,7 @@ class S3Registry:
         with translated(self.url):
             if blob.size > PART:
                 Parts(self._call, self._blob(blob), path).upload(moved)
-            else:  # an object appears when it is whole
+            else:  # S3 shows an object only when it is whole
                 with path.open("rb") as file:
                     self._call("put_object", Key=self._blob(blob), size=blob.size, Body=file)
                 moved(blob.size)
@@ -139,12 +139,12 @@ class S3Registry:
             sync(self._system.loop, _close, body)
 
     def _piece(self, body: Any) -> bytes:
-        """The next PIECE of an object, for which there is as long as SLOWEST takes; nothing at its end."""
+        """The next PIECE of an object, within the time that SLOWEST takes for it; empty at the object's end."""
         from fsspec.asyn import sync
 
         try:
             data: bytes = sync(self._system.loop, _read, body, timeout=ANSWER_SECONDS + PIECE / SLOWEST)
-        except Exception as error:  # of aiohttp, botocore, fsspec: whatever it is, the line broke
+        except Exception as error:  # from aiohttp, botocore or fsspec: any exception means that the connection broke
             raise Interrupted(f"{self.url} broke off", why=str(error) or "it takes too long") from None
         return data
 
@@ -168,5 +168,5 @@ async def _read(body: Any) -> bytes:
 
 
 async def _close(body: Any) -> None:
-    """In the thread of the event loop, as aiohttp demands."""
+    """Close the body in the thread of the event loop, as aiohttp demands."""
     body.close()

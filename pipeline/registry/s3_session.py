@@ -1,4 +1,4 @@
-"""HTTP session of the S3 client (aiobotocore's), with limits of time and size, which follows no redirects."""
+"""HTTP session of the S3 client (aiobotocore), with limits of time and size, and without redirects."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AnswerTooLarge(Exception): ...
 
 
 class LimitedSession(AIOHTTPSession):  # type: ignore[misc]
-    """Answers are whole within ANSWER_SECONDS, and the time that SLOWEST takes to send a request: all but objects."""
+    """Answers, except objects, are whole within ANSWER_SECONDS plus the time that SLOWEST takes for the request."""
 
     async def send(self, request: Any) -> Any:
         streamed = request.stream_output
-        request.stream_output = True  # else all of the answer is read, however large
+        request.stream_output = True  # otherwise the whole answer is read, however large it is
         limit = ANSWER_SECONDS + EXTRA_SECONDS.get() + _size(request) / SLOWEST
         answer = await asyncio.wait_for(self._whole(request, streamed), limit)
         request.stream_output = streamed
@@ -66,7 +66,7 @@ class _LimitedResponse(AioAWSResponse):  # type: ignore[misc]
 
 
 def settings(attempts: int) -> dict[str, Any]:
-    """Of botocore's configuration."""
+    """Options of botocore's configuration."""
     return {
         "http_session_cls": LimitedSession, "connect_timeout": CONNECT_SECONDS, "read_timeout": STALL_SECONDS,
         "retries": {"mode": "standard", "total_max_attempts": attempts},

@@ -24,7 +24,7 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 MAX_KEY_BYTES = 64 << 10
 # Verification of one signature takes up to a millisecond.
 MAX_SIGNATURES = 64
-# Of RSA keys: cosign signs with the first, in-toto's own tools with the second.
+# Signature schemes of RSA keys: cosign uses the first, in-toto's own tools the second.
 RSA_SCHEMES = ("rsa-pkcs1v15-sha256", "rsassa-pss-sha256")
 
 Statement = dict[str, Any]
@@ -35,7 +35,7 @@ def verify_envelope(envelope: bytes, keys: Sequence[Path]) -> Statement:
 
     keys  public keys in PEM form: ECDSA (P-256, P-384, P-521), Ed25519 or RSA
 
-    Raises ArtefactRefused where none of the keys signed it or it holds something else than a statement, InputDataError
+    Raises ArtefactRefused where none of the keys signed it or its content is no statement, InputDataError
     for a malformed envelope or a file that is not a public key, HostError where the library is not installed.
     """
     public = [key for path in keys for key in _public_keys(path)]
@@ -95,7 +95,7 @@ def _parts(envelope: bytes) -> tuple[bytes, str, list[bytes]]:
 
 
 def _decoded(text: Any) -> bytes:
-    """Standard or URL-safe base64: DSSE allows both."""
+    """Decode standard or URL-safe base64, because DSSE allows both."""
     if not isinstance(text, str):
         raise ValueError("a field that should hold base64 is not a string")
     return base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
@@ -106,7 +106,7 @@ def _signed(payload: bytes, signatures: Sequence[bytes], keys: Sequence[SSlibKey
     from securesystemslib.exceptions import UnverifiedSignatureError
     from securesystemslib.signer import Signature
 
-    # Its own `verify` demands that key ids match and that no two signatures have the same: cosign's are all empty.
+    # The library's `verify` demands matching key ids, and no two equal ones: cosign's are all empty.
     signed = Envelope(payload, PAYLOAD_TYPE, {}).pae()
     for signature in signatures:
         for key in keys:
@@ -119,7 +119,7 @@ def _signed(payload: bytes, signatures: Sequence[bytes], keys: Sequence[SSlibKey
 
 
 def _public_keys(path: Path) -> list[SSlibKey]:
-    """The key in a file, once for each scheme that it signs with."""
+    """The key in a file, once for each signature scheme it supports."""
     _need_libraries()
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 

@@ -1,14 +1,14 @@
-"""Which hosts may have the credentials of a registry: its own, and those of the same site."""
+"""Hosts that may receive the credentials of a registry: its own host, and hosts of the same site."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 
-# Hosts that the user lets have a registry's credentials, divided by commas.
+# Hosts that the user allows to receive a registry's credentials, separated by commas.
 AUTH_HOSTS = "TRTPIPE_AUTH_HOSTS"
-# Domains in which anybody can have a name: those within them are not of one site. From the Public Suffix List, the ones
-# that registries, storage or whatever answers HTTP are found in.
+# Domains in which anybody can register a name: hosts within them are not of one site. From the Public Suffix List, the
+# domains of registries, storage and other HTTP services.
 SHARED = (
     "amazonaws.com", "on.aws", "cloudfront.net", "azurecr.io", "azurewebsites.net", "azure.com", "cloudapp.net",
     "appspot.com", "run.app", "web.app", "cloudfunctions.net", "github.io", "gitlab.io", "pages.dev", "workers.dev",
@@ -19,10 +19,10 @@ SHARED = (
 
 
 def may_have_credentials(other: str, registry: str) -> bool:
-    """Whether the host that a registry names for tokens may have the credentials that are for the registry.
+    """Whether the host `other`, which a registry names for tokens, may receive the registry's credentials.
 
-    Both without a port. It is the registry's own host, within it, or of its parent domain (registry-1.docker.io has its
-    tokens from auth.docker.io, registry.gitlab.com from gitlab.com); or the user names it in TRTPIPE_AUTH_HOSTS.
+    Both hosts are without a port. Allowed are the registry's own host, hosts within it, and hosts of its parent domain
+    (registry-1.docker.io uses auth.docker.io, registry.gitlab.com gitlab.com); also hosts in TRTPIPE_AUTH_HOSTS.
     """
     other, registry = other.lower().rstrip("."), registry.lower().rstrip(".")
     if not other:
@@ -47,7 +47,7 @@ def _address(host: str) -> bool:
 
 
 def _shared(domain: str) -> bool:
-    """Whether names in this domain are given to anybody: also of one label (io), and such as co.uk."""
+    """Whether anybody can register a name in this domain; also true for one label (io), and for such as co.uk."""
     labels = domain.split(".")
     if len(labels) < 2 or (len(labels) == 2 and len(labels[0]) <= 3 and len(labels[1]) == 2):
         return True

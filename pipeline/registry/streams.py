@@ -1,4 +1,4 @@
-"""The bytes of a blob over connections that break: never more than its size, continued where one broke off."""
+"""Read of a blob over connections that may break: never more than its size, continued where one broke off."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import httpx
 from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.pipeline.registry.base import Blob, translated
 
-# Seconds to wait before another connection; then it is given up.
+# Seconds to wait before each further connection; then the read gives up.
 WAITS = (0.5, 1.0, 2.0)
-# A connection that brought so many bytes counts as one that works.
+# A connection that brought this many bytes counts as working.
 PROGRESS = 1 << 20
 
 
@@ -26,9 +26,9 @@ def continued(
 ) -> Iterator[bytes]:
     """The bytes of a blob from `start` on.
 
-    open_at  the bytes from a position on, over a new connection; raises Interrupted where that breaks
+    open_at  returns the bytes from a position on, over a new connection; raises Interrupted where that breaks
 
-    Raises as `open_at`, and InputDataError where it gives fewer bytes than the blob has, again and again.
+    Raises as `open_at` does, and InputDataError where it repeatedly gives fewer bytes than the blob has.
     """
     position = good = start
     failed = 0
@@ -57,9 +57,9 @@ def continued(
 
 
 def body(answer: httpx.Response, position: int, url: str) -> Generator[bytes, None, None]:
-    """The bytes of an HTTP answer to a request for those from `position` on. Closes it.
+    """The bytes of an HTTP answer to a request for the bytes from `position` on. Closes the answer.
 
-    Raises Interrupted where the connection breaks, HostError for another part than asked for.
+    Raises Interrupted where the connection breaks, HostError for an answer with another part of the blob.
     """
     try:
         part = answer.status_code == 206
@@ -79,7 +79,7 @@ def another_part(url: str) -> HostError:
 
 
 def skip(pieces: Iterator[bytes], count: int) -> Generator[bytes, None, None]:
-    """The pieces without their first `count` bytes: a server may know no ranges, and send all of a file."""
+    """The pieces without their first `count` bytes, for a server that ignores ranges and sends the whole file."""
     for piece in pieces:
         if count < len(piece):
             yield piece[count:]

@@ -1,4 +1,4 @@
-"""Push a target to a registry, pull one from it, and look for one."""
+"""Push of a target to a registry, pull from it, and search in it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from trtpipe.pipeline.registry.provenance import unwrapped
 from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Store
 
-# What travels unless somebody says otherwise: what it takes to serve.
+# Artefacts that a push moves by default: those needed to serve.
 USUAL = ("tokenizer", "accuracy", "engine")
-# More than any passport has.
+# Limit of a passport's size, larger than any passport.
 PASSPORT_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Shipped:
-    """What a push or a pull has moved, and what was there before, in bytes; of a pull also what has arrived."""
+    """Bytes that a push or a pull has moved, and bytes that were there before; for a pull also what has arrived."""
 
     target: str
     artefacts: tuple[str, ...]
@@ -58,7 +58,7 @@ class Shipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A target in a registry, as `search` tells it."""
+    """A target in a registry, as `search` lists it."""
 
     target: str
     model: str
@@ -68,7 +68,7 @@ class Found:
 
 
 def choose(only: str | None) -> tuple[str, ...] | None:
-    """The artefacts of a list such as "engine,tokenizer". Raises UsageError for one that is not known."""
+    """The artefacts of a list such as "engine,tokenizer". Raises UsageError for an unknown one."""
     if only is None:
         return None
     words = tuple(word.strip() for word in only.split(","))
@@ -82,10 +82,10 @@ def push(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None,
     progress: Progress = lambda done, total: None, *, sign_key: Path | None = None,
 ) -> Shipped:  # fmt: skip
-    """Bring a target there, file by file, its index last; what is there is not sent again, and stays where it is of
-    this build. USUAL of it, or the artefacts `wanted`.
+    """Push a target, file by file, its index last: USUAL of it, or the artefacts `wanted`. Files that are there are not
+    sent again; the registry's other artefacts of this very build stay.
 
-    Every file is hashed first. Raises as `describe` and the registry do, and UsageError for what the target lacks.
+    Every file is hashed first. Raises as `describe` and the registry do, and UsageError for an artefact it lacks.
     """
     if not re.fullmatch(NAME, target):
         raise UsageError(f"'{target}' cannot be a name in a registry", remedy="use letters, digits, '.', '_' and '-'")
@@ -114,15 +114,15 @@ def pull(
     target: str, registry: Registry, store: Store, wanted: Sequence[str] | None = None, *, any_machine: bool = False,
     trust_keys: Sequence[Path] = (), progress: Progress = lambda done, total: None,
 ) -> Shipped:  # fmt: skip
-    """Bring a target here: into the store, apart from what is made here, with a run folder. Everything of it, or the
-    artefacts `wanted`.
+    """Pull a target into the store, apart from what is made here, with a run folder: all of its artefacts, or those in
+    `wanted`.
 
-    An engine that this machine cannot run is refused before its files are asked for, unless `any_machine`. Every file
-    is verified; what has arrived of one that breaks off is kept, and continued the next time.
+    An engine that this machine cannot run is refused before its files are requested, unless `any_machine`. Every file
+    is verified; the received part of an interrupted file is kept, and continued the next time.
 
     trust_keys  public keys (PEM), one of which must have signed the target's provenance
 
-    Raises UsageError, ArtefactRefused, InputDataError for what is not what it should be, HostError.
+    Raises UsageError, ArtefactRefused, InputDataError for damaged or inconsistent data, HostError.
     """
     index = read_index(target, registry, trust_keys)
     where = f"{target} at {registry.url}"
@@ -160,13 +160,13 @@ def search(
     registry: Registry, *, model: str | None = None, gpu: str | None = None, dtype: str | None = None,
     toolchain: str | None = None,
 ) -> list[Found]:  # fmt: skip
-    """The targets there whose model, GPU, precision and toolchain contain these words, in the order of their names."""
+    """The registry's targets whose model, GPU, precision and toolchain contain these words, sorted by name."""
     out = []
     for name in registry.targets():
         try:
             index = read_index(name, registry)
         except (InputDataError, ArtefactRefused):
-            continue  # somebody else's, or another version's
+            continue  # another program's, or another version's
         passport = passport_of(index)
         asked = (
             (model, _model(index)), (gpu, passport.target()), (dtype, f"{precision(passport)} {_short(passport)}"),
@@ -183,7 +183,7 @@ def search(
 
 
 def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ()) -> Index:
-    """The index of a target there, and its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
+    """A target's index, with its provenance checked. Raises UsageError, InputDataError, ArtefactRefused."""
     where = f"{target} at {registry.url}"
     index = check_index(registry.index(target), where, "push")
     if index["target"] != target:
@@ -195,13 +195,13 @@ def read_index(target: str, registry: Registry, trust_keys: Sequence[Path] = ())
 
 
 def _keep_others(index: Index, registry: Registry) -> None:
-    """What is there of this very build, and is not pushed now, stays a part of the target."""
+    """Keep in the index the registry's artefacts of this very build that are not pushed now."""
     if index["target"] not in registry.targets():
         return
     try:
         before = read_index(index["target"], registry)
     except (InputDataError, ArtefactRefused):
-        return  # it is replaced
+        return  # the push replaces it
     ours = {one["name"]: one["digest"]["sha256"] for one in unwrapped(index["provenance"])["subject"]}
     others = {
         name: entry for name, entry in before["artefacts"].items()
@@ -218,7 +218,7 @@ def precision(passport: Passport) -> str:
 
 
 def _require_own_passport(index: Index, registry: Registry, where: str) -> None:
-    """The index's passport is the engine's own, which is read first, and alone: so no other engine is taken for it."""
+    """Check that the index's passport is the engine's own, which is read first and alone, before any other file."""
     found = [file for file in index["artefacts"]["engine"]["files"] if file["path"] == PASSPORT]
     if len(found) != 1 or found[0]["size"] > PASSPORT_BYTES:
         raise InputDataError(f"{where} is damaged", why=f"its engine has no {PASSPORT}")

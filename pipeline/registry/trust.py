@@ -1,4 +1,4 @@
-"""Which artefacts from elsewhere a build may take for its own: those whose origin the user names, or whose provenance
+"""Trust in artefacts from elsewhere: a build may reuse those whose origin the user names, or whose provenance
 is signed by a key of the user's.
 """
 
@@ -13,9 +13,9 @@ from trtpipe.engines.json_input import read_bounded
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
 
-# Beside the manifest of an imported artefact: the signed provenance that it arrived with.
+# File beside the manifest of an imported artefact: the signed provenance that it arrived with.
 ENVELOPE = "provenance.dsse.json"
-# A statement names every file of a target: some 200 bytes each.
+# Largest envelope: a statement names every file of a target, with some 200 bytes each.
 MAX_ENVELOPE_BYTES = 16 << 20
 
 
@@ -27,7 +27,7 @@ class Trust:
     keys: tuple[Path, ...] = ()
 
     def find(self, record: Record, makes: str, store: Store) -> tuple[Artefact, str] | None:
-        """An imported artefact of `record` that may be reused, and what the trust in it rests on."""
+        """An imported artefact of `record` that may be reused, and the reason to trust it."""
         if not self.origins and not self.keys:
             return None
         for artefact in store.imported(record):
@@ -50,7 +50,7 @@ def signed(artefact: Artefact, makes: str, keys: Sequence[Path]) -> bool:
     try:
         statement = verify_envelope(read_bounded(artefact.path.parent / ENVELOPE, MAX_ENVELOPE_BYTES), keys)
         told = stages(statement)[makes]
-        # The key too: of another model's build the same bytes would be the wrong ones.
+        # The key is compared too: the same bytes from a build of another model would be the wrong ones.
         return (told["digest"]["sha256"], told["annotations"]["key"]) == (
             artefact.manifest.content, artefact.manifest.record.key,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Going on in the background: a command that returns once its work is under way."""
+"""Background run of a command's work: the command returns once the work is under way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Ready = Callable[[Path], None]
 
 
 def run(work: Callable[[Ready], None]) -> int | None:
-    """Call `work(ready)` in a child process. Returns None in the child, when `work` has returned; in this process 0 as
+    """Call `work(ready)` in a child process. The child returns None when `work` has returned. This process returns 0 as
     soon as the child has called `ready(log)`, or the exit status of a child that ended before.
 
-    Until `ready` the child shares the terminal and its Ctrl-C; from then on it has a session of its own, and what it
-    says is appended to `log`.
+    Until `ready` the child shares the terminal and its Ctrl-C; from then on it has a session of its own, and its
+    output is appended to `log`.
     """
     told, tell = os.pipe()
     sys.stdout.flush()
@@ -30,7 +30,7 @@ def run(work: Callable[[Ready], None]) -> int | None:
         with os.fdopen(told, "rb") as pipe:
             ready = pipe.read()
     except KeyboardInterrupt:
-        os.waitpid(child, 0)  # it got the Ctrl-C as well, and ends what it has started
+        os.waitpid(child, 0)  # the child got the Ctrl-C as well, and ends what it has started
         raise
     return 0 if ready else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

@@ -1,7 +1,7 @@
 """Stand-in on this machine for a tritonserver that runs in the toolchain's container.
 
-A process of this machine that lives as long as the container does: its signals end the server, its status is the
-server's, and the container's output is its own, so that whoever started it sees no difference.
+The process lives as long as the container does. Signals to the process end the server, its exit status is the
+server's, and it writes the container's output, so that its parent sees no difference from a local server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         out=Path(spec["out"]),
         what="tritonserver",
         gpus=None if spec["gpus"] is None else tuple(spec["gpus"]),
-        # Ours already goes where the server's log is.
+        # Our output already goes to the server's log.
         log=Path(os.devnull),
         network=True,
         grace=spec["grace"],

@@ -1,6 +1,6 @@
 """The environment of a server: this process's, without its secrets.
 
-Every model of a server, and every process of it, can read its environment: what they have no use for they do not get.
+Every model of a server, and every process of it, can read its environment, so secrets are left out.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-# Words of a name that stands for a secret: HF_TOKEN, TRTPIPE_API_KEYS, SSH_AUTH_SOCK; not TOKENIZERS_PARALLELISM.
+# Words in the name of a secret variable: HF_TOKEN, TRTPIPE_API_KEYS, SSH_AUTH_SOCK; not TOKENIZERS_PARALLELISM.
 _SECRET_WORDS = re.compile(
     r"(?:^|_)(?:AUTH|CREDENTIALS?|(?:API|ACCESS|PRIVATE)?KEYS?|PASS|PASSWD|PASSWORDS?|PASSPHRASE|PAT|PWD|SECRETS?|TOKENS?)"
     r"(?:_|$)"
 )
-# Of a cloud's settings nothing is needed: a repository is served from a folder of this machine.
+# No cloud settings are needed: a repository is served from a folder of this machine.
 _CLOUDS = ("AWS_", "AZURE_", "GOOGLE_")
-# user:password@ in a URL, as of a proxy or a package index.
+# user:password@ in a URL, such as that of a proxy or a package index.
 _PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose name or value shows no secret. PWD and OLDPWD, the shell's folders, stay."""
+    """The variables without those whose name or value shows a secret. PWD and OLDPWD, the shell's folders, stay."""
     return {name: value for name, value in environment.items() if not _is_secret(name, value)}
 
 

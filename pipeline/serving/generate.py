@@ -12,19 +12,19 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 
-# How long a server may be silent between two pieces of text.
+# Longest silence of a server between two pieces of text.
 SILENCE_SECONDS = 120.0
-# How long it may take to end a stream whose last response has come.
+# Time limit for a server to end a stream after its last response.
 LEAVE_SECONDS = 10.0
-# Responses that wait to be shown; the server waits while there are more.
+# Responses that may wait to be shown; the server waits while there are more.
 WAITING = 64
-# What a response counts for beside its text: a server could send empty ones without end.
+# Bytes counted for a response in addition to its text: a server could send empty ones without end.
 RESPONSE_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling options under the names of the ensemble's inputs; None leaves one to the server.
+    """Sampling options under the names of the ensemble's inputs; None leaves the choice to the server.
 
     Raises UsageError for what the gateway would refuse as well.
     """
@@ -64,7 +64,7 @@ TYPES = {
 def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Iterator[str]:
     """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
 
-    Raises HostError when the server cannot be reached or goes away, StageFailed with its words when it refuses.
+    Raises HostError when the server cannot be reached or goes away, StageFailed with its message when it refuses.
     """
     from tritonclient.grpc import InferenceServerClient
     from tritonclient.utils import InferenceServerException
@@ -87,7 +87,7 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
     whole = False
     try:
         client.start_stream(callback=arrive)
-        # The id lets the ensemble's postprocessing continue the text of this very stream.
+        # By this id the ensemble's postprocessing continues the text of this very stream.
         client.async_stream_infer(
             model, _inputs(prompt, sampling), request_id=uuid.uuid4().hex, enable_empty_final_response=True
         )
@@ -110,8 +110,8 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
                 return
     finally:
         left.set()
-        # A call that is cancelled as it ends can stay in Triton 2.51 for ever, and its model with it: the server then
-        # takes all its exit timeout to stop. One that does not end by itself is cancelled all the same.
+        # In Triton 2.51 a call that is cancelled as it ends can stay for ever, with its model: the server then takes
+        # all its exit timeout to stop. A call that does not end by itself is cancelled all the same.
         late = threading.Timer(LEAVE_SECONDS, client.stop_stream, kwargs={"cancel_requests": True})
         late.daemon = True
         late.start()
@@ -121,7 +121,7 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
 
 
 def _text(grpc_url: str, result: Any) -> str:
-    """The text in a response. Raises StageFailed for one that cannot be read."""
+    """The text in a response. Raises StageFailed for an unreadable response."""
     try:
         pieces = result.as_numpy("text_output")
         return "" if pieces is None else b"".join(pieces.reshape(-1)).decode("utf-8", "replace")

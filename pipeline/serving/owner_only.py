@@ -1,8 +1,8 @@
 """Run a program whose files and shared memory are its user's alone: `python -I owner_only.py PROGRAM ARGUMENTS`.
 
-A mask of the mode is not enough for tritonserver: the library that makes the shared memory of its Python processes,
-in which prompts pass, creates it under the mask and then sets the mode 0644 (Boost.Interprocess). So that one call,
-fchmod(_, 0644), is made to do nothing, for the program and whatever it starts. Needs the standard library alone.
+A umask is not enough for tritonserver: the library that makes the shared memory of its Python processes, which
+carries prompts, creates it under the umask and then sets the mode 0644 (Boost.Interprocess). So a filter makes that
+one call, fchmod(_, 0644), do nothing, for the program and its children. Needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 _ALLOW, _DO_NOTHING = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with the error 0: success
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# By machine: what the kernel calls it, and the number of fchmod.
+# By machine: the kernel's identifier of it, and the number of fchmod.
 _MACHINES = {"x86_64": (0xC000003E, 91), "aarch64": (0xC00000B7, 52)}
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 
@@ -28,7 +28,7 @@ def main(command: list[str]) -> None:
 
 
 def _keep_mode_of_created_files() -> str:
-    """Install the filter; why it could not be, or nothing."""
+    """Install the filter. Returns the reason why it could not be installed, or an empty string."""
     machine = os.uname().machine
     if machine not in _MACHINES:
         return f"no system call filter is known for {machine}"
@@ -36,9 +36,9 @@ def _keep_mode_of_created_files() -> str:
     steps = [
         (_LOAD, 0, 0, 4),  # the machine
         (_IF_EQUAL, 0, 4, kernel_name),
-        (_LOAD, 0, 0, 0),  # the call
+        (_LOAD, 0, 0, 0),  # the system call
         (_IF_EQUAL, 0, 2, fchmod),
-        (_LOAD, 0, 0, 24),  # its second argument
+        (_LOAD, 0, 0, 24),  # the call's second argument
         (_IF_EQUAL, 1, 0, 0o644),
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _DO_NOTHING),

@@ -1,4 +1,4 @@
-"""The processes in which Triton runs Python models. It never starts a dead one again, and calls itself ready."""
+"""Monitor of Triton's Python model processes. Triton never restarts a dead one, and still calls itself ready."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 _INSTANCE = re.compile(rb"([^\0]+)_\d+_\d+")
-# How often to look for processes that were started since.
+# Interval of the search for newly started processes.
 _LOOK_SECONDS = 0.5
-# Triton collects a process that it has ended itself at once. One that failed and is uncollected after the first of
-# these has died; one whose status is 0 was told to leave, and a busy machine may take longer.
+# Triton collects a process that it has ended itself at once. A failed process that is uncollected after the first of
+# these times has died; one whose status is 0 was told to leave, and a busy machine may take longer.
 _FAILED_SECONDS, _LEFT_SECONDS = 0.05, 1.0
 
 
 class Stubs:
-    """Those of one server on this machine."""
+    """The Python processes of one server on this machine."""
 
     def __init__(self, server: int) -> None:
         self._tasks = Path(f"/proc/{server}/task")
@@ -29,11 +29,11 @@ class Stubs:
         self._look()
 
     def wait(self) -> None:
-        """Return when the server or one of them has ended, and after half a second in any case."""
+        """Return when the server or a process has ended, and after half a second in any case."""
         self._poll.poll(_LOOK_SECONDS * 1000)
 
     def died(self) -> dict[int, str]:
-        """Those that have died since the last call: process -> its model."""
+        """The processes that have died since the last call: process -> its model."""
         self._look()
         out = {}
         for descriptor, _ in self._poll.poll(0):
@@ -52,7 +52,7 @@ class Stubs:
         known = {pid for pid, _ in self._found.values()}
         for pid in self._children() - known:
             if (model := _model(pid)) is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
                     descriptor = os.pidfd_open(pid)
                     self._found[descriptor] = pid, model
                     self._poll.register(descriptor, select.POLLIN)
@@ -64,7 +64,7 @@ class Stubs:
 
     def _children(self) -> set[int]:
         out: set[int] = set()
-        with contextlib.suppress(OSError):  # the server has ended, or a thread of it
+        with contextlib.suppress(OSError):  # the server or one of its threads has ended
             for task in self._tasks.iterdir():
                 with contextlib.suppress(OSError):
                     out.update(map(int, (task / "children").read_text().split()))
@@ -86,7 +86,7 @@ def _uncollected(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State and exit status of a process; no state for one that is not there."""
+    """State and exit status of a process; an empty state for one that does not exist."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return words[0], int(words[-1])
@@ -94,7 +94,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def _model(pid: int) -> str | None:
-    """Whose stub it is: the name of the instance is on its command line."""
+    """The model of a stub, from the name of the instance on its command line; None for another process."""
     words: list[bytes] = []
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

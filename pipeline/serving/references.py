@@ -1,6 +1,6 @@
-"""What run folders and running servers refer to in a store: `trtpipe gc` keeps it.
+"""References of run folders and running servers to artefacts of a store, which `trtpipe gc` keeps.
 
-Whatever cannot be read of them is an error: nothing is dropped for want of knowledge.
+Whatever cannot be read is an error, so that no artefact is dropped for lack of knowledge.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trtpipe.pipeline.store.store import Store
 
 
 def references(store: Store) -> set[Path]:
-    """The folders of artefacts, resolved. Run folders that were deleted no longer count.
+    """The folders of referenced artefacts, resolved. Run folders that were deleted no longer count.
 
     Raises HostError where a run folder, a root or the record of a server cannot be read.
     """

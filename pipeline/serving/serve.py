@@ -1,4 +1,4 @@
-"""Serving model repositories with a real tritonserver: start, prove it with one request, remember it, end it."""
+"""Serving of model repositories with a real tritonserver: start it, test it with one request, record it, end it."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.render import ENGINE_FOLDER
 
 SERVERS = ("auto", "local", "docker")
-# What Triton 2.51 throws now and then when many Python models start on a busy machine; the next start does not.
+# Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.
 START_CRASH = "boost::interprocess::lock_exception"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How a server is started.
+    """Options for the start of a server.
 
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
     openai               port of the OpenAI-compatible gateway; None starts none
-    gateway_workers      its processes
-    api_keys_file        its keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
-    tls_cert, tls_key    its certificate and key, PEM files
+    gateway_workers      number of the gateway's processes
+    api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
+    tls_cert, tls_key    the gateway's certificate and key, PEM files
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
-    allow_model_code     whether code of no known template may run
+    allow_model_code     whether code of unknown templates may run
     """
 
     server: str = "auto"
@@ -71,13 +71,13 @@ class LaunchOptions:
 
 
 def find_repository(target: str | None) -> tuple[str, Path]:
-    """(name, folder) of what is to be served: a target of ./runs, a folder, or the newest run. Raises UsageError."""
+    """(name, folder) of the repository to serve: a target of ./runs, a folder, or the newest run. Raises UsageError."""
     if target is None:
         runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
         if not runs:
             raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
         target = runs[-1].parent.name
-    # By name only: the server's own folder and log are named after it, so a path must not pass as one.
+    # By name only: the server's folder and log are named after the target, so a path must not pass as a name.
     if target in {run.name for run in RUNS.glob("*")}:
         return target, RunFolder.of(target).linked("repository")
     folder = Path(target)
@@ -106,8 +106,8 @@ def check_passport(repository: Path) -> Passport:
 
 
 def choose_server(asked: str, passport: Passport) -> str:
-    """local or docker: which server runs the engine. Raises UsageError for an unknown one, ArtefactRefused for one
-    that cannot."""
+    """The server that runs the engine: local or docker. Raises UsageError for an unknown one, ArtefactRefused for one
+    that cannot run it."""
     usual = "local" if passport.runtime in tritonserver.RUNTIMES else "docker"
     if asked not in SERVERS:
         raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
@@ -148,7 +148,7 @@ def launch(
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
-    # The LLM API's models take text: the gateway does not speak to them.
+    # The LLM API's models take text, and the gateway does not support them.
     openai = None if passport.runtime == "trtllm_pytorch" else options.openai
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
@@ -208,7 +208,7 @@ def launch(
 def start_until_ready(
     start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None]
 ) -> subprocess.Popen[bytes]:
-    """A server that is ready, started once more where it broke down in START_CRASH. Raises StageFailed."""
+    """Wait until a server is ready; start it once more where it broke down in START_CRASH. Raises StageFailed."""
     for attempt in (1, 2):
         process = start()
         try:
@@ -227,7 +227,7 @@ def start_until_ready(
 
 
 def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
-    """Refuse what one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
+    """Refuse targets that one server cannot hold. Raises UsageError for a target named twice, ArtefactRefused."""
     if len(set(names)) < len(names):
         raise UsageError("a target is named twice", remedy="name each once")
     first = passports[0]
@@ -247,7 +247,7 @@ def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
 
 
 def _check_together(models: Path, passport: Passport, note: Callable[[str], None]) -> None:
-    """Each repository was checked when it was made; what they do to each other is seen only now."""
+    """Check the models together: each repository was checked alone when it was made; conflicts show only now."""
     for fault in check_repository(models):
         if fault.rule == "shared-gpu" and passport.gpu == "cpu":
             continue
@@ -255,8 +255,8 @@ def _check_together(models: Path, passport: Passport, note: Callable[[str], None
 
 
 def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> list[Path]:
-    """The folders that links in the models lead to."""
-    # That of all repositories, where one is in it: what is loaded later must be seen as well.
+    """The folders that links in the models lead to, which the container mounts."""
+    # The folder of all repositories, where one of them is in it: those that are loaded later must be visible as well.
     packages = (store.home / "artefacts" / "package").resolve()
     reads = {packages if packages in one.repository.resolve().parents else one.repository for one in served}
     return sorted(reads | ({folder / "renamed"} if any(one.prefix for one in served) else set()))
@@ -265,7 +265,7 @@ def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> li
 def _gateway_options(
     served: Sequence[Served], passports: Sequence[Passport], endpoints: Endpoints, port: int, options: LaunchOptions
 ) -> GatewayOptions:
-    """How the gateway is started, looked at before anything is. Raises UsageError, InputDataError for its files."""
+    """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
     chosen = GatewayOptions(
         models=tuple(
             ServedModel(
@@ -277,7 +277,7 @@ def _gateway_options(
             )
             for one, passport in zip(served, passports, strict=True)
         ),
-        # What listens everywhere is reached here.
+        # A server that listens on all addresses is reached on loopback.
         grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
         port=port,
@@ -298,7 +298,7 @@ def end(server: Server) -> None:
 
 
 def link_models(served: Sequence[Served], folder: Path) -> Path:
-    """`folder`/models, links to every model: what is served stays at one place when its content changes."""
+    """Make `folder`/models, links to every model: the served path stays the same when its content changes."""
     models, renamed = folder / "models", folder / "renamed"
     models.mkdir(parents=True, exist_ok=True)
     renamed.mkdir(exist_ok=True)
@@ -325,18 +325,18 @@ def link_models(served: Sequence[Served], folder: Path) -> Path:
 def reload(
     store: Store, name: str | None, target: str | None, *, allow_model_code: bool = False
 ) -> tuple[Server, list[Served]]:
-    """Give a running server the repositories its targets have now, model by model, without ending it; with `target`
+    """Load the current repositories of a running server's targets, model by model, without ending it; with `target`
     that one alone. Returns the server and what was loaded.
 
-    Raises ArtefactRefused for an engine of another kind, StageFailed with the server's words when a model does not
-    load: the server then goes on with what it has.
+    Raises ArtefactRefused for an engine of another kind, StageFailed with the server's message when a model does not
+    load: the server then keeps what it has.
     """
     server = find_running(store, name)
     if target is None:
         fresh = {one.name: find_repository(one.name)[1] for one in server.served}
     else:
         found, repository = find_repository(target)
-        # One that is alone may be replaced by a target of another name.
+        # A server's only target may be replaced by a target of another name.
         fresh = {server.find(found if len(server.served) > 1 else None).name: repository}
     for one in server.served:
         if one.name in fresh:
@@ -370,7 +370,7 @@ def _require_same_kind(served: Served, repository: Path) -> None:
 
 
 def smoke(server: Server, served: Served) -> None:
-    """One generation through the whole chain: a ready ensemble can still fail on its first request."""
+    """Run one generation through the whole chain: a ready ensemble can still fail on its first request."""
     import httpx
 
     length = "sampling_param_max_tokens" if served.front == served.model(ENGINE_MODEL) else "max_tokens"
@@ -389,9 +389,9 @@ def smoke(server: Server, served: Served) -> None:
 
 
 def read_log(store: Store, name: str | None, *, lines: int, follow: bool) -> Iterator[str]:
-    """The last `lines` of a server's log, and with `follow` what comes after them while the server runs.
+    """The last `lines` of a server's log, and with `follow` the lines that are added while the server runs.
 
-    A server that has ended has a log too. Raises UsageError for a name without one, and for none where it is not clear.
+    A server that has ended has a log too. Raises UsageError for a name without one, and for an ambiguous None.
     """
     name = name or _whose_log(store)
     path = _log(store, name)
@@ -423,7 +423,7 @@ def _logged(store: Store) -> list[str]:
 
 
 def _whose_log(store: Store) -> str:
-    """That of the only server, running or, where none runs, of the only one that has left one. Raises UsageError."""
+    """Name of the only running server or, where none runs, of the only one with a log. Raises UsageError."""
     if running(store):
         return find_running(store, None).name
     left = _logged(store)

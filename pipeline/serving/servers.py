@@ -1,4 +1,4 @@
-"""The servers that were started from a store: what each serves and where, remembered in files, asked of the system."""
+"""Records of the servers started from a store: what each serves and where, kept in files, checked with the system."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.combine import model_names
 from trtpipe.triton_repo.render import TOKENIZER_FOLDER
 
-# Of Linux, where it is configured highest.
+# Largest process id that Linux can be configured to use.
 MAX_PID = 1 << 22
-# How long a watchdog may take to end its server and gateway.
+# Time limit for a watchdog to end its server and gateway.
 WATCHER_SECONDS = tritonserver.STOP_SECONDS + process.STOP_SECONDS + 5
 
 
@@ -31,8 +31,8 @@ WATCHER_SECONDS = tritonserver.STOP_SECONDS + process.STOP_SECONDS + 5
 class Served:
     """One repository in a server.
 
-    name    of the target it comes from, and what the gateway calls it
-    prefix  what the names of its models begin with; empty where it is alone
+    name    of the target it comes from; also the model's name at the gateway
+    prefix  prefix of its models' names; empty where it is the server's only one
     imported  a phrase for each artefact behind it that was made elsewhere
     """
 
@@ -51,13 +51,13 @@ class Served:
         return self.model("ensemble" if "ensemble" in model_names(self.repository) else "tensorrt_llm")
 
     def model(self, name: str) -> str:
-        """What a model of the repository is called in the server."""
+        """Name in the server of a model of the repository."""
         return self.prefix + name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running server, with the number and address of its gateway and the number of its watchdog, if it has them."""
+    """A running server, with the process id and address of its gateway and the process id of its watchdog, if any."""
 
     name: str
     pid: int
@@ -69,7 +69,7 @@ class Server:
     watcher: int | None = None
 
     def find(self, name: str | None) -> Served:
-        """What is meant: by name, or the only one. Raises UsageError."""
+        """The served repository of that name, or the only one. Raises UsageError."""
         names = [served.name for served in self.served]
         if name is None:
             if len(names) > 1:
@@ -103,7 +103,7 @@ def running(store: Store) -> list[Server]:
 def read_server(path: Path) -> Server:
     """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
     server = read.build(Server, read_json(path, "record"), str(path))
-    # By the number processes are asked for and ended, by the name files are removed.
+    # Processes are queried and ended by these ids, and files are removed by the name.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
     if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):
         raise ValueError(f"{path} is of another server")
@@ -111,14 +111,14 @@ def read_server(path: Path) -> Server:
 
 
 def watched(server: Server) -> bool:
-    """Whether the `trtpipe serve` that stays with the server runs, and not another program that got its number."""
+    """Whether the server's `trtpipe serve` process runs, and not another program with the same process id."""
     with contextlib.suppress(OSError):
         return b"serve" in Path(f"/proc/{server.watcher}/cmdline").read_bytes().split(b"\0")
     return False
 
 
 def end_watcher(server: Server) -> None:
-    """Ask the `trtpipe serve` that stays with a server to end it, and wait; kill it when it does not."""
+    """Ask the `trtpipe serve` process of a server to end it, and wait; kill that process when it does not."""
     if server.watcher is None or not watched(server):
         return
     deadline = time.monotonic() + WATCHER_SECONDS
@@ -131,7 +131,7 @@ def end_watcher(server: Server) -> None:
 
 
 def find_running(store: Store, name: str | None) -> Server:
-    """The server to talk to: by name, or the only one. Raises UsageError."""
+    """The running server of that name, or the only one. Raises UsageError."""
     servers = running(store)
     if name is not None:
         servers = [server for server in servers if server.name == name]

@@ -1,6 +1,6 @@
-"""Watching a served repository: its /metrics asked every few seconds, each answer a Snapshot.
+"""Live figures of a served repository: /metrics is scraped every few seconds, and each answer is a Snapshot.
 
-A server that does not answer is a Snapshot too, so that whoever watches sees it go and come back.
+A server that does not answer also gives a Snapshot, so that the viewer sees it go and come back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.net.fetch import fetch
 from trtpipe.pipeline.net.triton_metrics import KNOWN, MAX_PAGE, Figures, Scrape, derive, parse
 
-# Triton answers in a few milliseconds; one that needs longer is as good as gone for whoever looks at it live.
+# Triton answers in a few milliseconds; in a live view a server that needs longer counts as gone.
 TIMEOUT_S = 5.0
 
 
@@ -57,7 +57,7 @@ def watch(
 ) -> Generator[Snapshot, None, None]:
     """A Snapshot now and one every `interval` seconds, without end; the first has no rates.
 
-    After an outage rates span all the time since the last answer: `seconds` of the figures says how long that is.
+    After an outage rates cover all the time since the last answer: `seconds` of the figures is that time.
     """
     before: Scrape | None = None
     due = clock()
@@ -70,13 +70,13 @@ def watch(
         else:
             yield Snapshot(server=name, url=url, time=now, up=True, figures=derive(before, scrape))
             before = scrape
-        # Scrapes that a slow reader or a timeout made impossible are left out, not made up for.
+        # Scrapes that were missed because of a slow reader or a timeout are skipped.
         due = max(due + interval, clock())
         sleep(max(0.0, due - clock()))
 
 
 def scrape_once(url: str, clock: Callable[[], float] = time.monotonic) -> Scrape:
-    """The samples a server publishes now. Raises HostError."""
+    """The samples that a server publishes now. Raises HostError."""
     import http.client
 
     try:

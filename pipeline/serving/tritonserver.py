@@ -1,8 +1,8 @@
-"""A tritonserver on this machine: found inside the nvidia-pytriton package, given our backends, started and ended.
+"""tritonserver on this machine: found inside the nvidia-pytriton package, given our backends, started and ended.
 
 The package carries the server, the Python backend and one stub for each Python; only the binary is used, not the
-PyTriton API. What it needs is arranged here: a backend folder with the stub of this very Python, both library
-folders (the package's own, and the interpreter's, without which a stub takes another libpython), and this
+PyTriton API. This module arranges what the binary needs: a backend folder with the stub of this very Python, both
+library folders (the package's own, and the interpreter's, without which a stub takes another libpython), and this
 environment's `bin` first on PATH, through which the stub finds its packages.
 """
 
@@ -39,18 +39,18 @@ from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_comm
 
 WIRE = Path(protocol.__file__)
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
-# Which module executes an engine, by the runtime of its passport.
+# Module that executes an engine, by the runtime of its passport.
 RUNTIMES = {"reference": "trtpipe.engines.reference.runtime", "vllm": "trtpipe.engines.engine_process.vllm_runtime"}
 READY_SECONDS = 600.0
-# A model goes when its last request has been answered.
+# Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 STOP_SECONDS = 30.0
-# A log beyond this is set aside when a server starts; the last start of a log is looked for in its last part.
+# A larger log is set aside when a server starts; the last start is searched for in the last part of a log.
 LOG_BYTES = 16 << 20
-# The line before what a server writes: a log holds every start.
+# Line before a server's output, because a log holds every start.
 STARTED = "--- tritonserver is started "
 # "failed to load 'tensorrt_llm' version 1: Internal: <reason>", as Triton logs it, line ends written as \\n; the
-# class of a Python exception stands before its words, its traceback behind them.
+# class of a Python exception stands before its message, its traceback after it.
 LOAD_FAILURE = re.compile(
     r"failed to load '(?P<model>[^']+)' version \d+: [\w ]+: (?:TritonModelException: )?(?P<reason>.*?)(?:\\n|\"?$)",
     re.MULTILINE,
@@ -59,7 +59,7 @@ LOAD_FAILURE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """Where the pieces of a Triton Inference Server lie."""
+    """Paths of the parts of a Triton Inference Server."""
 
     server: Path
     python_backend: Path
@@ -71,7 +71,7 @@ class Installation:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """Where a server listens."""
+    """Addresses on which a server listens."""
 
     host: str
     http: int
@@ -92,7 +92,7 @@ class Endpoints:
 
 
 def find_installation() -> Installation:
-    """The tritonserver of this environment. Raises HostError saying what is missing."""
+    """The tritonserver of this environment. Raises HostError naming what is missing."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
         raise HostError(
@@ -130,7 +130,7 @@ def check_numpy() -> None:
 
 
 def check_libpython() -> None:
-    """The stub loads libpython; a Python built without a shared one cannot serve. Raises HostError."""
+    """Check for libpython, which the stub loads: a Python without a shared one cannot serve. Raises HostError."""
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         return
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
@@ -144,9 +144,9 @@ def check_libpython() -> None:
 
 
 def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int | None = None) -> Endpoints:
-    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use, UsageError for none.
+    """Check that the ports are free; 0 takes a free one. Raises HostError for a port in use, UsageError for no port.
 
-    openai  the gateway's, looked at with the others, though it is the gateway that takes it
+    openai  the gateway's port, checked with the others although the gateway binds it
     """
     chosen: dict[str, int] = {}
     with contextlib.ExitStack() as probes:  # held together, or one free port could be chosen twice
@@ -159,7 +159,7 @@ def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int 
                 raise UsageError(f"port {port} is asked for twice", remedy=f"pass --{name}-port 0 to choose a free one")
             probe = probes.enter_context(socket.socket())
             if port:
-                # As the server does it: a port whose last connection is only winding down counts as free.
+                # As the server does it: a port whose last connection is only closing counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -197,7 +197,7 @@ def prepare_backends(
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
         "command": [*python_command("trtpipe.engines.engine_process.server", python), "--runtime", RUNTIMES[runtime]],
-        # The server's own library folders must not reach torch.
+        # torch must not see the server's own library folders.
         "library_path": os.environ.get("LD_LIBRARY_PATH"),
     }
     (ours / "engine.json").write_text(json.dumps(launch), encoding="utf-8")
@@ -256,7 +256,7 @@ def start_docker(
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C is ours to pass on."""
+    """Start it in a session of its own, so that we decide whether to pass on a Ctrl-C."""
     with _open_log(log) as output:
         output.write(f"{STARTED}{time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
         output.flush()
@@ -272,8 +272,8 @@ def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: P
 
 
 def _open_log(log: Path) -> BinaryIO:
-    """For appending, so that the stack which an error message pointed to stays. A model's error may quote a prompt:
-    nobody else may read it."""
+    """Open for appending, so that the stack that an error message referred to stays. A model's error may quote a
+    prompt, so nobody else may read the log."""
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -282,7 +282,7 @@ def _open_log(log: Path) -> BinaryIO:
 
 
 def last_start(log: Path) -> int:
-    """The byte of a log from which on the server that was started last has written; 0 for a log without a start."""
+    """The byte of a log at which the output of its last start begins; 0 for a log without a start."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - LOG_BYTES)
         file.seek(begin)
@@ -318,7 +318,7 @@ def wait_ready(
 
 
 def load_models(endpoints: Endpoints, names: Sequence[str], log: Path) -> None:
-    """Load models anew, each keeping its old self until the new one is ready. Raises StageFailed with the reason."""
+    """Load models again; each serves its old version until the new one is ready. Raises StageFailed with the reason."""
     for name in names:
         _control(endpoints, name, "load", log)
 
@@ -354,7 +354,7 @@ def _control(endpoints: Endpoints, name: str, verb: str, log: Path) -> None:
 
 
 def failure(log: Path) -> str:
-    """Why the server that wrote last ended: the first model's reason, else what it threw, else its first error, else
+    """Why the server that wrote last ended: the first model's reason, else its exception, else its first error, else
     its last lines."""
     begin = last_start(log)
     text = log.read_bytes()[begin:].decode("utf-8", errors="replace") if log.exists() else ""
@@ -365,71 +365,71 @@ def failure(log: Path) -> str:
     if thrown:
         return f"it crashed: {thrown[-1].strip()}"
     errors = [line.split("] ", 1)[-1].strip().strip('"') for line in text.splitlines() if re.match(r"E\d{4} ", line)]
-    # Every server says the first without a GPU, and lives.
+    # Every server without a GPU logs the first error, and continues.
     errors = [error for error in errors if "CudaDriverHelper" not in error]
     return errors[0] if errors else tail(log, begin=begin)
 
 
 def end(pid: int) -> bool:
-    """End a server started here, and all it started. True when it left by itself, False when it was killed."""
+    """End a server started here, and all it started. True when it ended by itself, False when it was killed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = not alive(pid)
-    # A stub or an engine process that outlived its server is in the group it was started in.
+    # A stub or an engine process that outlived its server is still in the server's process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return left
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a server at once, with its Python processes: who waits for an answer sees its connection end."""
+    """Kill a server at once, with its Python processes: clients that wait for an answer see their connection end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def end_stubs(backends: Path) -> None:
-    """Kill the Python processes that a server which crashed has left: nobody tells them that it is gone."""
+    """Kill the Python processes that a crashed server has left, because nothing tells them that it is gone."""
     stub = os.fsencode(backends / "python")
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             if path.read_bytes().startswith(stub):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Requests that processes of the backend hold; those of scripts are among all."""
+    """Requests that processes of the backend hold; `all` includes those of scripts."""
 
     all: int
     of_scripts: int
 
 
 def requests_in_flight(backends: Path, model: str, pid: int | None = None) -> InFlight:
-    """What the processes of a model hold, or held when they died; with `pid` that one alone."""
+    """Requests that the processes of a model hold, or held when they died; with `pid`, those of that process alone."""
     whole = scripts = 0
     for path in (backends / "tensorrtllm").glob(f"in-flight.{model}.{'*' if pid is None else pid}"):
-        with contextlib.suppress(OSError, struct.error):  # it has just left
+        with contextlib.suppress(OSError, struct.error):  # the process has just ended
             counts = struct.unpack("qq", path.read_bytes())
             whole, scripts = whole + counts[0], scripts + counts[1]
     return InFlight(whole, scripts)
 
 
 def remove_shared_memory(endpoints: Endpoints) -> None:
-    """Delete the regions that a server which was killed has left in /dev/shm.
+    """Delete the regions that a killed server has left in /dev/shm.
 
-    Those of another that has its port by now lose their names only, which nobody asks for after the start.
+    Regions of another server that has its port by now lose only their names, which nobody uses after the start.
     """
     for region in Path("/dev/shm").glob(f"{region_prefix(endpoints.http)}*"):
-        with contextlib.suppress(OSError):  # somebody else's
+        with contextlib.suppress(OSError):  # another user's file
             region.unlink()
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a running tritonserver, or stands in for one, and not another program that got its number."""
+    """Whether `pid` is a running tritonserver or its stand-in, and not another program with that process id."""
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
     try:

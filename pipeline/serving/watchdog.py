@@ -1,8 +1,8 @@
-"""Staying with a server: a Python process of Triton's that dies, and a server that ends by itself, are mended.
+"""Watchdog of a server: recovers from the death of a Python process of Triton, and from the end of the server.
 
-Triton 2.51 ends no request that waits in a Python process which has died, and goes on calling itself ready. So the
-model is taken out of service at once and loaded again; where requests wait, the server is killed and started again:
-the end of their connections is the only word they can be given.
+Triton 2.51 never ends a request that waits in a dead Python process, and still calls itself ready. So the watchdog
+takes the model out of service at once and loads it again; where requests wait, it kills the server and starts it
+again, because their clients can only be told by the end of their connections.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trtpipe.pipeline.serving.servers import Server, backends_folder, clean_up, 
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 
-# Triton collects a dead process when its last request is gone, after a second in which it looks for signs of life.
+# Triton collects a dead process when its last request is gone, after a second in which Triton checks its liveness.
 RELEASE_SECONDS = 1.6
 ASK_SECONDS = 1.0
 WAITING = "requests wait for it, which Triton would not end"
 PENDING = "nv_inference_pending_request_count"
-# Processes that die this often within this time are broken, not unlucky.
+# Processes with this many deaths within this time count as broken.
 MAX_DEATHS, DEATHS_SECONDS = 10, 20.0
 
 
@@ -41,10 +41,10 @@ def attend(
     server: Server, process: subprocess.Popen[bytes], store: Store, options: LaunchOptions, *, restarts: int,
     ready: Callable[[], None], stopping: Callable[[], None], note: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Stay with a server until Ctrl-C, a TERM signal or its own end. A server that ends by itself is started again
-    `restarts` times, one whose Python process has died whenever that happens.
+    """Watch a server until Ctrl-C, a TERM signal or its own end. A server that ends by itself is started again
+    `restarts` times; one whose Python process has died is repaired every time.
 
-    `ready` is called once signals are looked after, so that a Ctrl-C right after its words ends the server too.
+    `ready` is called once signals are handled, so that a Ctrl-C right after its message ends the server too.
     Raises StageFailed when the server ends by itself once more, or does not start again.
     """
 
@@ -136,7 +136,7 @@ def _load_again(
     while any(map(is_zombie, died)) and time.monotonic() < deadline:
         waiting = requests_wait()
         if not all(map(threading.Thread.is_alive, loading)):
-            break  # a model is there again: what waits may wait for that
+            break  # a model is available again: waiting requests may wait for it
         if waiting:
             return WAITING
         time.sleep(0.05)
@@ -148,8 +148,8 @@ def _load_again(
 
 
 def _held(backends: Path, pid: int, model: str) -> bool:
-    """Whether requests wait for ever for a process that has died: those it held, where it stood before an engine; and
-    where it was a script, those of an engine that waits for it to take an answer."""
+    """Whether requests wait for ever for a dead process: for an engine's process, the requests it held; for a script's
+    process, those of an engine that waits for the script to take an answer."""
     base = model.rpartition(".")[2]
     if base == ENGINE_MODEL:
         return tritonserver.requests_in_flight(backends, model, pid).all > 0
@@ -158,7 +158,7 @@ def _held(backends: Path, pid: int, model: str) -> bool:
 
 
 def _queued(server: Server, models: Iterable[str]) -> bool:
-    """Whether requests wait in front of dead processes: of those Triton fails one a second."""
+    """Whether requests queue for dead processes: Triton fails one of them a second."""
     import httpx
 
     try:
@@ -171,8 +171,8 @@ def _queued(server: Server, models: Iterable[str]) -> bool:
 def _start_again(
     server: Server, store: Store, options: LaunchOptions, note: Callable[[str], None]
 ) -> tuple[Server, subprocess.Popen[bytes]]:
-    """Start a server that has ended at the ports it had; its gateway goes on, unless it has ended as well."""
-    # `reload` may have changed what it serves.
+    """Start an ended server again at its old ports; its gateway continues, unless it has ended as well."""
+    # `reload` may have changed what the server serves.
     server = next((one for one in running(store) if one.name == server.name), server)
     tritonserver.end(server.pid)
     clean_up(store, server)

@@ -1,1 +1,1 @@
-"""Where inputs come from: Hugging Face repositories and calibration text."""
+"""Sources of inputs: Hugging Face repositories and calibration datasets."""

@@ -1,4 +1,4 @@
-"""Where calibration text comes from: a data set of configs/calibration, or a file of the user's."""
+"""Source of calibration text: a calibration dataset of configs/calibration, or a user's file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_data_sets() -> dict[str, DataSet]:
 
 
 def digest(data: str, digests: Digests) -> str:
-    """What identifies the text: a file's content, or the commit and files of a data set. Raises UsageError."""
+    """Identity of the text: a file's content digest, or the commit and files of a data set. Raises UsageError."""
     known = _find(data)
     if isinstance(known, Path):
         return digests.file(known)
@@ -79,7 +79,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
     try:
         data = read_bounded(path, MAX_BYTES)
-        check_values(data)  # the library takes 500 bytes for each and more
+        check_values(data)  # the library takes 500 bytes or more for each value
         return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises no narrower class
         raise InputDataError(f"{path} is no tokenizer", why=str(error), remedy="download the model again") from None

@@ -1,4 +1,4 @@
-"""Hugging Face repositories: a moving revision pinned to a commit, and only the files we need downloaded.
+"""Download of Hugging Face repositories: a moving revision is pinned to a commit, and only needed files are fetched.
 
 `HF_TOKEN`, `HF_HOME`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` are huggingface_hub's own and work as everywhere.
 """
@@ -20,15 +20,15 @@ from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# What huggingface_hub raises for an answer of another form than it expects.
+# Exceptions of huggingface_hub for an answer of another form than it expects.
 MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 @functools.cache
 def resolve_commit(repo_id: str, revision: str) -> str:
-    """The commit a branch or tag names now; the last known one when the hub may not be asked (offline).
+    """The commit that a branch or tag names now; in offline mode, the last known one.
 
-    A process asks once: what it downloads is then what it has planned for, even if the branch moves meanwhile.
+    A process asks once, so it downloads the commit that it planned with even if the branch moves meanwhile.
     """
     if COMMIT.fullmatch(revision):
         return revision
@@ -39,9 +39,9 @@ def resolve_commit(repo_id: str, revision: str) -> str:
     limit_hub()
     with _explained(repo_id, revision):
         if not constants.HF_HUB_OFFLINE:
-            # Alone, snapshot_download takes a hub that cannot be asked for one that has nothing new.
+            # Without this call, snapshot_download treats an unreachable hub as one without changes.
             HfApi().model_info(repo_id, revision=revision)
-        # Of no file at all: it notes the commit in the cache, where offline runs look for it.
+        # Downloads no file: it notes the commit in the cache, where offline runs look for it.
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=[], tqdm_class=_reporter(_ignore, 0))
     commit = Path(folder).name
     if not COMMIT.fullmatch(commit):
@@ -106,7 +106,7 @@ def _wanted(name: str) -> bool:
 
 
 def _require_size(path: Path, size: int, repo_id: str) -> None:
-    """Of a file that was downloaded now or before: as large as the hub's list says."""
+    """Check that a file, downloaded now or before, has the size in the hub's list. Raises HostError."""
     there = path.stat().st_size if path.exists() else 0
     if there != size:
         raise HostError(
@@ -131,7 +131,7 @@ def _require_safetensors(repo_id: str, files: list[str]) -> None:
 
 @contextlib.contextmanager
 def _explained(repo_id: str, revision: str) -> Iterator[None]:
-    """Turn huggingface_hub's and httpx's exceptions into one line with a remedy."""
+    """Turn exceptions of huggingface_hub and httpx into one line with a remedy."""
     import httpx
     from huggingface_hub import constants, errors, get_token
 
@@ -161,7 +161,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         raise
     except (httpx.HTTPError, httpx.InvalidURL, OSError, *MALFORMED) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's, not the hub's
+            raise  # an error of the disk, not of the hub
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
         raise HostError(
             f"the hub did not deliver {where}",
@@ -191,7 +191,7 @@ def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
     from tqdm import tqdm
 
     class Reporter(tqdm):  # type: ignore[misc]  # untyped
-        # No thread that watches over what is drawn: started while a bar is collected, the two wait for each other.
+        # No monitor thread: if it starts while a bar is garbage-collected, the two deadlock.
         monitor_interval = 0
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

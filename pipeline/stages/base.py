@@ -1,4 +1,4 @@
-"""What a stage is, and what it is given."""
+"""Protocol of a stage, and the job that a stage receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 class Job:
     """One stage's work: its slice of the plan, the folders of the stages it reads, and an empty folder to fill.
 
-    digests   content digests of what it reads, under the names of `inputs`
+    digests   content digests of the artefacts it reads, under the names of `inputs`
     progress  called with (bytes done, bytes in all)
     show      called with each line that a program prints
     """
@@ -35,8 +35,8 @@ class Job:
 class Stage(Protocol):
     """A step of the pipeline. `version` is raised by hand when the output for the same input changes.
 
-    makes   what its artefact is called, in the run folder and by the stages that read it
-    inputs  what it reads
+    makes   name of its artefact, in the run folder and for the stages that read it
+    inputs  names of the artefacts that it reads
     """
 
     name: str
@@ -45,13 +45,13 @@ class Stage(Protocol):
     inputs: tuple[str, ...]
 
     def settings(self, plan: BuildSpec) -> Any:
-        """The stage's slice of the plan: a frozen dataclass, and all that the stage gets to see."""
+        """The stage's part of the plan: a frozen dataclass, the only settings that the stage sees."""
 
     def hashed(self, settings: Any) -> dict[str, Any]:
-        """What of the settings the output depends on, as plain JSON values."""
+        """The settings that the output depends on, as plain JSON values."""
 
     def sources(self, settings: Any, digests: Digests) -> dict[str, str]:
-        """Digests of what comes from outside the store: name -> digest. May ask the network for a commit."""
+        """Digests of inputs from outside the store: name -> digest. May ask the network for a commit."""
 
     def tools(self, settings: Any) -> dict[str, str]:
         """Versions of the programs and libraries that produce the bytes."""

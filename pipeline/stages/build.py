@@ -1,4 +1,4 @@
-"""Checkpoint -> Engine for one kind of GPU, with its passport."""
+"""Build of an engine from a checkpoint, for one kind of GPU, with its passport."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trtpipe.pipeline.stages.base import Job
 from trtpipe.pipeline.store.digests import Digests
 from trtpipe.pipeline.store.store import Artefact
 
-# Of the accuracy gate's result. A gate that did not pass has been accepted, or there would be no engine.
+# Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
 IN_PASSPORT = ("passed", "failures", "perplexity_ratio", "mean_kl", "top1_agreement")
 
 
@@ -58,7 +58,7 @@ class Build:
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
-        # By name and not by SM alone: engines of two cards of one SM load on each other, but are tuned for one.
+        # The GPU's name, not only its SM: cards of one SM load each other's engines, but an engine is tuned for one.
         gpu, mapping = settings.target.gpu, settings.target.mapping
         choices = dataclasses.asdict(settings.build)
         known = load_backend(settings.runtime).SETTINGS
@@ -101,7 +101,7 @@ class Build:
 
 
 def draft_passport(plan: BuildSpec, checkpoint: Artefact) -> Passport:
-    """The passport that the plan's engine will have, but for where it is built and what was measured."""
+    """The passport that the plan's engine will have, without the facts of the build machine and the measurements."""
     return _passport(BUILD.settings(plan), checkpoint.path, checkpoint.manifest.content, {}, None)
 
 
@@ -125,7 +125,7 @@ def _passport(
 
 
 def _rank_bytes(checkpoint: Path, form: str) -> int:
-    """Bytes of the largest rank file, or of all weights where ranks are cut when they are loaded."""
+    """Bytes of the largest rank file, or of all weights where the loader splits them into ranks."""
     sizes = [path.stat().st_size for path in checkpoint.glob("*.safetensors")]
     return max(sizes) if form == "trtllm" else sum(sizes)
 

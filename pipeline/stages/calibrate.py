@@ -1,4 +1,4 @@
-"""HFSnapshot -> the scales of a recipe, found by ModelOpt on calibration samples; for any mapping and format."""
+"""Calibration of an HFSnapshot: ModelOpt finds a recipe's scales on samples, for any mapping and format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Settings:
     recipe: QuantRecipe
     dtype: DataType
     calibration: CalibrationConfig
-    # Not of the result: what the next stage will ask for is checked before the work.
+    # Not part of the result: what the next stage requires is checked before the work.
     mapping: Mapping
 
 
@@ -41,7 +41,7 @@ class Calibrate:
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         chosen = dataclasses.asdict(settings.calibration)
-        del chosen["data"]  # its content counts, not its name
+        del chosen["data"]  # the key depends on the data's content, not on its name
         return {
             "dtype": settings.dtype.value,
             "modelopt": settings.recipe.modelopt,
@@ -73,7 +73,7 @@ class Calibrate:
 
 
 def hashed_quantization(recipe: QuantRecipe) -> dict[str, Any]:
-    """What of a recipe the bytes depend on."""
+    """The fields of a recipe that the bytes depend on."""
     quantization = recipe.quantization
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     return {

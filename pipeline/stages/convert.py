@@ -1,4 +1,4 @@
-"""HFSnapshot -> Checkpoint, unquantized, in the form that the runtime eats."""
+"""Conversion of an HFSnapshot to an unquantized checkpoint, in the checkpoint format that the runtime reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtpipe.pipeline.store.digests import Digests
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`form` is the runtime's: a TensorRT-LLM checkpoint, for whose loader `toolchain` is, or a Hugging Face folder."""
+    """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder."""
 
     form: str
     dtype: DataType
@@ -63,7 +63,7 @@ class Convert:
 
 
 def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
-    """What of these a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
+    """The values that a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
     if form == "hf":
         return {"form": form}
     return {"form": form, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size, "toolchain": toolchain}

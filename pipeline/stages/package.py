@@ -1,4 +1,4 @@
-"""Engine and tokenizer -> Triton model repository."""
+"""Packaging of an engine and a tokenizer as a Triton model repository."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Package:
 
 
 def _release(settings: Settings) -> Toolchain | None:
-    """The release that will serve it, where one does."""
+    """The release that will serve the repository; None for a runtime without one."""
     released = settings.runtime in settings.target.toolchain.runtimes
     return settings.target.toolchain if released else None
 

@@ -1,4 +1,4 @@
-"""HFSnapshot and scales -> Checkpoint, quantized, for one mapping, or a quantized folder."""
+"""Quantization of an HFSnapshot with its scales: a checkpoint for one mapping, or a quantized Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Quantize:
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
-        # Ranks are cut from the other form when it is loaded.
+        # The loader of a Hugging Face folder splits it into ranks.
         mapping = settings.mapping if settings.form == "trtllm" else Mapping()
         quantizing.quantize(
             job.inputs["model"],
@@ -75,6 +75,6 @@ class Quantize:
         return {"notices": notices(read_model_config(job.inputs["model"]))}
 
 
-# A recipe whose scales depend on weights alone needs none found before.
+# A recipe whose scales depend on the weights alone needs no calibration before.
 QUANTIZE = Quantize(("model",))
 QUANTIZE_CALIBRATED = Quantize(("model", "scales"))

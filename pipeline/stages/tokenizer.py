@@ -1,4 +1,4 @@
-"""HFSnapshot -> its tokenizer alone: what packaging needs of a model, without the weights beside it."""
+"""Extraction of the tokenizer from an HFSnapshot: packaging needs it without the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accuracy gate: the checkpoint against its original on held-out text, before a GPU is paid for."""
+"""The accuracy gate: compares the checkpoint with its original on held-out text, before GPU time is paid for."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Verify:
         report = gate.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
         page.write(report, job.out)
         if report.failures and not settings.accept:
-            # What a failed stage made is thrown away, and this is what one wants to look at.
+            # The output of a failed stage is deleted, but the user needs this report.
             kept = job.log.with_suffix(".accuracy")
             page.write(report, kept)
             raise report.refusal(kept)

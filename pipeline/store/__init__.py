@@ -1,1 +1,1 @@
-"""Artefacts, kept under keys of what they were made from."""
+"""Content-keyed store of artefacts."""

@@ -1,7 +1,7 @@
-"""SHA-256 of files, remembered by their stat so that an unchanged file is hashed once.
+"""SHA-256 digests of files, cached with the file's stat so that an unchanged file is hashed once.
 
-The memory is a small JSON file: inode and size -> modification time, change time, digest, and when the file was last
-read. The change time (ctime) tells of a write whose modification time was set back, as `rsync --inplace -t` does. Hard
+The cache is a small JSON file: inode and size -> modification time, change time, digest, and when the file was last
+read. The change time (ctime) reveals a write whose modification time was set back, as `rsync --inplace -t` does. Hard
 links share an inode, so placing a file in several artefacts costs one hash; a link that this program makes or removes
 changes the ctime too, and `linked` and `remove_tree` follow that.
 """
@@ -25,15 +25,15 @@ from trtpipe.engines.json_input import load_json
 from trtpipe.pipeline.store.folders import write_whole
 
 BLOCK_BYTES = 1 << 20
-# A file changed again within one tick of the clock keeps its stat: one that is younger is not remembered.
+# A file changed again within one clock tick keeps its stat, so the digest of a younger file is not remembered.
 SETTLED_NS = 20_000_000
-# That a file was read once more is written down once a day.
+# Limits updates of a file's last-read time to one a day.
 NOTE_AGAIN_SECONDS = 86400
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What a file was when it was last read. `read` is in seconds since 1970."""
+    """State of a file when it was last read. `read` is in seconds since 1970."""
 
     mtime_ns: int
     ctime_ns: int
@@ -45,7 +45,7 @@ class _Known:
 
 
 class Digests:
-    """File digests, remembered in the file `memory`; `save` writes what was learnt. Losing it costs time only."""
+    """File digests, remembered in the file `memory`; `save` writes new ones. Losing the file costs time only."""
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
@@ -78,7 +78,7 @@ class Digests:
         return digest
 
     def linked(self, path: Path) -> str:
-        """The digest of a file that this process has just written, or has linked to one it had looked at before."""
+        """The digest of a file that this process has just written, or linked to a file that it had checked before."""
         stat = path.stat()
         known = self._known.get(_key(stat))
         if known is None or stat.st_nlink < 2 or _key(stat) not in self._confirmed:
@@ -89,7 +89,7 @@ class Digests:
         return known.sha256
 
     def remove_tree(self, folder: Path) -> None:
-        """Remove a folder. Files of it that have hard links elsewhere stay known. Raises OSError."""
+        """Remove a folder. Digests of its files with hard links elsewhere stay remembered. Raises OSError."""
         with ExitStack() as stack:
             shared = [stack.enter_context(path.open("rb")) for path in folder.rglob("*") if self._is_shared(path)]
             shutil.rmtree(folder)
@@ -97,7 +97,7 @@ class Digests:
                 self._follow(file)
 
     def save(self) -> None:
-        """Write what was learnt, beside what other processes have written since."""
+        """Write the new digests, merged with what other processes have written since."""
         if not self._learnt:
             return
         self._memory.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class Digests:
 
 
 def _key(stat: os.stat_result) -> str:
-    # Without the device: machines that share a file system know it under different numbers.
+    # Without the device number: machines that share a file system number it differently.
     return f"{stat.st_ino}:{stat.st_size}"
 
 

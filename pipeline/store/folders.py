@@ -1,4 +1,4 @@
-"""Folders and files outside the store: made whole or not at all."""
+"""Folders and files outside the store, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtpipe.engines.json_input import read_bounded
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name when the block succeeds and goes when it fails.
+    """A temporary folder beside `path`, renamed to it when the block succeeds and removed when it fails.
 
     Raises UsageError if `path` exists and is not an empty folder.
     """
@@ -37,7 +37,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Give `path` that content, at once for every reader; a file that has it already is left alone. Raises OSError."""
+    """Write `text` to `path` atomically; a file with that content already is left alone. Raises OSError."""
     data = text.encode("utf-8")
     with contextlib.suppress(OSError, ValueError):
         if read_bounded(path, len(data)) == data:
@@ -46,7 +46,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Give files their content once all of it is on disk, each at once for every reader. Raises OSError."""
+    """Write several files, each atomically, once all of their content is on disk. Raises OSError."""
     partial = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in texts}
     path = Path()
     try:
@@ -61,12 +61,12 @@ def write_together(texts: Mapping[Path, str]) -> None:
         for left in partial.values():
             with contextlib.suppress(OSError):
                 left.unlink()
-        # Of the file that was asked for, not of ours.
+        # The error names the requested file, not the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def sync(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, outlive a power cut. Raises OSError."""
+    """Flush a file's bytes, or a folder's names, to disk, so that they survive a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Artefacts that nothing refers to, and what kills left behind."""
+"""Search for garbage in the store: artefacts that nothing refers to, and leftovers of killed runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtpipe.pipeline.store.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Garbage:
-    """One folder that may go, and the bytes it holds (files linked elsewhere give no space back)."""
+    """One removable folder, and the bytes it holds (files linked elsewhere free no space)."""
 
     path: Path
     reason: str
@@ -21,7 +21,7 @@ class Garbage:
 
 
 def find_garbage(store: Store, kept: Set[Path]) -> list[Garbage]:
-    """Folders of the store that may go: all but those of `kept`, which are resolved paths."""
+    """Removable folders of the store: all except `kept`, which are resolved paths."""
     out = []
     for folder in store.artefacts():
         if folder.name.startswith("."):
@@ -44,7 +44,7 @@ def find_garbage(store: Store, kept: Set[Path]) -> list[Garbage]:
 
 def remove(garbage: list[Garbage], store: Store) -> None:
     for item in garbage:
-        with contextlib.suppress(FileNotFoundError):  # a build has swept it, or another gc
+        with contextlib.suppress(FileNotFoundError):  # a build or another gc has removed it
             store.digests.remove_tree(item.path)
     store.digests.save()
 

@@ -1,6 +1,6 @@
-"""The record left beside every artefact: what went in, what came out, and how.
+"""Manifest of an artefact: its inputs, its files, and how it was made.
 
-`Record` is what the key is made of; comparing a wanted one with the last one says why a stage must run again.
+The key is the digest of `Record`; a comparison of a wanted record with the last one says why a stage must run again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from trtpipe.engines.json_input import load_json
 
-# Raised when the layout of artefacts or of this record changes: older ones are then misses.
+# Increased when the layout of artefacts or of this record changes: older artefacts then count as missing.
 FORMAT = 1
 
 
@@ -41,7 +41,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where an artefact that was not made here came from.
+    """Source of an artefact that was not made here.
 
     source   URL of the registry, or path of the file
     content  digest of the artefact's files, as the source stated it and as it arrived
@@ -92,7 +92,7 @@ class Manifest:
     def write(self, path: Path) -> None:
         value = {"format": FORMAT, "key": self.record.key, **dataclasses.asdict(self)}
         if self.origin is None:
-            del value["origin"]  # as earlier versions write it, and read it
+            del value["origin"]  # earlier versions neither write nor read it
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -113,7 +113,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def differences(last: Record, wanted: Record) -> list[str]:
-    """Why `wanted` is not `last`, in the order input, settings, tools, stage version; one phrase each."""
+    """Differences between `last` and `wanted`, in the order input, settings, tools, stage version; one phrase each."""
     out = [f"input: {name} changed" for name in _changed(last.inputs, wanted.inputs)]
     before, after = _flat(last.settings), _flat(wanted.settings)
     out += [f"settings: {name} {before.get(name)} -> {after.get(name)}" for name in _changed(before, after)]

@@ -1,4 +1,4 @@
-"""A read of every file in the store, against the digests in the manifests."""
+"""Check of every file in the store against the digests in the manifests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scrubbed:
 
 
 def scrub(store: Store, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Scrubbed]:
-    """Every artefact that is not being made, read whole. Changes none of them."""
+    """Read in full every artefact that is not being made, and report on each. Changes nothing."""
     folders = [folder for folder in store.artefacts() if not folder.name.startswith(".")]
     manifests = [read_manifest(folder / "manifest.json") for folder in folders]
     total = sum(manifest.size for manifest in manifests if manifest is not None)

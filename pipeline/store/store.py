@@ -1,15 +1,15 @@
-"""Artefacts by content key: work under a temporary name, manifest last, rename. A kill at any moment leaves
-either the whole artefact or nothing that is taken for one.
+"""Content-keyed store of artefacts: made under a temporary name, manifest last, then renamed. A kill at any moment
+leaves either the whole artefact or nothing that is taken for one.
 
     $TRTPIPE_HOME/
       artefacts/<stage>/<key>/manifest.json    key: the first 32 digits of the record's SHA-256
                              /files/...        what the stage made
       imported/<stage>/<key>.<origin>/...      the same, made elsewhere; origin: digest of source and content
-      <either>/<stage>/.<name>.<random>        being made, or left by a kill
-      damaged/                                 entries that failed their check, kept for a look
-      incoming/<stage>-<key>/<sha256>          what has arrived of a file that a pull brings
-      uploads/                                 where a registry takes the rest of a file
-      cluster/                                 a file of each build on a cluster, by which its machines see the home
+      <either>/<stage>/.<name>.<random>        being made, or left by a killed run
+      damaged/                                 entries that failed their check, kept for inspection
+      incoming/<stage>-<key>/<sha256>          the part of a file that a pull has received
+      uploads/                                 the registry's address for the rest of a file
+      cluster/                                 a file of each build on a cluster, which shows who shares this home
       locks/ logs/ roots/ digests.json
 """
 
@@ -53,7 +53,7 @@ class Artefact:
 class Store:
     """The artefacts under one home folder. Several processes may use it at once.
 
-    origin  None for the artefacts that were made here; else only what came from that origin is found and added
+    origin  None for the artefacts that were made here; else only artefacts of that origin are found and added
     """
 
     def __init__(self, home: Path, origin: Origin | None = None, digests: Digests | None = None) -> None:
@@ -83,11 +83,11 @@ class Store:
         return self.home / "logs" / f"{record.stage}-{record.key[:KEY_DIGITS]}.log"
 
     def incoming(self, record: Record) -> Path:
-        """A folder for what arrives of an artefact's files, kept when it breaks off; to be used under its lock."""
+        """Folder for the received files of an artefact, kept when a pull breaks off; to be used under its lock."""
         return self.home / "incoming" / f"{record.stage}-{record.key[:KEY_DIGITS]}"
 
     def find(self, record: Record, *, verify: bool = False) -> Artefact | None:
-        """The artefact of `record` if it is whole, else None; `fault` says how far it is looked at."""
+        """The artefact of `record` if it is whole, else None; `fault` describes the check."""
         folder = self.folder(record)
         manifest = read_manifest(folder / "manifest.json")
         if manifest is None or self.fault(record, verify=verify) is not None:
@@ -95,9 +95,9 @@ class Store:
         return Artefact(path=folder / "files", manifest=manifest)
 
     def fault(self, record: Record, *, verify: bool = False) -> str | None:
-        """What is wrong with the artefact of `record`; None when it is whole, or when there is none.
+        """The fault of the artefact of `record`; None when it is whole, or when there is none.
 
-        Small files are read, and larger ones that were touched or not read for READ_AGAIN_SECONDS; `verify` reads all.
+        Reads small files, and larger ones that were touched or not read for READ_AGAIN_SECONDS; `verify` reads all.
         """
         folder = self.folder(record)
         if not folder.exists():
@@ -129,7 +129,7 @@ class Store:
 
     @contextlib.contextmanager
     def locked(self, record: Record, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Only one process makes an artefact; the others wait (and are told so once) and then find it."""
+        """Lock of an artefact: one process makes it, the others wait (`waiting` is called once) and then find it."""
         lock = self._lock(record.stage, record.key[:KEY_DIGITS])
         try:
             lock.acquire(timeout=0)
@@ -147,7 +147,7 @@ class Store:
         return FileLock(path)
 
     def set_aside(self, record: Record, *, verify: bool = False) -> str | None:
-        """Move a damaged artefact out of the way; return what was wrong, None when nothing stood there.
+        """Move a damaged artefact away; return what was wrong, None when there was no artefact.
 
         To be called under the record's lock.
         """
@@ -169,7 +169,7 @@ class Store:
         folder = self.folder(record)
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in self.leftovers(record):
-            self.digests.remove_tree(leftover)  # under the lock nobody works in it
+            self.digests.remove_tree(leftover)  # under the lock no process works in it
         started, clock = datetime.now(timezone.utc), time.monotonic()
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
@@ -187,7 +187,7 @@ class Store:
                 origin=self.origin,
             )
             manifest.write(partial / "manifest.json")
-            # After a power cut a file may have its size and not its bytes: the manifest vouches for both.
+            # After a power cut a file may have its size but not its bytes, and the manifest vouches for both.
             for file in files:
                 sync(partial / "files" / file.path)
             sync(partial / "manifest.json")
@@ -210,11 +210,11 @@ class Store:
         return sorted(folder.parent.glob(f".{folder.name}.*"))
 
     def being_made(self, leftover: Path) -> bool:
-        """Whether some process works in that folder now."""
+        """Whether a process works in that folder now."""
         return self._busy(leftover.parent.name, leftover.name.split(".")[1])
 
     def arriving(self, incoming: Path) -> bool:
-        """Whether some process is pulling into that folder of `incoming` now."""
+        """Whether a process pulls into that folder of `incoming` now."""
         stage, _, digits = incoming.name.rpartition("-")
         return self._busy(stage, digits)
 
@@ -238,7 +238,7 @@ class Store:
             )
 
     def artefacts(self) -> Iterator[Path]:
-        """Every artefact folder, whole or not, made here or elsewhere, and every leftover of a kill."""
+        """Every artefact folder, whole or not, made here or elsewhere, and every leftover of a killed run."""
         for part in ("artefacts", "imported"):
             for stage in sorted((self.home / part).glob("*")):
                 yield from sorted(p for p in stage.iterdir() if p.is_dir())
