@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi tells them."""
+"""GPUs of this machine, as nvidia-smi reports them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gpu:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that CUDA_VISIBLE_DEVICES leaves. Raises NoDriver, or HostError when the driver does not answer."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible. Raises NoDriver, or HostError when the driver does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NoDriver(
