@@ -115,7 +115,7 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     models = load_models()
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # `~somebody` without a home
+    with contextlib.suppress(RuntimeError):  # `~user` of a user without a home folder
         path = path.expanduser()
     chosen: Source
     if name.lower() in names:

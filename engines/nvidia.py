@@ -51,7 +51,7 @@ def read_gpus() -> tuple[Gpu, ...]:
         raise HostError("nvidia-smi fails", why=(answer.stderr or answer.stdout).strip(), remedy="see the kernel's log")
     gpus = tuple(_gpu(line) for line in answer.stdout.splitlines() if line.strip())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Also a list of UUIDs is possible; a driver that numbers devices needs no more than the numbers.
+    # CUDA_VISIBLE_DEVICES may also be a list of UUIDs; only indices are interpreted here.
     if visible is None or not all(word.strip().isdigit() for word in visible.split(",") if word.strip()):
         return gpus
     chosen = {int(word) for word in visible.split(",") if word.strip()}

@@ -13,7 +13,7 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 
-# The largest file of configs/ has 20 kB.
+# Bound of a YAML text: the largest file of configs/ has 20 kB.
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 

@@ -1,4 +1,4 @@
-"""ModelOpt's calibration, one decoder layer at a time, so that memory does not depend on the number of layers.
+"""Calibration with ModelOpt, one decoder layer at a time, so that memory does not depend on the number of layers.
 
 Each layer is wrapped as a model of one layer, which ModelOpt quantizes like any other model. Its input is the output
 of the layers before it for the calibration samples; its output is the next layer's input. ModelOpt's max, SmoothQuant
@@ -181,7 +181,7 @@ class _Maximum:
 
 
 def _configuration(name: str | None, quantization: Quantization) -> dict[str, Any] | None:
-    """ModelOpt's configuration of that name, with this group size and KV cache."""
+    """ModelOpt's configuration `name`, with the group size and KV cache of `quantization`."""
     fp8_cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     if name is None:
         return (

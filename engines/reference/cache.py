@@ -22,7 +22,7 @@ def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `tokens_per_block` tokens. Every block is either free or held at least once."""
+    """Pool of `num_blocks` blocks of `tokens_per_block` tokens. Each block is either free or held at least once."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int, *, enable_reuse: bool = True) -> None:
         self.num_blocks = num_blocks

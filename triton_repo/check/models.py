@@ -266,7 +266,7 @@ def _check_backend(model: Model, report: Report) -> None:
         return
     name = config.backend
     if not name and not config.platform and model.version_files(config.default_model_filename or SCRIPT):
-        return  # Triton finds the script and takes the Python backend.
+        return  # Triton selects the Python backend because of the script.
     found = PLACEHOLDER.search(name)
     if found:
         report.error(

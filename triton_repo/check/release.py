@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 Key = tuple[int, int, int]
-# The facts in configs/triton begin here.
+# Oldest release that the facts in configs/triton cover.
 OLDEST: Key = (0, 9, 0)
 
 
