@@ -1,1 +1,1 @@
-"""What we know: YAML only. This file makes the folder package data, so that no stray configs/ can replace it."""
+"""YAML files of facts. This module makes the folder package data, so that no other configs/ can replace it."""

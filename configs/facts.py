@@ -1,4 +1,4 @@
-"""Facts of configs/: GPUs, models, toolchains, quantization recipes; found by name or alias."""
+"""Reader of the facts in configs/: GPUs, models, toolchains and quantization recipes, by name or alias."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ CONFIGS = Path(configs.__file__).parent
 # The last stable release of TensorRT-LLM that builds engines.
 DEFAULT_TOOLCHAIN = "1.2.1"
 
-# OWNER/NAME; a path that does not exist must not be taken for one.
+# OWNER/NAME of a Hugging Face repository; other forms of a missing path do not match.
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A file of configs/models: the sources in order of preference.
+    """Facts of a model: a file of configs/models, with the sources in order of preference.
 
-    config  what a plan needs of its config.json, under Hugging Face's names
+    config  fields of the model's config.json that a plan needs, under Hugging Face's names
     """
 
     name: str
@@ -43,9 +43,9 @@ class ModelFacts:
 
 
 def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
-    """Every GPU of configs/gpus by its name, with what has been measured on one.
+    """Load all GPUs of configs/gpus by name, with their measurements, if any.
 
-    A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or says some fields of a known one anew.
+    A file of the folder `own` (the user's, gpus/ of TRTPIPE_HOME) adds a GPU, or overrides fields of a known one.
     """
     raw = {path.stem: (path.name, read_yaml(path)) for path in sorted((CONFIGS / "gpus").glob("*.yaml"))}
     folders = [CONFIGS / "gpus" / "measured", own or default_home() / "gpus"]
@@ -59,7 +59,7 @@ def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The GPU of that name or alias. Raises UsageError offering the nearest spelling."""
+    """Find a GPU by name or alias. Raises UsageError offering the nearest spelling."""
     gpus = load_gpus()
     names = {alias: gpu for gpu in gpus.values() for alias in (gpu.name, *gpu.aliases)}
     if name.lower() not in names:
@@ -68,15 +68,15 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def load_quant_recipes() -> dict[str, QuantRecipe]:
-    """Every quantization recipe of configs/quant by its name."""
+    """Load all quantization recipes of configs/quant by name."""
     recipes = [build(QuantRecipe, read_yaml(path), path.name) for path in sorted((CONFIGS / "quant").glob("*.yaml"))]
     return {recipe.name: recipe for recipe in recipes}
 
 
 def load_toolchains() -> dict[str, Toolchain]:
-    """Every toolchain of configs/toolchains by its release, the newest first.
+    """Load all toolchains of configs/toolchains by release, the newest first.
 
-    What a file that `extends` another does not say itself is that one's.
+    A file with `extends` inherits the fields that it does not set from the toolchain that it names.
     """
     raw = {path.name: read_yaml(path) for path in sorted((CONFIGS / "toolchains").glob("*.yaml"), reverse=True)}
     by_name = {str(facts.get("name")): facts for facts in raw.values()}
@@ -92,7 +92,7 @@ def load_toolchains() -> dict[str, Toolchain]:
 
 
 def find_toolchain(name: str | None) -> Toolchain:
-    """The toolchain of that release or its first two numbers; the default for None. Raises UsageError."""
+    """Find the toolchain of a release or of its first two numbers; the default for None. Raises UsageError."""
     toolchains = load_toolchains()
     names = {alias: one for one in toolchains.values() for alias in (one.name, *one.aliases)}
     name = name or DEFAULT_TOOLCHAIN
@@ -102,7 +102,7 @@ def find_toolchain(name: str | None) -> Toolchain:
 
 
 def load_models() -> dict[str, ModelFacts]:
-    """Every model of configs/models by its name."""
+    """Load all models of configs/models by name."""
     models = [_model(path) for path in sorted((CONFIGS / "models").glob("*.yaml"))]
     return {model.name: model for model in models}
 
@@ -115,7 +115,7 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     models = load_models()
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # `~somebody` without a home
+    with contextlib.suppress(RuntimeError):  # `~user` of a user without a home folder
         path = path.expanduser()
     chosen: Source
     if name.lower() in names:
@@ -140,9 +140,9 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
 
 
 def find_shape(name: str) -> tuple[str, ModelConfig]:
-    """A model's short name and its shapes: of a name or alias of configs/models, or of a folder's config.json.
+    """Short name and config of a model, given as a name or alias of configs/models, or as a folder with config.json.
 
-    Raises UsageError for a model that is neither: nothing is downloaded to plan with.
+    Raises UsageError for anything else: planning downloads nothing.
     """
     models = load_models()
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}

@@ -1,4 +1,4 @@
-"""Where trtpipe keeps what it makes, and the user's own facts."""
+"""Home folder of trtpipe, with the artefacts and the user's own facts."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def default_home() -> Path:
-    """TRTPIPE_HOME, else ~/.cache/trtpipe. Absolute, since run folders link into it."""
+    """TRTPIPE_HOME, else ~/.cache/trtpipe. The path is absolute, since run folders link into it."""
     return Path(os.environ.get("TRTPIPE_HOME") or "~/.cache/trtpipe").expanduser().absolute()

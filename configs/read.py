@@ -1,4 +1,4 @@
-"""Strict reader of YAML files: unknown keys are errors that offer the nearest spelling."""
+"""Strict reader of YAML files: an unknown key is an error, whose message suggests the nearest spelling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConfigError(InputDataError):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, {} for an empty one. Raises ConfigError."""
+    """Read the mapping in a YAML file, {} for an empty file. Raises ConfigError."""
     try:
         value = load_yaml(path)
     except OSError as error:
@@ -35,7 +35,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml_value(text: str, what: str) -> Any:
-    """One value in YAML syntax, as `--set key=value` takes it. Raises UsageError."""
+    """Parse one value in YAML syntax, as in `--set key=value`. Raises UsageError."""
     try:
         return parse_yaml(text)
     except YamlError as error:
@@ -47,12 +47,12 @@ def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeEr
 
     Raises `error` for an unknown key (with the nearest spelling), a missing one, or a wrong type.
     """
-    # Imported here: pydantic costs more than a tenth of a second, which `trtpipe --help` must not pay.
+    # Imported here: importing pydantic takes more than 0.1 s, which `trtpipe --help` must not spend.
     import pydantic
 
     check_keys(data, [field.name for field in dataclasses.fields(typing.cast(Any, cls))], where, error)
     try:
-        # JSON mode is strict about types, yet takes a list for a tuple and a string for an enum.
+        # JSON mode is strict about types but accepts a list for a tuple and a string for an enum.
         return typing.cast(
             _T, _adapter(typing.cast(Any, cls)).validate_json(json.dumps(data, default=_path), strict=True)
         )
@@ -60,7 +60,7 @@ def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeEr
         first = invalid.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
-    except (TypeError, ValueError) as unsaid:  # a date, a set, or an anchor that holds itself: YAML, yet no JSON
+    except (TypeError, ValueError) as unsaid:  # valid YAML that is not JSON: a date, a set, or a recursive anchor
         raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
 
 

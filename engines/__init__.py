@@ -1,4 +1,4 @@
-"""Weights in, engine out. The only package that may touch torch, and it does so in child processes."""
+"""Engines from model weights. Only this package may import torch, and only in child processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from trtpipe.engines.backends.base import EngineBackend
 
-# runtime name -> module that offers what `EngineBackend` asks for, imported on demand
+# runtime name -> module that implements `EngineBackend`, imported on demand
 BACKENDS = {
     "reference": "trtpipe.engines.backends.reference",
     "tensorrt_llm": "trtpipe.engines.backends.tensorrt_llm",

@@ -1,6 +1,6 @@
-"""The types that flow between stages: a path plus what is true of it, and the settings of each step.
+"""Types that stages exchange: artefacts, each a path with its facts, and the settings of a step.
 
-All are frozen and keyword-only and hold plain data. A setting is declared here once, with its default;
+All types are frozen and keyword-only and hold plain data. A setting is declared once, with its default;
 the YAML reader and the command line compose these types and never repeat a field.
 """
 
@@ -14,7 +14,7 @@ from trtpipe.engines.errors import UsageError
 
 
 class DataType(str, enum.Enum):
-    """Element types of weights and activations, spelt as TensorRT-LLM spells them."""
+    """Element types of weights and activations, under TensorRT-LLM's names."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -27,7 +27,7 @@ class DataType(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Mapping:
-    """How a model is spread over ranks: `rank = pp_rank * tp_size + tp_rank`."""
+    """Tensor and pipeline parallelism of a model: `rank = pp_rank * tp_size + tp_rank`."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -47,9 +47,9 @@ class Mapping:
         return pp_rank * self.tp_size + tp_rank
 
     def layers(self, num_hidden_layers: int) -> list[range]:
-        """Layers of each pipeline stage; a remainder goes to the first stages, one layer each.
+        """Layers of each pipeline stage; the first stages get one layer of the remainder each.
 
-        TensorRT-LLM 1.x splits so (0.17 and older drop the remainder without a word).
+        TensorRT-LLM 1.x splits the layers this way (0.17 and older drop the remainder silently).
         """
         base, extra = divmod(num_hidden_layers, self.pp_size)
         out: list[range] = []
@@ -63,12 +63,12 @@ class Mapping:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
-    """Which samples calibrate a model.
+    """Calibration samples of a model.
 
-    data     a name of configs/calibration, or a path to a .txt or .jsonl file
-    samples  rows
-    seq_len  tokens in each row
-    seed     decides the order of the texts
+    data     calibration dataset: a name of configs/calibration, or a path to a .txt or .jsonl file
+    samples  number of rows
+    seq_len  tokens per row
+    seed     seed of the order of the texts
     """
 
     data: str = "cnn_dailymail"
@@ -88,15 +88,15 @@ class CalibrationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What an engine is made of: a TensorRT-LLM checkpoint folder (config.json and rank{N}.safetensors), or for the
-    runtimes that want it a Hugging Face folder."""
+    """Input of an engine build: a TensorRT-LLM checkpoint folder (config.json and rank{N}.safetensors), or a Hugging
+    Face folder for the runtimes that read one."""
 
     path: Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine folder with its passport.json: config.json ({version, pretrained_config, build_config}) and rank files,
-    or a Hugging Face folder and its settings."""
+    """An engine folder with passport.json, and either config.json ({version, pretrained_config, build_config}) and rank
+    files, or a Hugging Face folder and its settings file."""
 
     path: Path

@@ -1,7 +1,7 @@
-"""The limits and switches fixed when an engine is built: trtllm-build's flags, as typed settings with their meaning.
+"""Build settings of an engine: trtllm-build's flags as typed settings, each with its meaning.
 
-Names are trtllm-build's, so that a setting is found in its documentation. Upstream's defaults for sizes (2048
-requests, the model's 131072 tokens) fit few cards; every size here has a value of its own.
+Settings have trtllm-build's names, so that its documentation applies. Upstream's defaults for sizes (2048
+requests, the model's 131072 tokens) fit few GPUs; so every size here has its own default.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from trtpipe.engines.errors import UsageError, suggestion
 
 FLOAT_PLUGIN = ("auto", "float16", "bfloat16", "float32", "disable")
 FP8_PLUGIN = ("fp8", "disable")
-# Their choice alters how an engine is built, not what it is.
+# Settings that affect the build process but not the engine.
 NOT_IN_ENGINE = ("workers", "monitor_memory", "log_level")
 
 
 def option(default: Any, meaning: str, *, choices: tuple[str, ...] = (), least: int | None = None) -> Any:
-    """A setting. `choices` are its words, `least` its lowest number; both are checked on construction."""
+    """Dataclass field of a setting. `choices` are its allowed words, `least` its minimum; construction checks both."""
     return field(default=default, metadata={"meaning": meaning, "choices": choices, "least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """What an engine is built for. None leaves the choice to `resolve`, which knows model and GPU.
+    """Build settings of an engine. None leaves the choice to `resolve`, which knows the model and the GPU.
 
-    A setting's meaning and unit are in its metadata and printed by `trtpipe settings --explain`.
-    Raises UsageError on construction for values that no model could be built with.
+    Each field's metadata has its meaning and unit; `trtpipe settings --explain` prints them.
+    Construction raises UsageError for values that no engine can be built with.
     """
 
     max_batch_size: int = option(64, "requests in flight in one step", least=1)
@@ -78,7 +78,7 @@ class BuildConfig:
     max_lora_rank: int = option(64, "highest rank of an adapter; sets workspace", least=1)
     lora_ckpt_source: str = option("hf", "format of the adapters", choices=("hf", "nemo"))
 
-    # The other modes of trtllm-build want heads that a plain Llama does not have.
+    # The other modes of trtllm-build need extra heads, which a plain Llama does not have.
     speculative_decoding_mode: str | None = option(
         None, "how draft tokens are made", choices=("draft_tokens_external", "lookahead_decoding")
     )
@@ -133,12 +133,12 @@ class BuildConfig:
 
     @property
     def in_flight_batching(self) -> bool:
-        """Whether the engine can admit requests at every step."""
+        """Whether the engine can start new requests at every step."""
         return self.kv_cache_type == "paged" and self.remove_input_padding and self.gpt_attention_plugin != "disable"
 
 
 def changed(build: BuildConfig) -> list[str]:
-    """Names of the settings that are not at their default."""
+    """Names of the settings that differ from their defaults."""
     return [one.name for one in fields(build) if getattr(build, one.name) != one.default]
 
 
@@ -152,7 +152,7 @@ def _check_value(name: str, value: Any, choices: tuple[str, ...], least: int | N
 
 
 def _contradictions(build: BuildConfig) -> list[tuple[str, str, str]]:
-    """(what, why, remedy) of every pair of settings that no engine can have together."""
+    """(what, why, remedy) for each pair of settings that exclude each other."""
     paged = build.kv_cache_type == "paged"
     table = [
         (

@@ -1,13 +1,13 @@
-"""Every way to fail, as a tree. The class decides the exit code; the message carries the rest.
+"""Exception classes of the project. The class determines the exit code; the message describes the failure.
 
 TrtpipeError
-+- UsageError          2  the request itself is wrong or impossible (option, recipe, precision against SM)
-+- InputDataError      3  a file we were given is damaged, incomplete or of another kind
++- UsageError          2  the request itself is wrong or impossible (option, recipe, precision that the SM lacks)
++- InputDataError      3  an input file is damaged, incomplete or of another kind
 +- HostError           4  this machine lacks something (program, package, disk, port, network, access)
 +- StageFailed         5  work that should have succeeded did not
 +- ArtefactRefused     6  an artefact is intact but must not be used here
 
-Narrower classes live beside their cause and derive from one of these five.
+Narrower classes are defined in the modules that raise them and derive from one of these five.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterable
 
 
 class TrtpipeError(Exception):
-    """A failure told in three parts: what happened, why, and what to do next.
+    """A failure described in three parts: what happened, why, and what to do next.
 
-    `what` and `remedy` are sentences without a final stop; `why` may be empty when `what` says it all.
+    `what` and `remedy` are sentences without a final full stop; `why` is empty when `what` suffices.
     """
 
     exit_code = 5
@@ -33,12 +33,12 @@ class TrtpipeError(Exception):
     def __str__(self) -> str:
         cause = f"{self.what}: {self.why}" if self.why else self.what
         line = f"{cause}; {self.remedy}" if self.remedy else cause
-        # One line, always: multi-line causes (a server's traceback) belong in the log the message names.
+        # A message is one line: a multi-line cause (a server's traceback) is in the log that the message names.
         return " ".join(line.split())
 
 
 class UsageError(TrtpipeError):
-    """The request is malformed or cannot be met by any machine in this state of the project."""
+    """The request is malformed, or this version of the project cannot fulfil it on any machine."""
 
     exit_code = 2
 
@@ -56,19 +56,19 @@ class HostError(TrtpipeError):
 
 
 class StageFailed(TrtpipeError):
-    """A stage or a server did not do what it should have."""
+    """A stage or a server failed although its input was valid."""
 
     exit_code = 5
 
 
 class ArtefactRefused(TrtpipeError):
-    """An artefact is intact but does not belong here: another SM, version, world size or runtime."""
+    """An artefact is intact but must not be used here: another SM, version, world size or runtime."""
 
     exit_code = 6
 
 
 def suggestion(value: str, choices: Iterable[str]) -> str:
-    """The remedy for a name nobody knows: the nearest spelling, else the list of what exists."""
+    """Remedy for an unknown name: the nearest known spelling, else the list of known names."""
     known = sorted(choices)
     lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(value.lower(), lower, n=1, cutoff=0.6)

@@ -1,6 +1,6 @@
-"""Where a toolchain's program runs: what an executor is given, and what it owes.
+"""Interface of executors, which run a toolchain's program, and the task that they run.
 
-The executors themselves are the pipeline's (`trtpipe.pipeline.execution`); an engine backend only hands them a task.
+The executors are in `trtpipe.pipeline.execution`; an engine backend only passes a task to one.
 """
 
 from __future__ import annotations
@@ -13,38 +13,37 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run of one program. Every path is absolute, and means the same wherever the program runs."""
+    """One run of one program. Every path is absolute and valid wherever the program runs."""
 
-    # The program's name or path, and its arguments; never read by a shell.
+    # Program name or path, and its arguments; not interpreted by a shell.
     command: tuple[str, ...]
-    # Folders it may read, nothing around them: a link that leads out of one leads nowhere in a container.
+    # Folders that the program may read. A container mounts only these, so a link that leaves them is broken there.
     reads: tuple[Path, ...]
-    # The folder it writes, and its working directory. No other run writes there.
+    # Working directory of the program and the folder that it writes. No other run writes there.
     out: Path
-    # What it is called in messages: "trtllm-build".
+    # Name of the program in messages: "trtllm-build".
     what: str
-    # Indices of the GPUs it may use: none for (), all for None.
+    # Indices of the GPUs that the program may use: () for none, None for all.
     gpus: tuple[int, ...] | None
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    # Whether it needs the machine's network: a server does, a build does not.
+    # Whether the program needs the machine's network: a server does, a build does not.
     network: bool = False
-    # Seconds that it has to end when it is asked to.
+    # Seconds between the request to end and the kill.
     grace: float = 10.0
 
 
 class Executor(Protocol):
-    """Runs a task to its end, with its whole output in the log and each line of it passed to `show`."""
+    """Runs a task to its end, writes its output to the log and passes each line to `show`."""
 
     name: str
 
     def prepare(self, progress: Callable[[int, int], None] = ...) -> None:
-        """Fetch what the program needs and is not here, telling (bytes done, bytes in all). Raises HostError."""
+        """Fetch what the program needs; calls `progress` with (bytes done, bytes in all). Raises HostError."""
         ...
 
     def run(self, task: Task, show: Callable[[str], None] = ...) -> dict[str, str]:
-        """Return facts about where it ran, for the manifest. Raises HostError when it cannot start, else StageFailed.
-
-        What it started has ended when this returns or raises, Ctrl-C included.
+        """Return facts about where the task ran, for the manifest. Raises HostError when it cannot start, else
+        StageFailed. All processes of the task have ended when this returns or raises, also after Ctrl-C.
         """
         ...

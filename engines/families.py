@@ -1,4 +1,4 @@
-"""Hugging Face architectures we can convert, and what is particular to each. A new family is a row.
+"""Table of the Hugging Face architectures that can be converted, with their differences.
 
 Both rows map to TensorRT-LLM's LLaMAForCausalLM: pre-norm decoder, RMSNorm, rotary embedding in the
 "neox" half-split layout, gated SiLU feed-forward, optional grouped-query attention.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the converter must know of one HF architecture.
+    """Facts of one HF architecture for the converter.
 
-    reduce_fusion  upstream can fuse this architecture's all-reduce with the norm after it
+    reduce_fusion  whether upstream can fuse this architecture's all-reduce with the norm after it
     """
 
     reduce_fusion: bool

@@ -1,4 +1,4 @@
-"""Small file operations that more than one artefact needs."""
+"""File operations shared by several kinds of artefacts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ LINK_FROM_BYTES = 1 << 20
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` the way NVIDIA's tools do: indented by four, keys in the given order."""
+    """Write `value` as NVIDIA's tools do: indented by four spaces, keys in the given order."""
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
 
 
 def place(source: Path, target: Path) -> None:
-    """Give `target` the content of `source`: a hard link when large and on the same file system, else a copy."""
+    """Make `target` a hard link to `source` when it is large and on the same file system, else a copy."""
     real = source.resolve()
     if real.stat().st_size >= LINK_FROM_BYTES:
         try:
             os.link(real, target)
             return
         except OSError as error:
-            # Another file system, one without hard links, or a protected file of another user.
+            # Other file system, file system without hard links, or protected file of another user: copy instead.
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
                 raise
     shutil.copyfile(real, target)
 
 
 def pwrite_all(file: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` at `position`; one call of the kernel's may stop short, at a signal or a quota."""
+    """Write all of `data` at `position`; one pwrite call may write less, after a signal or at a quota."""
     view = memoryview(data)
     while view:
         written = os.pwrite(file, view, position)

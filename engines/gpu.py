@@ -1,4 +1,4 @@
-"""What a GPU can do: facts from data sheets, and what `trtpipe probe` has measured."""
+"""Properties of a GPU: figures from data sheets, and measurements of `trtpipe probe`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trtpipe.engines.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What this card did under `trtpipe probe`; None and absent types were not measured.
+    """Measurements of a GPU by `trtpipe probe`; None and absent types were not measured.
 
-    date, host     when and on what
-    driver         of the NVIDIA driver
-    ranks          GPUs that the all-reduces ran over
-    the rest       as engines/probe_worker.py measures it
+    date, host     when and on which machine
+    driver         version of the NVIDIA driver
+    ranks          number of GPUs of the all-reduces
+    other fields   see engines/probe_worker.py
     """
 
     date: str
@@ -32,22 +32,22 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One kind of device. Rates are dense ones with FP32 accumulation, never sparse.
+    """One kind of device. Rates are for dense matrices with FP32 accumulation.
 
     sm              compute capability as one number, 90 for 9.0; None for the CPU
-    memory_gib      device memory as it is sold, in GiB (2**30 bytes); None for the CPU
+    memory_gib      nominal device memory in GiB (2**30 bytes); None for the CPU
     memory_mib      device memory as the driver reports it, in MiB
     bandwidth_gbs   memory bandwidth in GB/s (1e9 bytes per second)
-    tflops          1e12 operations a second by type: fp16, bf16, fp8, int8; a type that is absent has no tensor cores
+    tflops          1e12 operations per second by type: fp16, bf16, fp8, int8; absent types have no tensor cores
     nvlink_gbs      GB/s in one direction, all links of one GPU together; None without NVLink
-    nvlink_gpus     how many GPUs a bridge joins; None where a switch joins all of a host's
+    nvlink_gpus     number of GPUs that a bridge joins; None where a switch joins all GPUs of a host
     pcie_gbs        GB/s in one direction
     tdp_w           watts
-    price_per_hour  of one GPU, in the user's currency
-    product         name the driver reports, for matching a host and for Kubernetes node labels
+    price_per_hour  price of one GPU, in the user's currency
+    product         name that the driver reports, for matching a host and for Kubernetes node labels
     refused         why no engine runs on it; empty if engines do
-    sources         where figures come from: a source, and the fields it is the source of
-    measured        by `trtpipe probe`; goes before the data sheet
+    sources         source -> names of the fields that it is the source of
+    measured        measurements of `trtpipe probe`; they override the data sheet
     """
 
     name: str
@@ -73,7 +73,7 @@ class GpuSpec:
 
     @property
     def memory_bytes(self) -> int | None:
-        """As the driver reports it where that is known."""
+        """Device memory in bytes: as the driver reports it where known, else nominal; None for the CPU."""
         if self.memory_mib is not None:
             return self.memory_mib * 2**20
         return None if self.memory_gib is None else round(self.memory_gib * 2**30)
@@ -82,7 +82,7 @@ class GpuSpec:
         return "CPU" if self.sm is None else f"{self.name} (SM{self.sm})"
 
     def require(self, name: str) -> float:
-        """A figure that must be known. Raises UsageError naming the GPU and the field."""
+        """Value of the field `name`, or of a type as `tflops.fp8`. Raises UsageError when it is not known."""
         value = self.tflops.get(name.removeprefix("tflops.")) if name.startswith("tflops.") else getattr(self, name)
         if value is None:
             raise UsageError(

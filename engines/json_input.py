@@ -1,7 +1,7 @@
-"""Reading of JSON that others wrote, within limits of size, depth, number of values and digits.
+"""Reader of untrusted JSON, with limits on size, depth, number of values and digits.
 
-Every JSON file and line that a command reads comes through here: a parser without limits can be made to take all
-memory, to recurse past Python's limit, or to spend minutes on one number.
+Commands read all JSON files and lines through this module: without limits a file could make the parser exhaust
+memory, exceed Python's recursion limit, or spend minutes on one number.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any, BinaryIO
 
 from trtpipe.engines.errors import InputDataError
 
-# The largest files with a use: tokenizer.json of Gemma 3 has 33 MB and a million values.
+# The largest known file is Gemma 3's tokenizer.json, with 33 MB and a million values.
 MAX_BYTES = 64 << 20
 # Arrays, objects and commas count once, colons twice: an entry of an object takes some 300 bytes of memory, a value of
-# an array 100, so that no file takes much more than 400 MB. Gemma 3's tokenizer.json counts some 2.5 million.
+# an array 100, so that a file takes at most some 400 MB. Gemma 3's tokenizer.json counts as some 2.5 million.
 MAX_VALUES = 2_650_000
-# Python keeps every character of a text in four bytes when one of them needs that, as an emoji does.
+# Bound for texts with a character that needs four bytes, such as an emoji: Python then uses four bytes for each one.
 MAX_WIDE_BYTES = 40 << 20
-# One line of a JSONL file: a prompt of a million tokens has some 5 MB.
+# Bound for a line of a JSONL file: a prompt of a million tokens has some 5 MB.
 MAX_LINE_BYTES = 16 << 20
-# Nesting of arrays and objects. Hugging Face's and our own files have less than 12.
+# Bound for the nesting of arrays and objects. Files of Hugging Face and of this project have less than 12 levels.
 MAX_DEPTH = 64
-# 2^64 has 20 digits. Python takes quadratic time to read more.
+# Bound for the digits of a number: 2^64 has 20 digits, and Python's parser takes quadratic time.
 MAX_DIGITS = 64
 
-# An escape that may be half of a pair; Python's parser takes it, and whatever writes it later fails.
+# An escape that may be an unpaired surrogate; Python's parser accepts it, but writing the text fails later.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# What makes a text of four bytes for each character.
+# Bytes and escapes that make Python use four bytes per character.
 _WIDE = re.compile(rb"[\xf0-\xf7]|\\u[dD][89a-fA-F]")
 _SURROGATE_BYTES = re.compile(_SURROGATE.pattern.encode())
 
 
 class TooLarge(ValueError):
-    """More bytes or values than are read: nothing is known to be wrong with them."""
+    """A text has more bytes or values than are read; it may be valid otherwise."""
 
 
 Pairs = Callable[[list[tuple[str, Any]]], Any]
@@ -53,13 +53,12 @@ def parse_json(
     max_values: int = MAX_VALUES,
     pairs: Pairs | None = None,
 ) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
-    max_values  bound on arrays, objects, commas and twice the colons, counted before anything is parsed; those in
-                strings count as well
-    pairs       makes an object of its (key, value) pairs, as `json.loads` takes it
+    max_values  bound on arrays + objects + commas + 2 * colons, counted before parsing, also inside strings
+    pairs       makes an object of its (key, value) pairs, like `object_pairs_hook` of `json.loads`
 
-    Raises ValueError, whose words are about the text alone, for whatever is wrong with it.
+    Raises ValueError for an invalid text; the message is about the text alone and names no file.
     """
     if len(text) > max_bytes:
         raise TooLarge(f"it has more than {max_bytes:,} bytes")
@@ -70,7 +69,7 @@ def parse_json(
             text = text.decode("utf-8")
         escaped = _SURROGATE.search(text) is not None
         check_values(text, max_values)
-        # A decoder made for each text costs a short one a third of its time.
+        # Creating a decoder for each text would take a third of the time for a short text.
         value = (
             _DECODER.decode(text) if pairs is None else json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
         )
@@ -82,20 +81,20 @@ def parse_json(
 
 
 def parse_rows(rows: Sequence[bytes], *, max_bytes: int, max_values: int = MAX_VALUES) -> Iterator[Any]:
-    """The value of each of many short JSON texts, in half the time that `parse_json` takes where all are plain.
+    """Parse many short JSON texts, in half the time of `parse_json` where all of them are plain.
 
     max_bytes, max_values  bounds on each text
 
-    Raises ValueError as `parse_json` does, at the text that it is about.
+    Raises ValueError as `parse_json` does, when the iteration reaches the invalid text.
     """
     whole = b"[" + b",".join(rows) + b"]"
     opened = max((row.count(b"[") + row.count(b"{") for row in rows), default=0)
     within = len(whole) <= max_bytes and whole.count(b",") + opened * len(rows) <= max_values
     if within and opened <= MAX_DEPTH and not _SURROGATE_BYTES.search(whole):
         try:
-            # No row is deep, and of digits Python itself takes no more than a few thousand.
+            # No row here is deeply nested, and Python itself refuses a number of more than a few thousand digits.
             values: list[Any] = json.loads(whole.decode("utf-8"))
-        except ValueError:  # reading each will tell which
+        except ValueError:  # parsing each text will find the invalid one
             values = []
         if len(values) == len(rows):
             yield from values
@@ -105,7 +104,7 @@ def parse_rows(rows: Sequence[bytes], *, max_bytes: int, max_values: int = MAX_V
 
 
 def check_values(text: str | bytes, max_values: int = MAX_VALUES) -> None:
-    """Raises ValueError for a JSON text of more values, counted as `parse_json` does, without parsing it."""
+    """Raises ValueError for a JSON text of more than `max_values` values, counted as in `parse_json`, unparsed."""
     if _count(text, "[") + _count(text, "{") + _count(text, ",") + 2 * _count(text, ":") > max_values:
         raise TooLarge(f"it holds more than {max_values:,} values")
 
@@ -113,12 +112,12 @@ def check_values(text: str | bytes, max_values: int = MAX_VALUES) -> None:
 def load_json(
     path: Path, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES, pairs: Pairs | None = None
 ) -> Any:
-    """The value of a JSON file. Raises OSError, or ValueError as `parse_json` does."""
+    """Parse a JSON file. Raises OSError, or ValueError as `parse_json` does."""
     return parse_json(read_bounded(path, max_bytes), max_bytes=max_bytes, max_values=max_values, pairs=pairs)
 
 
 def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises InputDataError naming the file for anything else."""
+    """Read the JSON object in `path`. Raises InputDataError naming the file for anything else."""
     try:
         value = load_json(path, max_bytes=max_bytes, max_values=max_values)
     except OSError as error:
@@ -131,7 +130,7 @@ def read_json(path: Path, what: str, *, max_bytes: int = MAX_BYTES, max_values: 
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file. Raises OSError, or ValueError for a larger file, a pipe or a device."""
+    """Read a regular file of at most `max_bytes`. Raises OSError, or ValueError for a larger file, pipe or device."""
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -140,7 +139,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def bounded_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes without the line end) of each line of a regular file that is not blank.
+    """Yield (number from 1, bytes without the line end) of each non-blank line of a regular file.
 
     Raises OSError, or ValueError for a line of more than `max_bytes`.
     """
@@ -168,9 +167,9 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def _check_levels(value: Any, *, texts: bool) -> None:
-    """Raises ValueError for nesting of more than MAX_DEPTH, and with `texts` for half of a surrogate pair.
+    """Raises ValueError for nesting beyond MAX_DEPTH, and with `texts` for an unpaired surrogate.
 
-    A loop over levels: recursion is what this guards.
+    This is a loop over levels, since recursion could exceed Python's limit.
     """
     level, depth = [value], 0
     while level:
@@ -201,9 +200,9 @@ def _check_text(text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. Raises OSError, or ValueError for a pipe or a device.
+    """Open a regular file for reading. Raises OSError, or ValueError for a pipe or a device.
 
-    A pipe that nobody writes to is not waited for.
+    A pipe without a writer does not block the call.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode

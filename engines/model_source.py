@@ -1,4 +1,4 @@
-"""Where a model's files come from: a model file's source, a folder, a GGUF file, or a Hugging Face id."""
+"""Source of a model's files: a source of a file in configs/models, a folder, a GGUF file, or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SOURCE_KINDS: dict[str, type[Source]] = {cls.kind: cls for cls in (HubSource, Py
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """A model by name and the one place it is taken from."""
+    """A model's name and the one source of its files."""
 
     name: str
     source: Source
@@ -68,7 +68,7 @@ class ModelRef:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ModelRef:
-        """What `to_json` gives. Raises InputDataError for anything else."""
+        """Inverse of `to_json`. Raises InputDataError for anything else."""
         source = raw.get("source")
         facts = dict(source) if isinstance(source, dict) else {}
         kind = SOURCE_KINDS.get(str(facts.pop("kind", None)))

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi tells them."""
+"""GPUs of this machine, as nvidia-smi reports them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gpu:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Every GPU that CUDA_VISIBLE_DEVICES leaves. Raises NoDriver, or HostError when the driver does not answer."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible. Raises NoDriver, or HostError when the driver does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NoDriver(
@@ -51,7 +51,7 @@ def read_gpus() -> tuple[Gpu, ...]:
         raise HostError("nvidia-smi fails", why=(answer.stderr or answer.stdout).strip(), remedy="see the kernel's log")
     gpus = tuple(_gpu(line) for line in answer.stdout.splitlines() if line.strip())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Also a list of UUIDs is possible; a driver that numbers devices needs no more than the numbers.
+    # CUDA_VISIBLE_DEVICES may also be a list of UUIDs; only indices are interpreted here.
     if visible is None or not all(word.strip().isdigit() for word in visible.split(",") if word.strip()):
         return gpus
     chosen = {int(word) for word in visible.split(",") if word.strip()}

@@ -1,7 +1,7 @@
-"""passport.json beside an engine: what it was made for and by, and whether a machine can run it.
+"""passport.json of an engine: its target and origin, and the check whether a machine can run it.
 
 TensorRT-LLM checks no version, and an engine for another compute capability fails only after its gigabytes are
-loaded, so we write down and compare.
+loaded; the passport makes an earlier check possible.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.toolchain import version_key
 
 NAME = "passport.json"
-# More than any engine has; whoever deploys one makes something for each.
+# More ranks than any engine has; a deployment creates objects for each rank.
 MAX_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passport:
-    """What an engine was made for and by.
+    """Target and origin of an engine.
 
-    runtime     which of our runtimes executes it
-    gpu, sm     the target
-    sms         compute capabilities that run it: the target's own for compiled code; None for any machine
-    toolchain   TensorRT-LLM's release, None where it has no part in it; `image` is the container that goes with it
-    versions    what its bytes depend on
-    dtype       of what is not quantized
-    rank_bytes  weights of the largest rank: the least that a GPU must hold
+    runtime     runtime of this project that executes it
+    gpu, sm     target of the build
+    sms         compute capabilities that run it: the target's only for compiled code; None for any machine
+    toolchain   release of TensorRT-LLM, None where it is not used; `image` is the release's container
+    versions    versions that determine the engine's bytes
+    dtype       element type of what is not quantized
+    rank_bytes  bytes of the largest rank's weights: the least memory of a GPU
     checkpoint  content digest of the checkpoint
     made        where it was built: image digest, GPU product, driver
-    accuracy    of a quantized checkpoint: what it measured against its original, and whether a failure was accepted
+    accuracy    of a quantized checkpoint: its measurements against the original, and whether a failure was accepted
     """
 
     runtime: str
@@ -76,7 +76,7 @@ def make_passport(
     dtype: str, rank_bytes: int, checkpoint: str, settings: Sequence[str], made: dict[str, str],
     accuracy: dict[str, Any] | None,
 ) -> Passport:  # fmt: skip
-    """The passport of an engine for `target`; `settings` are those of `build` that its runtime looks at."""
+    """Make the passport of an engine for `target`; `settings` names the settings of `build` that the runtime uses."""
     algo, cache = target.quantization.quant_algo, target.quantization.kv_cache_quant_algo
     released = runtime in target.toolchain.runtimes
     return Passport(
@@ -101,7 +101,7 @@ def make_passport(
 
 
 def read_passport(folder: Path) -> Passport:
-    """The passport in an engine folder. Raises ArtefactRefused when there is none or it cannot be read."""
+    """Read the passport in an engine folder. Raises ArtefactRefused when there is none or it cannot be read."""
     path = folder / NAME
     if not path.is_file():
         raise ArtefactRefused(
@@ -118,14 +118,14 @@ def read_passport(folder: Path) -> Passport:
 
 
 def passport_from(raw: dict[str, Any]) -> Passport:
-    """Out of what `Passport.write` writes. Raises TypeError for something else."""
-    import pydantic  # here: an engine's process reads none, and may run where pydantic is not installed
+    """Passport from the JSON object that `Passport.write` writes. Raises TypeError for anything else."""
+    import pydantic  # here: the engine process needs no passport and may run where pydantic is not installed
 
     unknown = raw.keys() - {one.name for one in fields(Passport)}
     if unknown:
         raise TypeError(f"unknown key '{min(unknown)}'")
     try:
-        # JSON mode is strict about types, yet takes a list for a tuple.
+        # JSON mode is strict about types but accepts a list for a tuple.
         passport: Passport = _adapter().validate_json(json.dumps(raw), strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -145,7 +145,7 @@ def _adapter() -> Any:
 
 
 def require_target(passport: Passport, target: Target, folder: Path) -> None:
-    """Raises ArtefactRefused when the engine in `folder` is not the one that `target` asks for, naming both sides."""
+    """Raises ArtefactRefused, naming both values, when the engine in `folder` was not built for `target`."""
     asked = {
         "gpu": target.gpu.name,
         "tp_size": target.mapping.tp_size,
@@ -162,9 +162,9 @@ def require_target(passport: Passport, target: Target, folder: Path) -> None:
 
 
 def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str = "") -> list[str]:
-    """Why a machine with `gpus` cannot run the engine, one phrase each, both sides named; empty when it can.
+    """Reasons why a machine with `gpus` cannot run the engine, each naming both values; empty when it can.
 
-    `floor` is the lowest driver of the engine's toolchain.
+    `floor` is the lowest driver version of the engine's toolchain.
     """
     if passport.sms is None:
         return []
@@ -188,7 +188,7 @@ def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str = "") -> l
 
 
 def remarks(passport: Passport, gpus: Sequence[Gpu]) -> list[str]:
-    """What is no obstacle but worth knowing: the same compute capability on another product."""
+    """Notes that do not prevent a run: the machine's GPU is another product of the same compute capability."""
     built = passport.made.get("gpu")
     others = sorted({gpu.name for gpu in gpus if gpu.sm == passport.sm and built not in (None, gpu.name)})
     return [f"its kernels were chosen on {built}; on {name} it runs, and others may be faster" for name in others]

@@ -1,18 +1,18 @@
-"""The worker of `trtpipe probe`: what this machine's GPUs do, measured with torch alone.
+"""Worker of `trtpipe probe`: measures this machine's GPUs with torch.
 
-    python -m trtpipe.engines.probe_worker           one JSON object on stdout
+    python -m trtpipe.engines.probe_worker           writes one JSON object to stdout
 
 Every figure is the best of several rounds, timed by CUDA events after a warm-up; a figure that the GPU or this torch
-cannot give is absent.
+cannot provide is absent.
 
-    bandwidth_gbs  a copy within the GPU of 1 GiB, read and written
+    bandwidth_gbs  copy of 1 GiB within the GPU, counting both read and written bytes
     tflops         products of n x n matrices and of a Llama's shapes: torch.matmul for bf16 and fp16, torch._int_mm for
                    int8, torch._scaled_mm for fp8
-    host_gbs       1 GiB from pinned host memory
-    launch_us      an empty kernel launched over and over: what a step pays for each kernel without CUDA graphs
-    cpu_score      millions of additions a second of one Python thread
+    host_gbs       copy of 1 GiB from pinned host memory
+    launch_us      repeated launches of an empty kernel: the cost of each kernel of a step without CUDA graphs
+    cpu_score      millions of additions per second of one Python thread
     nvlink_gbs     NCCL's bus bandwidth of an all-reduce of 256 MiB over all GPUs: bytes x 2 (n - 1) / n / seconds
-    allreduce_us   of one of 16 KiB
+    allreduce_us   time of an all-reduce of 16 KiB
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from trtpipe.engines.process import python_command
 
 GIB = 2**30
-# (m, n, k): large squares, and a step of 4096 tokens through Llama 3 8B's and 70B's MLP.
+# (m, n, k): two large squares, and the MLP of Llama 3 8B and 70B for a step of 4096 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 28672, 4096), (4096, 57344, 8192))
 ROUNDS = 5
 SMALL, LARGE = 16 * 1024, 256 * 2**20
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def cpu_score() -> float:
-    """Additions of a plain loop, in millions a second; the best of three."""
+    """Additions of a plain Python loop, in millions per second; the best of three runs."""
     best = 0.0
     for _ in range(3):
         start, total = time.perf_counter(), 0
@@ -82,7 +82,7 @@ def host(torch: Any) -> float:
 
 
 def launch(torch: Any) -> float:
-    """Microseconds from one launch to the next, of a kernel that takes less."""
+    """Microseconds between two launches of a kernel that itself takes less."""
     small = torch.zeros(1, device="cuda")
 
     def many() -> None:
@@ -121,7 +121,7 @@ def products(torch: Any) -> dict[str, float]:
 
 
 def together(count: int) -> dict[str, Any]:
-    """An all-reduce over all GPUs: a process each, this module again."""
+    """Measure all-reduces over `count` GPUs, with one process of this module per GPU."""
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "WORLD_SIZE": str(count)}
     ranks = [
         subprocess.Popen(
@@ -155,7 +155,7 @@ def _rank() -> None:
 
 
 def _seconds(torch: Any, work: Callable[[], Any], times: int) -> float:
-    """Of one call: the best of ROUNDS means over `times` calls in a row."""
+    """Seconds of one call of `work`: the best of ROUNDS means over `times` consecutive calls."""
     work()
     torch.cuda.synchronize()
     best = float("inf")

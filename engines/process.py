@@ -1,8 +1,8 @@
-"""Run a child process: echo the command into its log, keep the log, and fail with its telling last lines.
+"""Child processes: command and output go to a log, and a failure reports the last lines of the log.
 
-A worker of ours (see `python_command`) also has a channel back: a pipe that carries a JSON object a line, `{"done":
-n, "total": n}` for progress and `{"error": class, "what": ..., "why": ..., "remedy": ...}` for a failure with a name.
-`serve_worker` is the worker's end of it.
+A worker of this project (see `python_command`) also has a channel to its parent: a pipe with one JSON object per line,
+`{"done": n, "total": n}` for progress, `{"error": class, "what": ..., "why": ..., "remedy": ...}` for a TrtpipeError.
+`serve_worker` is the worker's end of the pipe.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from trtpipe.engines import errors
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
 
 TAIL_LINES = 5
-# How much of a log is read for them.
+# Bytes at the end of a log that are read for the last lines.
 TAIL_BYTES = 64 << 10
-# How long a process may take to end when asked, before it is killed.
+# Time between SIGTERM and SIGKILL for a process that is to end.
 GRACE_SECONDS = 10.0
-# How long a line may wait in the log before it is shown.
+# Longest time between a line's arrival in the log and its display.
 FOLLOW_SECONDS = 0.1
-# Environment variable that tells a worker which file descriptor its channel is.
+# Environment variable with the file descriptor of a worker's channel.
 CHANNEL = "TRTPIPE_CHANNEL"
 
-# What every Python process of ours is started through.
+# Script that starts every Python process of this project.
 LAUNCHER = Path(__file__).parents[1].absolute() / "launch.py"
 
 Progress = Callable[[int, int], None]
 
 
 def python_command(module: str, python: str | None = None) -> list[str]:
-    """The words that run `module` as `python -m` does, without looking for modules in the current folder.
+    """Command that runs `module` like `python -m`, without importing modules from the current folder.
 
-    python  another interpreter than this one's, by path or by a name on PATH; trtpipe need not be installed there
+    python  another interpreter, as a path or a name on PATH; trtpipe need not be installed there
 
     Raises HostError when there is no such interpreter.
     """
@@ -64,11 +64,11 @@ def run(
     pass_fds: Sequence[int] = (),
     show: Callable[[str], None] | None = None,
 ) -> None:
-    """Run `command` to its end with output appended to `log`, each line of it passed to `show`. No shell is involved.
+    """Run `command` to its end without a shell; append its output to `log` and pass each line to `show`.
 
-    The child gets its own process group, which is ended with this call, so that neither Ctrl-C nor a child that
-    left something running leaves a grandchild. Raises HostError when the program cannot be started, StageFailed with
-    its last lines when the exit status is not 0.
+    The child gets its own process group, which ends with this call, so that no grandchild is left after Ctrl-C or
+    after the child has ended. Raises HostError when the program cannot be started, StageFailed with the last lines of
+    its log when the exit status is not 0.
     """
     with log.open("ab") as file:
         file.write(f"$ {shlex.join(command)}\n".encode())
@@ -97,7 +97,7 @@ def run(
 
 
 class Lines:
-    """Output as it comes, passed on as lines that say something. A carriage return ends one too: progress is shown."""
+    """Splits output into non-blank lines and passes them on. A carriage return also ends a line, for progress bars."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show
@@ -111,12 +111,12 @@ class Lines:
                 self._show(line)
 
     def close(self) -> None:
-        """Pass on a last line that no line end closed."""
+        """Pass on a last line without a line end."""
         self.feed(b"\n")
 
 
 def _follow(child: subprocess.Popen[bytes], log: Path, begin: int, show: Callable[[str], None]) -> int:
-    """Wait for a child as `wait` does, and show what it writes to its log after byte `begin`."""
+    """Wait for a child, return its exit status, and show what it writes to its log after byte `begin`."""
     lines = Lines(show)
     with log.open("rb") as file:
         file.seek(begin)
@@ -132,9 +132,9 @@ def _follow(child: subprocess.Popen[bytes], log: Path, begin: int, show: Callabl
 def run_worker(
     module: str, spec: dict[str, Any], log: Path, *, what: str, progress: Progress = lambda done, total: None
 ) -> None:
-    """Run a module of ours with `spec` as its one JSON argument: how heavy imports stay out of this process.
+    """Run a module of this project with `spec` as its JSON argument, so that this process avoids heavy imports.
 
-    Raises what `run` raises, or the named error the worker ended with.
+    Raises what `run` raises, or the TrtpipeError that the worker reported.
     """
     read, write = os.pipe()
     failures: list[TrtpipeError] = []
@@ -142,7 +142,7 @@ def run_worker(
     def listen() -> None:
         with os.fdopen(read, encoding="utf-8", errors="replace") as channel:
             for line in channel:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's print, not ours
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a library printed
                     message = json.loads(line)
                     if "error" in message:
                         failures.append(error_from_json(message))
@@ -168,7 +168,7 @@ def run_worker(
 
 
 def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
-    """Be a worker: call `work(spec, progress)`, and end with status 1 after telling of an error with a name."""
+    """Main function of a worker: call `work(spec, progress)`; report a TrtpipeError and exit with status 1."""
     descriptor = os.environ.get(CHANNEL)
     with os.fdopen(int(descriptor), "w") if descriptor else contextlib.nullcontext(sys.stderr) as channel:
 
@@ -184,7 +184,7 @@ def serve_worker(work: Callable[[dict[str, Any], Progress], None]) -> None:
 
 
 def error_to_json(error: TrtpipeError) -> dict[str, str]:
-    """A failure for another process of ours, as the one of the five classes that it is."""
+    """JSON form of an error for another process of this project; narrower classes become one of the five."""
     kind = next(cls.__name__ for cls in type(error).__mro__ if hasattr(errors, cls.__name__))
     return {"error": kind, "what": error.what, "why": error.why, "remedy": error.remedy}
 
@@ -195,9 +195,9 @@ def error_from_json(message: dict[str, str]) -> TrtpipeError:
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a child started with its own session, and everything it started: asked first, killed after GRACE_SECONDS.
+    """End a child that has its own session, and its descendants: SIGTERM first, SIGKILL after GRACE_SECONDS.
 
-    What outlives the child itself is killed at once.
+    Descendants that outlive the child are killed at once.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
@@ -218,7 +218,7 @@ def describe_status(status: int) -> str:
 
 
 def tail(log: Path, lines: int = TAIL_LINES, *, begin: int = 0) -> str:
-    """The last lines after byte `begin` of a log that say something, joined into one."""
+    """The last non-blank lines of a log after byte `begin`, joined into one line."""
     try:
         with log.open("rb") as file:
             file.seek(max(begin, log.stat().st_size - TAIL_BYTES))

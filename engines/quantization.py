@@ -1,7 +1,7 @@
-"""Which precision runs where, and why.
+"""Quantization algorithms and recipes, and the choice of a precision for a GPU.
 
-`QuantAlgo` names are TensorRT-LLM's. Which SM runs an algorithm is in its recipe (configs/quant), as the builder
-enforces it.
+`QuantAlgo` has TensorRT-LLM's names. A recipe (configs/quant) lists the SMs that run its algorithm; the build
+enforces the list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trtpipe.engines.gpu import GpuSpec
 
 
 class QuantAlgo(str, enum.Enum):
-    """Quantization algorithms a TensorRT-LLM checkpoint of a dense Llama can name."""
+    """Quantization algorithms that a TensorRT-LLM checkpoint of a dense Llama can have."""
 
     FP8 = "FP8"
     FP8_PER_CHANNEL_PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
@@ -27,7 +27,7 @@ class QuantAlgo(str, enum.Enum):
 
 
 class KvCacheQuantAlgo(str, enum.Enum):
-    """How a checkpoint says that keys and values are stored in the cache."""
+    """Type of keys and values in the cache, as a checkpoint states it."""
 
     FP8 = "FP8"
     INT8 = "INT8"
@@ -35,9 +35,9 @@ class KvCacheQuantAlgo(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What a checkpoint says about its quantization; both algorithms None when there is none.
+    """Quantization of a checkpoint; both algorithms are None when there is none.
 
-    group_size  input features that share a scale, where the algorithm has groups
+    group_size  number of input features that share a scale, where the algorithm has groups
     """
 
     quant_algo: QuantAlgo | None = None
@@ -51,12 +51,12 @@ class Quantization:
 
     @property
     def pre_quant_scale(self) -> bool:
-        """Whether a linear's input is multiplied by a vector before it meets the weight."""
+        """Whether a linear's input is multiplied by a vector before the product with the weight."""
         return self.packed or self.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL
 
     @property
     def calibrated(self) -> bool:
-        """Whether its scales depend on activations, so that samples must be run."""
+        """Whether scales depend on activations, so that calibration samples must be run."""
         weights_only = (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
         return self.quant_algo not in weights_only or self.kv_cache_quant_algo is not None
 
@@ -66,11 +66,11 @@ UNQUANTIZED = Quantization()
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What a quantized model may lose against the original on held-out text before `build` stops.
+    """Limits for a quantized model against the original on held-out text; `build` stops beyond them.
 
-    perplexity_ratio  its perplexity over the original's
+    perplexity_ratio  perplexity of the quantized model / perplexity of the original
     mean_kl           mean Kullback-Leibler divergence of the next token, nats
-    top1_agreement    share of positions where both prefer the same token
+    top1_agreement    share of positions where both models prefer the same token
     """
 
     perplexity_ratio: float
@@ -80,13 +80,13 @@ class Thresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantRecipe:
-    """A file of configs/quant.
+    """Quantization recipe: a file of configs/quant.
 
     modelopt             name of ModelOpt's configuration; None quantizes no weights
-    sms                  SMs whose TensorRT-LLM runs it
-    kv_cache_quant_algo  of the recipe itself; `--kv-cache` replaces it
-    group_size           input features that share a scale, for recipes with groups
-    exclude_modules      modules that stay as they are: the head, and the embedding where the algorithm has one for it
+    sms                  SMs on which TensorRT-LLM runs it
+    kv_cache_quant_algo  default of the recipe; `--kv-cache` overrides it
+    group_size           number of input features that share a scale, for recipes with groups
+    exclude_modules      modules that are not quantized: the head, and the embedding if the algorithm could quantize it
     """
 
     name: str
@@ -109,8 +109,8 @@ class QuantRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A resolved precision: element type of what is not quantized, the recipe if any, why it was chosen, and the
-    compute capabilities that run it."""
+    """A resolved precision: element type of what is not quantized, recipe if any, reason of the choice, and compute
+    capabilities that run it."""
 
     name: str
     dtype: DataType
@@ -119,7 +119,7 @@ class Precision:
     recipe: QuantRecipe | None = None
 
 
-# What --dtype takes besides recipes. Short names are the command line's, long ones the checkpoint's.
+# Values of --dtype besides recipes. The command line has short names, the checkpoint long ones.
 FLOAT_NAMES = {
     "bf16": DataType.BFLOAT16,
     "bfloat16": DataType.BFLOAT16,
@@ -130,9 +130,9 @@ FLOAT_NAMES = {
 }
 SHORT_NAMES = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp32"}
 GROUP_SIZES = (64, 128)
-# SMs that compute with 8-bit floats; an FP8 KV cache elsewhere is converted at every step, if it runs at all.
+# SMs with FP8 tensor cores; other SMs convert an FP8 KV cache at every step, or cannot use one.
 FP8_SMS = (89, 90, 100, 103, 120)
-# Blackwell's builder refuses an INT8 KV cache together with all other INT8.
+# The build for Blackwell refuses all INT8, including an INT8 KV cache.
 INT8_KV_SMS = (80, 86, 89, 90)
 
 
@@ -143,10 +143,10 @@ def resolve_precision(
     kv_cache: str | None = None,
     group_size: int | None = None,
 ) -> Precision:
-    """Turn --dtype, --kv-cache and a group size into a Precision for `gpu`; never replaces what was asked for.
+    """Precision for `gpu` from --dtype, --kv-cache and a group size; a requested value is never replaced.
 
-    Raises UsageError naming what would work.
     `auto` takes FP8 weights and KV cache from SM89 on, INT8 SmoothQuant on SM80 and SM86, bfloat16 on the CPU.
+    Raises UsageError naming what would work.
     """
     if gpu.sm is not None and gpu.sm < 80:
         raise UsageError(
@@ -168,7 +168,7 @@ def resolve_precision(
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
-    # Where another recipe is what this one has become, its thresholds hold, as `verify` will have it.
+    # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
     same = next((r for r in recipes.values() if (r.quant_algo, r.kv_cache_quant_algo) == became), recipe)
     recipe = replace(recipe, thresholds=same.thresholds)
@@ -181,7 +181,7 @@ def resolve_precision(
 
 
 def _automatic(gpu: GpuSpec) -> tuple[str, str]:
-    """(name, why) of the precision for a GPU that asked for none."""
+    """(name, reason) of the precision that `auto` stands for on `gpu`."""
     if gpu.sm is None:
         return "bf16", "the CPU computes bfloat16"
     if gpu.sm in FP8_SMS:
@@ -190,7 +190,7 @@ def _automatic(gpu: GpuSpec) -> tuple[str, str]:
 
 
 def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
-    """The recipe of that name or alias. Raises UsageError offering the nearest spelling."""
+    """Find a recipe by name or alias. Raises UsageError offering the nearest spelling."""
     names = {alias: recipe for recipe in recipes.values() for alias in (recipe.name, *recipe.aliases)}
     if name not in names:
         raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES, *names]))
@@ -198,7 +198,7 @@ def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
 
 
 def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
-    """The recipe with the KV cache a user asked for: fp8, int8, none, or None for its own. Raises UsageError."""
+    """Return `recipe` with the requested KV cache: fp8, int8, none, or None for the recipe's. Raises UsageError."""
     if kv_cache is None:
         return recipe
     choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
@@ -208,7 +208,7 @@ def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
 
 
 def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
-    """The recipe with the group size a user asked for. Raises UsageError."""
+    """Return `recipe` with the requested group size. Raises UsageError."""
     if group_size is None:
         return recipe
     if not recipe.quantization.packed:
@@ -221,9 +221,9 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
 
 
 def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecipe]) -> None:
-    """Refuse a recipe or KV cache this GPU cannot run, naming what it can. Raises UsageError."""
+    """Raises UsageError for a recipe or KV cache that `gpu` cannot run, naming those that it can."""
     if gpu.sm is None:
-        return  # the reference runtime executes all of them
+        return  # on a CPU the reference runtime executes all recipes
     fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in r.sms)
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
@@ -249,7 +249,7 @@ def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
 
 
 def parse_float(name: str) -> DataType:
-    """The unquantized type of that short or long name. Raises UsageError offering the nearest spelling."""
+    """Find an unquantized type by its short or long name. Raises UsageError offering the nearest spelling."""
     if name not in FLOAT_NAMES:
         raise UsageError(f"unknown dtype '{name}'", remedy=suggestion(name, ["auto", *FLOAT_NAMES]))
     return FLOAT_NAMES[name]

@@ -1,12 +1,12 @@
-"""The largest sizes of a model that are read.
+"""Upper bounds of the sizes in a model's config.
 
-Names and shapes of tensors are derived from the sizes that a config states, and compared with what is stored: a config
-that states two million layers must be refused before twenty million names are made for the comparison.
+Names and shapes of tensors are computed from a config's sizes and compared with the stored tensors: a config
+with two million layers must be refused before twenty million names are made for the comparison.
 """
 
 from __future__ import annotations
 
-# Some eight times those of Llama 3.1 405B, and positions of Llama 4 Scout.
+# Some eight times the sizes of Llama 3.1 405B, and the positions of Llama 4 Scout.
 LARGEST = {
     "num_hidden_layers": 1 << 10,
     "num_attention_heads": 1 << 10,
@@ -19,11 +19,11 @@ LARGEST = {
     "max_position_embeddings": 1 << 27,
     "world_size": 1 << 12,
 }
-# Of a config.json: those of quantized models list their modules, and have some thousand values.
+# Bounds of a config.json: one of a quantized model lists its modules and has some thousand values.
 MOST_CONFIG_BYTES, MOST_CONFIG_VALUES = 4 << 20, 100_000
 
 
 def excess(name: str, value: int) -> str:
-    """What is wrong with a size that is larger than any model's, or nothing."""
+    """Message for a size beyond the bounds of `LARGEST`; "" within them."""
     most = LARGEST.get(name)
     return "" if most is None or value <= most else f"{name} is {value:,}, and at most {most:,} are read"

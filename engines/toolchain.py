@@ -1,6 +1,6 @@
-"""A toolchain: one release of TensorRT-LLM and all that belongs to it. Builds, checkpoints and servers name one.
+"""Toolchain: a release of TensorRT-LLM with its image, driver and flags. Builds, checkpoints and servers name one.
 
-TensorRT-LLM checks no version itself, so the whole tuple is pinned, and what was made by another one is refused.
+TensorRT-LLM does not check versions, so a toolchain pins all of them, and artefacts of another one are refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from trtpipe.engines.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Defect:
-    """A known fault of a release, and how this project steers around it.
+    """A known fault of a release, and how this project avoids it.
 
-    setting  a setting of BuildConfig that the release fails on when it is not at its default; None for advice
+    setting  setting of BuildConfig with which the release fails unless it has its default; None for advice
     """
 
     what: str
@@ -28,12 +28,12 @@ class Defect:
 class Toolchain:
     """Facts of a release.
 
-    name      TensorRT-LLM's version, as an engine's config.json says it
-    image     container image that both builds and serves
-    driver    the lowest NVIDIA driver the image is documented for; older data-centre drivers need CUDA's
+    name      TensorRT-LLM's version, as an engine's config.json states it
+    image     container image for building and serving
+    driver    lowest NVIDIA driver that the image is documented for; older data-centre drivers need CUDA's
               forward-compatibility package
-    runtimes  which of our runtimes it serves
-    flags     trtllm-build's flags that concern a dense Llama, each with its default; None where it has none
+    runtimes  runtimes of this project that it serves
+    flags     trtllm-build's flags for a dense Llama, each with its default; None for a flag without a default
     """
 
     name: str
@@ -64,5 +64,5 @@ class Toolchain:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """A dotted version as numbers, for comparing: 575.51.03 -> (575, 51, 3). What is no number counts as 0."""
+    """Dotted version as numbers for comparison: 575.51.03 -> (575, 51, 3). A part that is not a number counts as 0."""
     return tuple(int(part) if part.isdigit() else 0 for part in version.strip().split("."))

@@ -1,4 +1,4 @@
-"""Checkpoint -> engine, by trtllm-build of one toolchain, wherever the executor runs it."""
+"""Build of a TensorRT-LLM engine: runs a toolchain's trtllm-build through an executor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.trtllm_options import arguments
 
 PROGRAM = "trtllm-build"
-# An engine is its weights once more, and what TensorRT adds to them.
+# Size of an engine / size of its checkpoint: the weights, and what TensorRT adds to them.
 DISK_FACTOR = 1.1
 _MAPPING = ("world_size", "tp_size", "pp_size")
 
@@ -27,7 +27,7 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
-    """See EngineBackend.rendered: its config.json holds data alone."""
+    """See EngineBackend.rendered: an engine of this runtime has no settings file."""
     return {}
 
 
@@ -35,7 +35,7 @@ def build(
     checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
 ) -> tuple[Engine, dict[str, str]]:
     """Compile the checkpoint on a GPU. Raises ArtefactRefused for a checkpoint of another release or mapping,
-    HostError when it cannot run here, StageFailed when it fails."""
+    HostError when trtllm-build cannot run here, StageFailed when it fails."""
     check_checkpoint(checkpoint.path, target)
     _require_disk(checkpoint.path, out, target)
     task = Task(
@@ -53,7 +53,7 @@ def build(
 
 
 def check_checkpoint(folder: Path, target: Target) -> None:
-    """Whether this release loads the checkpoint, for this mapping. Raises ArtefactRefused or CheckpointError."""
+    """Raises ArtefactRefused or CheckpointError unless the target's release loads the checkpoint for its mapping."""
     config = read_config(folder)
     raw, release = read_json(folder / "config.json", "checkpoint config"), target.toolchain.name
     loader = LOADERS[release]
@@ -75,7 +75,7 @@ def check_checkpoint(folder: Path, target: Target) -> None:
 
 
 def _require_disk(checkpoint: Path, out: Path, target: Target) -> None:
-    """Raises HostError when the engine would not fit on the disk."""
+    """Raises HostError when the disk has no space for the engine."""
     size = sum(rank_file(checkpoint, rank).stat().st_size for rank in range(target.mapping.world_size))
     free = shutil.disk_usage(out).free
     if free < DISK_FACTOR * size:
@@ -86,7 +86,7 @@ def _require_disk(checkpoint: Path, out: Path, target: Target) -> None:
 
 
 def _check_engine(out: Path, target: Target) -> None:
-    """Whether trtllm-build was of the release it should have been, and has written every rank."""
+    """Raises an error unless trtllm-build was of the target's release and has written every rank."""
     config: dict[str, Any] = read_json(out / "config.json", "engine config")
     version = config.get("version")
     if version != target.toolchain.name:

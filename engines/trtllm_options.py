@@ -1,7 +1,7 @@
-"""BuildConfig -> trtllm-build's argument list: open choices made for model and GPU, conflicts refused, sizes explicit.
+"""Arguments of trtllm-build from a BuildConfig: resolves open choices for model and GPU, refuses conflicts.
 
-Upstream turns off what does not fit with a line in the log, and the server then fails on a feature it was told to
-use. Here nothing that was asked for is dropped: it is refused with the reason.
+Upstream turns off an unsupported feature with only a line in the log, and a server that is configured to use the
+feature then fails. This module never drops a requested feature: it raises UsageError with the reason.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 
 SETTINGS = tuple(one.name for one in fields(BuildConfig))
-# Given as a word or left out; all other booleans take enable or disable.
+# Boolean flags without a value; all other boolean flags take enable or disable.
 BARE = (
     "gather_context_logits", "gather_generation_logits", "strip_plan", "weight_streaming", "weight_sparsity",
     "fast_build", "monitor_memory",
 )  # fmt: skip
-# Plugins whose default is to be absent; "disable" says so to every release.
+# Algorithms whose linears take FP8 inputs.
 _FP8_INPUTS = (QuantAlgo.FP8, QuantAlgo.W4A8_AWQ)
 _HOPPER_FP8 = ("gemm_swiglu_plugin", "low_latency_gemm_plugin", "low_latency_gemm_swiglu_plugin")
 _SEVERAL_RANKS = ("reduce_fusion", "gemm_allreduce_plugin")
@@ -64,9 +64,9 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
 
 
 def arguments(checkpoint: Path, out: Path, build: BuildConfig, flags: dict[str, Any]) -> list[str]:
-    """trtllm-build's arguments for a resolved BuildConfig; `flags` are those that the release has.
+    """trtllm-build's arguments for a resolved BuildConfig; `flags` are the flags that the release has.
 
-    Everything is passed, since defaults have changed between releases; what is None or an unset bare flag is not.
+    All settings are passed, since defaults differ between releases, except None and unset flags without a value.
     """
     out_cache = out / "model.cache"  # the default is a file in the current directory
     words = ["--checkpoint_dir", str(checkpoint), "--output_dir", str(out), "--output_timing_cache", str(out_cache)]

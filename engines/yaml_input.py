@@ -1,7 +1,7 @@
-"""Reading of YAML that others wrote, within limits of size, depth, number of values and digits.
+"""Reader of untrusted YAML, with limits on size, depth, number of values and digits.
 
-Every YAML file and value that a command reads comes through here. Aliases are counted as what they stand for: a few
-lines of them can stand for billions of values.
+Commands read all YAML files and values through this module. An alias counts as the values that it expands to: a few
+lines of aliases can expand to billions of values.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 
-# The largest file of configs/ has 20 kB.
+# Bound of a YAML text: the largest file of configs/ has 20 kB.
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
 
 
 class YamlError(ValueError):
-    """What is wrong with a YAML text; `line` counts from 1, None where it is not known."""
+    """A YAML text is invalid; `line` counts from 1, None where it is not known."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)
@@ -27,13 +27,13 @@ class YamlError(ValueError):
 
 
 def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
-    """The value of a YAML text of one document; None for an empty one.
+    """Parse a YAML text of one document; None for an empty text.
 
-    repeats  take a key that a mapping has twice, as YAML's last; else that is an error
+    repeats  accept a key that a mapping has twice, with the last value; otherwise it is an error
 
-    Raises YamlError for whatever is wrong with it.
+    Raises YamlError for an invalid text.
     """
-    import yaml  # here: a command that reads none need not wait for it
+    import yaml  # here: commands that read no YAML need not wait for the import
 
     if len(text) > MAX_BYTES:
         raise YamlError(f"it has more than {MAX_BYTES:,} bytes")
@@ -52,12 +52,12 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
 
 
 def load_yaml(path: Path, *, repeats: bool = False) -> Any:
-    """The value of a YAML file. Raises OSError, or ValueError as `parse_yaml` does and for what is no regular file."""
+    """Parse a YAML file. Raises OSError, or ValueError as `parse_yaml` does and for a path that is no regular file."""
     return parse_yaml(read_bounded(path, MAX_BYTES), repeats=repeats)
 
 
 def read_yaml(path: Path, what: str, *, repeats: bool = False) -> dict[str, Any]:
-    """The mapping in the YAML file `path`. Raises InputDataError naming the file for anything else."""
+    """Read the mapping in the YAML file `path`. Raises InputDataError naming the file for anything else."""
     try:
         value = load_yaml(path, repeats=repeats)
     except OSError as error:
@@ -70,9 +70,9 @@ def read_yaml(path: Path, what: str, *, repeats: bool = False) -> dict[str, Any]
 
 
 def _check_events(text: str) -> None:
-    """Raises YamlError for more than MAX_DEPTH levels or MAX_VALUES values, before any of them is made.
+    """Raises YamlError for more than MAX_DEPTH levels or MAX_VALUES values, before any value is constructed.
 
-    An alias counts as the levels and values of what it stands for, which it cannot be a part of.
+    An alias counts as the levels and values of its anchor's value, which must not contain the alias.
     """
     import yaml
 
@@ -116,7 +116,7 @@ def _check_events(text: str) -> None:
 
 
 def _base() -> Any:
-    """libyaml's safe loader where PyYAML was built with it, which is ten times as fast; else PyYAML's own."""
+    """libyaml's safe loader, ten times as fast, where PyYAML was built with it; else PyYAML's own loader."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -124,8 +124,8 @@ def _base() -> Any:
 
 @functools.cache
 def _loader(repeats: bool) -> Any:
-    """A safe loader that names the line of a scalar that its type cannot hold, for which PyYAML has no error of its
-    own, and, unless `repeats`, takes no key twice: YAML would keep the last and say nothing."""
+    """Safe loader that names the line of a scalar that its type cannot hold, for which PyYAML has no error class, and,
+    unless `repeats`, refuses duplicate keys, of which PyYAML would silently keep the last."""
     import yaml
 
     base: Any = _base()
@@ -144,7 +144,7 @@ def _loader(repeats: bool) -> Any:
                 shown = node.value[:MAX_DIGITS]
                 raise YamlError(f"'{shown}' is not a value of type {kind}, on line {line}", line) from None
 
-        # Of the whole tree before `<<` is resolved: what is merged in may be given again.
+        # Checked on the whole tree before `<<` is resolved: a key that is merged in may be given again.
         def get_single_node(self) -> Any:
             tree = super().get_single_node()
             if not repeats:

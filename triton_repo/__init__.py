@@ -1,1 +1,1 @@
-"""Engine in, model repository out."""
+"""Triton model repositories: rendering from an engine, combination, launch and check."""

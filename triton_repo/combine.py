@@ -1,7 +1,7 @@
-"""Several model repositories in one server: their models under names of their own.
+"""Combination of several model repositories for one server, by renaming their models.
 
-Every repository has a `tensorrt_llm` and an `ensemble`, and Triton takes a name once. So each model's name gets a
-prefix, and with it all that names a model: steps of an ensemble, parameters, paths that count from the root.
+Every repository has a `tensorrt_llm` and an `ensemble`, but names must be unique in a server. So each model's name gets
+a prefix, and so does each reference to a model: ensemble steps, parameters, paths relative to the repository's root.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from trtpipe.triton_repo.llmapi import SETTINGS
 
 
 def model_names(repository: Path) -> list[str]:
-    """The models of a repository, sorted."""
+    """Names of the models of a repository, sorted."""
     return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
 
 
 def rename_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:
-    """Write the models of `repository` into the existing folder `out`, names beginning with `prefix`; weights and code
-    are links. Returns name -> folder.
+    """Write the models of `repository` into the existing folder `out`, with names beginning with `prefix`; weights and
+    code are links. Returns name -> folder.
 
-    Raises InputDataError for a config.pbtxt that Triton could not read either.
+    Raises InputDataError for a config.pbtxt that cannot be parsed; Triton cannot read it either.
     """
     names = set(model_names(repository))
     made = {}
@@ -64,20 +64,24 @@ def _renamed_config(path: Path, names: set[str], prefix: str) -> str:
 
 
 def _is_inside(path: str, names: set[str]) -> bool:
-    """Whether a path counts from the repository's root."""
+    """Whether a path is relative to the repository's root."""
     first, separator, _ = path.partition("/")
     return bool(separator) and first in names
 
 
 def _link_llmapi(source: Path, out: Path, names: set[str], prefix: str) -> None:
-    """A version of the LLM API's model: its settings say where the weights are, and it looks for them beside itself."""
+    """Link a version folder of an LLM API model. Its script reads settings beside itself, which locate the weights."""
     out.mkdir()
     for path in source.iterdir():
-        if path.name == "model.py":  # what a link leads to would look for its settings there
+        if (
+            path.name == "model.py"
+        ):  # copied: a linked script would look for its settings in the folder of the link's target
             shutil.copyfile(path, out / path.name)
         elif path.name != SETTINGS:
             (out / path.name).symlink_to(path.resolve())
-    settings = read_yaml(source / SETTINGS, "model settings", repeats=True)  # the last counts, as for the script
+    settings = read_yaml(
+        source / SETTINGS, "model settings", repeats=True
+    )  # the last of repeated keys counts, as in the script
     model = settings.get("model")
     if isinstance(model, str) and _is_inside(model, names):
         settings["model"] = prefix + model

@@ -1,7 +1,7 @@
-"""The command that starts tritonserver on a model repository: one process, or one for each rank under mpirun.
+"""Command that starts tritonserver on a model repository: one process, or one process per rank under mpirun.
 
-TensorRT-LLM's backend runs a rank in each process: rank 0 serves every model, the others load the engine's alone and
-never answer. The number of ranks is the engine's, not the user's: upstream's launcher takes any, and hangs.
+TensorRT-LLM's backend runs one rank per process: rank 0 serves all models, the others load only the engine model and
+answer no requests. The engine determines the number of ranks; with another number upstream's launcher hangs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ ENGINE_MODEL = "tensorrt_llm"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a tritonserver is told.
+    """Options of a tritonserver.
 
-    program           its path, or its name on PATH
-    repository        the model repository, as the server sees it
-    models            what is loaded at the start; models are loaded and unloaded by request later
-    backends, caches  folders other than the server's own
-    exit_timeout      seconds that requests in flight have when it ends
-    root              whether it runs as root, which mpirun wants to be told
+    program           path, or name on PATH
+    repository        path of the model repository for the server
+    models            models to load at the start; later, models are loaded and unloaded on request
+    backends, caches  folders that replace the server's default ones
+    exit_timeout      seconds that in-flight requests have when the server ends
+    root              whether the server runs as root, which mpirun must be told
     """
 
     program: str = "tritonserver"
@@ -38,7 +38,7 @@ class ServerOptions:
 
 
 def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
-    """The words of the command, for `world_size` ranks on one machine."""
+    """Command and arguments for `world_size` ranks on one machine."""
     if world_size == 1:
         return [options.program, *_arguments(options, list(options.models), 0)]
     words = ["mpirun", *_mpi_options(options)]
@@ -52,16 +52,16 @@ def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
 
 def _mpi_options(options: ServerOptions) -> list[str]:
     return [
-        # Its default ties each of two ranks to one core, with all threads of its server.
+        # mpirun's default binds each of two ranks, with all threads of its server, to one core.
         "--bind-to", "none",
-        # Its default is 1: requests in flight would die a second after the server is told to end.
+        # mpirun's default is 1: in-flight requests would be killed a second after the server is asked to end.
         "--mca", "odls_base_sigkill_timeout", str(options.exit_timeout),
         *(["--allow-run-as-root"] if options.root else []),
     ]  # fmt: skip
 
 
 def region_prefix(http: int) -> str:
-    """What the names of a server's shared memory regions begin with."""
+    """Prefix of the names of a server's shared memory regions."""
     return f"trtpipe{http}_"
 
 
@@ -78,7 +78,7 @@ def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str
         f"--grpc-port={options.grpc}",
         f"--metrics-address={options.host}",
         f"--metrics-port={options.metrics}",
-        # Servers of one machine share /dev/shm, and would take each other's regions for their own.
+        # Servers of one machine share /dev/shm; without a prefix they would use each other's regions.
         f"--backend-config=python,shm-region-prefix-name={region_prefix(options.http)}{rank}_",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout}",

@@ -1,7 +1,7 @@
-"""(engine of the trtllm_pytorch runtime, ServingConfig) -> a repository of one model: TensorRT-LLM's LLM API.
+"""Model folder of TensorRT-LLM's LLM API, from an engine of the trtllm_pytorch runtime and a ServingConfig.
 
-Text in, text out; NVIDIA's `llmapi` template has the same tensors. Batch size and transaction policy stand in
-config.pbtxt and not in model.yaml alone: upstream's launcher switches off the hook that would read them there.
+The model takes and returns text; NVIDIA's `llmapi` template has the same tensors. Batch size and transaction policy
+are also in config.pbtxt, because upstream's launcher disables the hook that would read them from model.yaml.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OUTPUTS = (
 
 
 def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: Path) -> dict[str, Any]:
-    """Write the model's folder but for config.pbtxt, whose values are returned."""
+    """Write the model's folder without config.pbtxt; return the values for the template of config.pbtxt."""
     version = out / MODEL / "1"
     version.mkdir(parents=True)
     for source in sorted(engine.path.iterdir()):
@@ -60,7 +60,7 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
 
 
 def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
-    """`LLM`'s arguments: the engine's own, and what serving decides. Raises InputDataError."""
+    """Arguments of `LLM`: the engine's, and those that the serving options set. Raises InputDataError."""
     given = engine.pop("kv_cache_config", None)
     if not isinstance(given, dict):
         raise InputDataError(f"{FILE} of the engine has no kv_cache_config", remedy="run `trtpipe build` again")

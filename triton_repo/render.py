@@ -1,8 +1,8 @@
-"""(engine, tokenizer, ServingConfig) -> Triton model repository, with strict templates.
+"""Renderer of a Triton model repository from an engine, a tokenizer and a ServingConfig.
 
 Five models: preprocessing, tensorrt_llm, postprocessing, ensemble (the three as a graph) and tensorrt_llm_bls (the
-three as a script); for the LLM API one (llmapi.py). No undefined name survives rendering, and every config.pbtxt is
-parsed back by Triton's own protobuf before the repository is accepted.
+three as a script); for the LLM API one model (llmapi.py). An undefined name in a template is an error, and every
+config.pbtxt is parsed with Triton's own protobuf before the repository is accepted.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from trtpipe.triton_repo.llmapi import place_llmapi
 from trtpipe.triton_repo.serving import ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
-# What the text models share; the name is ours alone, since a stub finds it through sys.path.
+# Module that the text models share; its name must be unique, since a stub imports it through sys.path.
 SHARED = "trtpipe_text.py"
 ENGINE_FOLDER = "tensorrt_llm/1"
 TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
-# Postprocessing keeps the state of streams, so there can be only one of it.
+# Postprocessing keeps the state of streams, so there can be only one instance.
 POSTPROCESSING_INSTANCES = 1
 BLS_INSTANCES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRepository:
-    """A folder that `tritonserver --model-repository` loads, and the models in it."""
+    """A folder for `tritonserver --model-repository`, and the names of its models."""
 
     path: Path
     models: tuple[str, ...] = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 
 def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -> ModelRepository:
-    """Write the repository into the existing folder `out`. Raises InputDataError for what cannot be served.
+    """Write the repository into the existing folder `out`. Raises InputDataError for an engine that cannot be served.
 
-    The engine's files are hard links where the file system allows, so a repository costs no disk.
+    The engine's files are hard links where the file system allows it, so that a repository takes no disk space.
     """
     require_tokenizer(tokenizer)
     passport = read_passport(engine.path)
@@ -73,7 +73,7 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
         if script.is_file():
             shutil.copyfile(script, out / model / "1" / "model.py")
             shutil.copyfile(TEMPLATES / "shared" / SHARED, out / model / "1" / SHARED)
-    # Triton wants a version folder even of an ensemble, and tools such as git drop empty ones.
+    # Triton requires a version folder even for an ensemble, and tools such as git drop empty folders.
     (out / "ensemble" / "1" / ".keep").touch()
     check_configs(out, repository.models)
     return repository
@@ -102,7 +102,7 @@ def _pbstring(value: str) -> str:
 
 
 def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, Any]]:
-    """What each model's template is filled with."""
+    """Values of each model's template."""
     limit: int = passport.build_config["max_batch_size"]
     batch = serving.triton_max_batch_size or limit
     if batch > limit:
@@ -141,7 +141,7 @@ def _values(passport: Passport, serving: ServingConfig) -> dict[str, dict[str, A
             "preprocessed": json.dumps(tensors.PREPROCESSED),
         },
     }
-    # The front door has to keep the engine busy; the side door need not.
+    # As `ensemble`, the script serves all requests and must keep the engine busy; `tensorrt_llm_bls` need not.
     script_ensemble = {"instance_count": serving.bls_instance_count or limit, **script}
     return {
         "preprocessing": {
@@ -182,8 +182,8 @@ def _boolean(value: bool) -> str:
 
 
 def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
-    """`parameters` of the engine model. The backend silently replaces what it cannot parse by a default, so every
-    value is written out in the one spelling it accepts."""
+    """`parameters` of the engine model. The backend silently replaces a value that it cannot parse by a default, so
+    every value is written in the one spelling that it accepts."""
     out = {
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
         "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
@@ -199,7 +199,7 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
         "normalize_log_probs": _boolean(serving.normalize_log_probs),
         "cancellation_check_period_ms": str(serving.cancellation_check_period_ms),
         "stats_check_period_ms": str(serving.stats_check_period_ms),
-        # The backend looks these three up without a default: the keys must exist, empty means off.
+        # The backend looks up these three keys without a default: the keys must exist; an empty value means off.
         "tokenizer_dir": "",
         "guided_decoding_backend": "",
         "xgrammar_tokenizer_info_path": "",
@@ -212,7 +212,7 @@ def _engine_parameters(prefix: str, serving: ServingConfig) -> dict[str, str]:
 
 
 def _ensemble_steps() -> list[dict[str, Any]]:
-    """The graph: preprocessing -> tensorrt_llm -> postprocessing. Names between steps start with an underscore."""
+    """Steps of the ensemble: preprocessing -> tensorrt_llm -> postprocessing. Internal names start with "_"."""
     inner = {ours: "_" + ours for ours in tensors.PREPROCESSED}
     inner |= {"OUT_END_ID": "_PREPROCESSOR_END_ID", "OUT_PAD_ID": "_PREPROCESSOR_PAD_ID"}
     return [
@@ -238,7 +238,7 @@ def _ensemble_steps() -> list[dict[str, Any]]:
             "inputs": {
                 "TOKENS_BATCH": "_TOKENS_BATCH",
                 "SEQUENCE_LENGTH": "_SEQUENCE_LENGTH",
-                # Which sequence of the request a response belongs to, where there are several.
+                # Index of the response's sequence within the request, where a request has several sequences.
                 "BATCH_INDEX": "batch_index",
                 "SEQUENCE_INDEX": "sequence_index",
             },

@@ -1,4 +1,4 @@
-"""What a model repository can be told, with every default, and what of it an engine allows."""
+"""Serving options of a model repository, with their defaults, and their check against an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtpipe.engines.errors import UsageError, suggestion
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")
-# Runtimes whose engine lives in a process of its own, behind any number of Triton's.
+# Runtimes whose engine has its own process, which several stubs of Triton share.
 SHARED_ENGINE = ("reference", "vllm")
 SEQUENCES_PER_INSTANCE = 64
 
@@ -19,38 +19,39 @@ class ServingConfig:
     """Serving options. Names are those of Triton's TensorRT-LLM backend where it has one.
 
     triton_max_batch_size          requests Triton may put into one call; None takes the engine's max_batch_size
-    decoupled                      allow several responses to a request, which streaming needs
+    decoupled                      allow several responses per request, which streaming needs
     batch_scheduler_policy         guaranteed_no_evict, or max_utilization (admit more, pause and recompute)
     kv_cache_free_gpu_mem_fraction share of the GPU memory left after loading that becomes KV cache
     max_tokens_in_paged_kv_cache   upper bound of the KV cache in tokens; None for no bound
-    enable_kv_cache_reuse          share the KV blocks of equal prompt beginnings; None takes what the engine can do
-    enable_chunked_context         cut long prompts into chunks that share steps with decoding requests; None likewise
+    enable_kv_cache_reuse          share the KV blocks of equal prompt starts; None enables it if the engine can
+    enable_chunked_context         split long prompts into chunks that share steps with decoding requests; None enables
+                                   it if the engine can
     multi_block_mode               spread the attention of one decoding request over several blocks of threads: faster
                                    for long contexts at small batches
-    max_attention_window_size      tokens that a new one may look back to; None for all: bounds the KV cache of a
-                                   sequence, and changes what the model sees
-    sink_token_length              first tokens that stay in sight of a window; None for none
+    max_attention_window_size      number of last tokens that a new token attends to; None for all. It bounds the KV
+                                   cache of a sequence, and changes the model's output
+    sink_token_length              number of first tokens that a window keeps attending to; None for none
     exclude_input_in_output        answer with the new tokens only
     normalize_log_probs            divide the cumulative log probability of a beam by its length
     max_queue_delay_microseconds   how long Triton waits to form a batch
-    max_queue_size                 requests that may wait beside a full batch; more are answered UNAVAILABLE. 0 for
+    max_queue_size                 requests that may wait beside a full batch; further requests get UNAVAILABLE. 0 for
                                    no bound
-    ensemble                       what the model of this name is: Triton's own graph of the three models, or the
-                                   script that tensorrt_llm_bls is, which alone ends a request in the engine when the
-                                   client goes away without having given an id, or before the first token
-    cancellation_check_period_ms   how often the backend looks for clients that went away
+    ensemble                       kind of the model `ensemble`: Triton's graph of the three models, or the script of
+                                   tensorrt_llm_bls. Only the script ends a request in the engine when a client without
+                                   a request id disconnects, or any client before the first token
+    cancellation_check_period_ms   how often the backend checks for clients that disconnected
     stats_check_period_ms          how often the backend updates its metrics
-    engine_instance_count          processes between Triton and an engine in Python (reference, vllm), which they share;
-                                   None for one to each 64 sequences of a vllm batch, else one
+    engine_instance_count          stub processes that share an engine in Python (reference, vllm); None for one stub
+                                   per 64 sequences of a vllm batch, else one
     preprocessing_instance_count   tokenizer processes
-    bls_instance_count             requests served at once by tensorrt_llm_bls, and by the ensemble as a script: each
-                                   takes a process with a tokenizer, and more wait in Triton's queue. None for 4, and
-                                   for the engine's max_batch_size of the ensemble
+    bls_instance_count             concurrent requests of tensorrt_llm_bls, and of the ensemble as a script: each takes
+                                   a process with a tokenizer, further requests wait in Triton's queue. None for 4, and
+                                   for the engine's max_batch_size in case of the ensemble
     add_special_tokens             let the tokenizer add its beginning-of-sequence token
     skip_special_tokens            leave special tokens out of the text
     accumulate_tokens              tensorrt_llm_bls: each streamed response carries the whole text so far
-    repository_root                put before the paths in config.pbtxt; empty leaves them relative to the
-                                   repository, so that it may be moved: start tritonserver in its folder
+    repository_root                prefix of the paths in config.pbtxt; empty for paths relative to the repository,
+                                   which can then be moved: start tritonserver in its folder
     """
 
     triton_max_batch_size: int | None = None
@@ -119,9 +120,9 @@ class ServingConfig:
 def resolve_serving(
     serving: ServingConfig, build: BuildConfig, runtime: str = "tensorrt_llm"
 ) -> tuple[ServingConfig, dict[str, str]]:
-    """`serving` with every open choice made for an engine of `build` (a resolved one), and a reason for each.
+    """Return `serving` with every None resolved for an engine of the resolved `build`, and a reason for each choice.
 
-    Raises UsageError for what the server would fail on, or silently do without.
+    Raises UsageError for options with which the server would fail, or which it would silently ignore.
     """
     paged = bool(build.use_paged_context_fmha)
     why = "" if paged else "the engine's prompt attention does not read a paged KV cache"
@@ -146,7 +147,7 @@ def resolve_serving(
                 remedy="leave it out",
             )
     elif serving.engine_instance_count is None:
-        # A stub hands on some 10,000 tokens a second: 64 sequences at 150.
+        # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
         count = -(-build.max_batch_size // SEQUENCES_PER_INSTANCE) if runtime == "vllm" else 1
         chosen["engine_instance_count"] = count, f"for {build.max_batch_size} sequences on {runtime}"
     if not build.in_flight_batching:

@@ -1,8 +1,8 @@
 """Tensor names, types and shapes of the five models of a TensorRT-LLM repository (in-flight batcher, 1.x names).
 
-These are the wire contract of NVIDIA's `tensorrtllm` backend and of the models around it. Dims leave out the batch
-dimension. Tensors that only encoder-decoder, vision or speech models use are left out of the text models
-(preprocessing, ensemble, BLS); the engine model declares all that its backend reads.
+They are the interface of NVIDIA's `tensorrtllm` backend and of the models around it. Dims do not include the batch
+dimension. The text models (preprocessing, ensemble, BLS) have no tensors that only encoder-decoder, vision or speech
+models use; the engine model declares all tensors that its backend reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ANY = -1
 class Tensor:
     """One input or output of a Triton model.
 
-    scalar  the batch row is a scalar: declared [1] with an empty reshape
-    ragged  rows of a batch may differ in length
+    scalar  whether a batch row is a scalar: declared [1] with an empty reshape
+    ragged  whether rows of a batch may differ in length
     """
 
     name: str
@@ -36,7 +36,7 @@ def _ragged(dtype: str, dims: tuple[int, ...], *names: str) -> tuple[Tensor, ...
     return tuple(Tensor(name, dtype, dims, ragged=True) for name in names)
 
 
-# What `logits_datatype`, `prompt_embedding_table_data_type` and `encoder_input_features_data_type` are filled with.
+# Value of `logits_datatype`, `prompt_embedding_table_data_type` and `encoder_input_features_data_type`.
 LOGITS = "TYPE_FP32"
 PROMPT_TABLE = "TYPE_FP16"
 ENCODER_FEATURES = "TYPE_FP16"
@@ -93,7 +93,7 @@ ENGINE_INPUTS: tuple[Tensor, ...] = (
     *_ragged("TYPE_INT32", (1,), "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
 )
 
-# What a client may ask for beside the text; the ensemble and BLS models hand these through by the same name.
+# Outputs that a client may request beside the text; the ensemble and BLS models forward them under the same names.
 REPORT_OUTPUTS: tuple[Tensor, ...] = (
     Tensor("cum_log_probs", "TYPE_FP32", (ANY,)),
     Tensor("output_log_probs", "TYPE_FP32", (ANY, ANY)),
@@ -159,7 +159,7 @@ POSTPROCESSING_INPUTS: tuple[Tensor, ...] = (
 
 POSTPROCESSING_OUTPUTS: tuple[Tensor, ...] = (Tensor("OUTPUT", "TYPE_STRING", (ANY,)),)
 
-# Client-facing name -> engine input, for what the ensemble and BLS models hand through unchanged.
+# Client-facing name -> engine input, for tensors that the ensemble and BLS models forward unchanged.
 PASSED_TO_ENGINE: dict[str, str] = {
     "num_return_sequences": "num_return_sequences",
     "exclude_input_in_output": "exclude_input_in_output",
@@ -225,7 +225,7 @@ def _client_inputs() -> tuple[Tensor, ...]:
     text = {tensor.name: tensor for tensor in PREPROCESSING_INPUTS}
     out = [replace(text[theirs], name=ours) for ours, theirs in PASSED_TO_PREPROCESSING.items()]
     for ours, theirs in PASSED_TO_ENGINE.items():
-        # A scalar row of the engine is a plain [1] here; only what is ragged there stays so, as in NVIDIA's files.
+        # The engine's scalar rows are plain [1] here; only these ragged inputs stay ragged, as in NVIDIA's files.
         keeps_ragged = ours in ("lora_weights", "lora_config", "guided_decoding_guide_type", "guided_decoding_guide")
         out.append(replace(engine[theirs], name=ours, scalar=False, ragged=keeps_ragged))
     return tuple(out)

@@ -1,1 +1,1 @@
-"""A checkpoint beside its original on held-out text, layer by layer and token by token."""
+"""Comparison of a quantized model with its original on held-out text, per layer and per token."""

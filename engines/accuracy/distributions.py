@@ -1,7 +1,7 @@
-"""Two models' distributions over the next token, compared a slice of the vocabulary at a time.
+"""Comparison of two models' distributions over the next token, one slice of the vocabulary at a time.
 
-No row of logits is ever held whole: sums of exponentials are kept relative to the largest logit so far, and scaled
-down whenever a larger one comes.
+No row of logits is held whole: sums of exponentials are relative to the largest logit so far, and are rescaled
+when a larger logit comes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 
 class _Running:
-    """One model's side at each of P positions.
+    """Running sums of one model at P positions.
 
     peak    [P] float32, the largest logit so far
     total   [P] float64, sum of exp(logit - peak)
-    best    [P], the token of the largest logit, the first of equals
+    best    [P], token of the largest logit; the first one of equal logits
     target  [P] float32, logit of the text's next token
     """
 
@@ -27,7 +27,7 @@ class _Running:
     def add(
         self, at: slice, first: int, logits: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(exp(logit - peak) [p, v], what sums made before are to be multiplied by [p])."""
+        """Add logits; return (exp(logit - peak) [p, v], factor [p] that rescales earlier sums)."""
         peak, token = logits.max(dim=1)
         before = self.peak[at]
         higher = peak > before
@@ -45,12 +45,12 @@ class _Running:
 
     @property
     def log_total(self) -> torch.Tensor:
-        """[P] float64, the logarithm of the sum of exp(logit)."""
+        """[P] float64, logarithm of the sum of exp(logit)."""
         return self.peak + self.total.log()
 
 
 class Distributions:
-    """Both sides at P positions, whose next tokens in the text are `targets` [P]."""
+    """Running sums of both models at P positions, whose next tokens in the text are `targets` [P]."""
 
     def __init__(self, targets: torch.Tensor) -> None:
         self._targets = targets
@@ -59,7 +59,7 @@ class Distributions:
         self._cross = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, at: slice, first: int, original: torch.Tensor, quantized: torch.Tensor) -> None:
-        """Logits [p, v] float32 of the positions `at`, of the tokens from `first` on; every token once, in order."""
+        """Add logits [p, v] float32 of the positions `at` and the tokens from `first` on; each token once, in order."""
         shares, shrink = self.original.add(at, first, original, self._targets[at])
         self.quantized.add(at, first, quantized, self._targets[at])
         difference = (shares * (original - quantized)).sum(dim=1, dtype=torch.float64)
@@ -68,13 +68,13 @@ class Distributions:
     def divergence(self) -> torch.Tensor:
         """[P] float64, Kullback-Leibler divergence of the original from the quantized, nats."""
         exact = self._cross / self.original.total - self.original.log_total + self.quantized.log_total
-        # Never negative but for rounding.
+        # Only rounding can make the divergence negative.
         return exact.clamp(min=0.0)
 
     def nll(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[P] float64 of the original and of the quantized: minus the log likelihood of the next token, nats."""
+        """[P] float64 of the original and of the quantized model: negative log likelihood of the next token, nats."""
         return self.original.log_total - self.original.target, self.quantized.log_total - self.quantized.target
 
     def agreement(self) -> torch.Tensor:
-        """[P], whether both prefer the same token."""
+        """[P] bool, whether both models prefer the same token."""
         return self.original.best == self.quantized.best

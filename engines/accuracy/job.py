@@ -1,4 +1,4 @@
-"""What to compare, checked here and handed to a worker process that has torch; what comes back, as plain numbers."""
+"""Comparison job: checks the request, runs the worker process, which has torch, and returns plain numbers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.process import Progress, run_worker
 
 DEVICES = ("auto", "cpu", "cuda")
-# Nats above which a perplexity is no number that JSON could hold.
+# Nats beyond which a perplexity overflows a JSON number.
 MOST_NATS = 700.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerError:
-    """How far a layer's output is off, as means over the tokens of a ratio of two lengths of vectors.
+    """Errors of a layer's output: means over tokens of a ratio of two vector norms.
 
-    x and y are what enters and leaves the layer in the original, y' what leaves the quantized one.
+    x and y are input and output of the layer in the original, y' is the output of the quantized layer.
 
-    local        |y'(x) - y| / |y - x|: what this layer alone does to what it adds, given the original's input
-    accumulated  |y'(x') - y| / |y|: what all layers so far have done, each given the output of the one before
+    local        |y'(x) - y| / |y - x|: error of this layer alone, relative to its update, for the original's input x
+    accumulated  |y'(x') - y| / |y|: error of all layers so far; the input x' is the quantized previous layer's output
     """
 
     layer: int
@@ -40,13 +40,13 @@ class LayerError:
 
 @dataclass(frozen=True, kw_only=True)
 class Saturation:
-    """Numbers entering a layer's matrix, or its KV cache, that calibration's one scale cannot hold: they are clipped.
+    """Inputs of a linear, or of the KV cache, that exceed the range of their static scale and are clipped.
 
     An FP8 scale s holds |x / s| up to 448, an INT8 scale |round(x / s)| up to 127.
 
     linear  attention.qkv, attention.dense, mlp.fc, mlp.gate, mlp.proj or attention.kv_cache
-    beyond  how many do not fit
-    inputs  of how many
+    beyond  number of clipped values
+    inputs  number of all values
     """
 
     layer: int
@@ -61,14 +61,14 @@ class Saturation:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the comparison found. `positions` are those with a next token in the text: rows * (seq_len - 1).
+    """Result of a comparison. `positions` are those with a next token in the text: rows * (seq_len - 1).
 
-    quant_algo, kv_cache_quant_algo  what the second model says of itself, TensorRT-LLM's names
-    original_dtype, quantized_dtype  each model computes in the type that its embedding is stored in
+    quant_algo, kv_cache_quant_algo  stated by the second model's config, TensorRT-LLM's names
+    original_dtype, quantized_dtype  compute types: each model computes in the type that its embedding is stored in
     original_nll, quantized_nll      mean negative log likelihood of the text's next token, nats
     mean_kl, p99_kl                  Kullback-Leibler divergence of the next token's distributions, original from
                                      quantized, nats; over the positions
-    top1_agreement                   share of positions where both prefer the same token
+    top1_agreement                   share of positions where both models prefer the same token
     saturation                       empty for algorithms without static input scales
     """
 
@@ -117,14 +117,14 @@ def measure(
     log: Path,
     progress: Progress = lambda done, total: None,
 ) -> Measured:
-    """Run `rows` [rows, seq_len] of token ids through both models, and compare them at every layer and position.
+    """Run token ids `rows` [rows, seq_len] through both models, and compare the models at every layer and position.
 
     original   an unquantized Hugging Face folder
-    quantized  a TensorRT-LLM checkpoint of any mapping, or a Hugging Face folder, ModelOpt's quantized one or a plain
+    quantized  a TensorRT-LLM checkpoint of any mapping, or a Hugging Face folder, plain or quantized by ModelOpt
     progress   called with (bytes of the weights done, bytes in all)
 
-    Raises UsageError for rows that cannot be run, InputDataError for folders that are no such models, do not belong
-    together or compute numbers that are not finite, HostError without device or memory.
+    Raises UsageError for rows that cannot be run, InputDataError for folders that are no such models, do not match
+    or compute numbers that are not finite, HostError without device or memory.
     """
     _check(original, rows, device)
     _check_config(quantized)
@@ -162,7 +162,7 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
         )
     limits = {"max_position_embeddings": model.max_position_embeddings, "sliding_window": model.sliding_window}
     for name, limit in limits.items():
-        # Attention here is over the whole row, which is another model's beyond its window.
+        # Attention here covers the whole row, which is wrong beyond a model's sliding window.
         if limit is not None and rows.shape[1] > limit:
             raise UsageError(
                 f"rows of {rows.shape[1]} tokens are too long for {original}",
@@ -172,7 +172,7 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
 
 
 def _check_config(quantized: Path) -> None:
-    """What its config.json states is looked at here: a refusal need not wait for torch."""
+    """Check the folder's config.json before the worker starts, so that an error need not wait for torch."""
     if "architecture" in read_config_json(quantized / "config.json", "model config"):
         read_config(quantized)
     else:

@@ -1,4 +1,4 @@
-"""The two models that are compared, whatever kind of folder they lie in, as sources of weights."""
+"""Weight sources of the two models of a comparison, for each supported kind of folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trtpipe.engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSour
 
 
 def open_model(folder: Path, device: torch.device) -> WeightSource:
-    """The weights of a TensorRT-LLM checkpoint, of ModelOpt's quantized folder, or of a plain Hugging Face folder.
+    """Open a TensorRT-LLM checkpoint, ModelOpt's quantized folder, or a plain Hugging Face folder.
 
-    It computes in the type that its embedding is stored in. Raises InputDataError as the three do.
+    The compute type is the type that the embedding is stored in. Raises InputDataError as the three readers do.
     """
     raw = read_config_json(folder / "config.json", "model config")
     if "architecture" in raw:
@@ -30,7 +30,7 @@ def open_model(folder: Path, device: torch.device) -> WeightSource:
 
 
 def check_pair(original: WeightSource, quantized: WeightSource, folder: Path) -> None:
-    """Raise InputDataError unless the model in `folder`, `quantized`, has the original's sizes."""
+    """Raise InputDataError unless the model `quantized`, read from `folder`, has the original's sizes."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         expected, found = getattr(original.config, name), getattr(quantized.config, name)
         if found != expected:
@@ -42,7 +42,7 @@ def check_pair(original: WeightSource, quantized: WeightSource, folder: Path) ->
 
 
 def embed(source: WeightSource, ids: torch.Tensor) -> torch.Tensor:
-    """[...] token ids -> [..., hidden_size], on the weights' device and in their type."""
+    """Embed token ids [...] -> [..., hidden_size], on the weights' device and in their type."""
     parts = source.embedding()
     ids = ids.to(parts[0].device)
     if source.config.embedding is EmbeddingSharding.HIDDEN:
@@ -56,7 +56,7 @@ def embed(source: WeightSource, ids: torch.Tensor) -> torch.Tensor:
 
 
 def vocabulary_rows(parts: Sequence[torch.Tensor], first: int, last: int) -> torch.Tensor:
-    """Rows [first, last) of a matrix that lies in `parts` of equal height, one upon the other; [.., h] float32."""
+    """Rows [first, last) of a matrix that is split by rows into `parts` of equal height; [.., h] float32."""
     height = len(parts[0])
     spans = [(max(first - rank * height, 0), max(last - rank * height, 0)) for rank in range(len(parts))]
     return torch.cat([part[begin:end].float() for part, (begin, end) in zip(parts, spans, strict=True)])
@@ -65,5 +65,5 @@ def vocabulary_rows(parts: Sequence[torch.Tensor], first: int, last: int) -> tor
 def _stored_type(folder: Path) -> torch.dtype:
     embedding = locate_tensors(folder).get("model.embed_tokens.weight")
     stored = embedding.entry.dtype if embedding is not None else None
-    # What is missing, or stored in a type that no model computes in, is named by whoever reads it.
+    # For a missing tensor, or one of another type, the reader of the weights raises the error.
     return next((TORCH_DTYPE[kind] for kind, name in SAFETENSORS_DTYPE.items() if name == stored), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Counting, as a layer runs, the numbers that a static scale cannot hold."""
+"""Counters of the values that exceed the range of a static scale while a layer runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CACHE = "attention.kv_cache"
 
 @dataclass
 class Count:
-    """Numbers beyond what their scale holds, and all that were seen."""
+    """Count of values beyond the range of their scale, and of all values."""
 
     beyond: int = 0
     inputs: int = 0
 
     def add(self, scaled: torch.Tensor, *, int8: bool) -> None:
-        """Numbers divided by their scale, before they are rounded."""
+        """Count values that are divided by their scale but not rounded yet."""
         over = scaled.round().abs() > INT8_MAX if int8 else scaled.abs() > E4M3_MAX
         self.beyond += int(over.count_nonzero())
         self.inputs += scaled.numel()
@@ -34,7 +34,7 @@ class Count:
 
 @dataclass(frozen=True)
 class _Watched(Linear):
-    """`linear`, and a count of what enters it."""
+    """`linear` with a count of its inputs."""
 
     linear: Fp8 | Int8
     count: Count
@@ -49,7 +49,7 @@ class _Watched(Linear):
 
 @dataclass(frozen=True)
 class _WatchedCodec(KvCodec):
-    """A codec, and a count of what it encodes."""
+    """A codec with a count of the values that it encodes."""
 
     count: Count
 
@@ -59,10 +59,10 @@ class _WatchedCodec(KvCodec):
 
 
 def watched(shards: Sequence[LayerShard]) -> tuple[tuple[LayerShard, ...], Mapping[str, Count]]:
-    """The same layer with counts, by what they count, that grow as it runs. What has no static scale has no count.
+    """Return the layer with counters, and the counters by linear name. Inputs without a static scale have no counter.
 
-    Inputs that all ranks share are counted once, at the first, and so are those of q, k and v where each has a matrix
-    of its own. Keys and values that several ranks hold are counted by each.
+    Inputs that all ranks share are counted once, at the first rank, and inputs of separate q, k and v matrices are
+    counted once, at q. Keys and values that several ranks hold are counted by each rank.
     """
     counts: dict[str, Count] = {}
     return tuple(_watch_shard(shard, counts, first=shard is shards[0]) for shard in shards), counts
@@ -99,7 +99,7 @@ def _watch(linear: Linear, name: str, counts: dict[str, Count]) -> Linear:
     if isinstance(linear, Smoothed):
         return replace(linear, linear=_watch(linear.linear, name, counts))
     if isinstance(linear, Stacked):
-        # Exporters give matrices of one input one scale: the first stands for all.
+        # Exporters use one scale for all matrices of one input, so counting at the first one is enough.
         first, *rest = linear.parts
         return replace(linear, parts=(_watch(first, name, counts), *rest))
     if isinstance(linear, (Fp8, Int8)):

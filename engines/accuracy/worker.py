@@ -1,6 +1,6 @@
-"""The process that compares: both models pass a layer at a time, so that one layer of each is all that is resident.
+"""Worker process of a comparison: runs both models one layer at a time, so that only one layer of each is in memory.
 
-Hidden states of all rows stay on the device, of the original and of the quantized model, each fed by its own layers.
+The hidden states of all rows of both models stay on the device; each model's layers read its own hidden states.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.weights import LayerShard, WeightSource
 
-# Tokens in one pass through a layer: on a GPU enough to fill it, on a CPU few enough for its caches.
+# Tokens in one pass through a layer: enough to fill a GPU, few enough for the caches of a CPU.
 BATCH_TOKENS = {"cuda": 16384, "cpu": 2048}
-# Logits are computed for so many positions and tokens of the vocabulary at a time: 64 MiB of float32 a model.
+# Number of positions, and of vocabulary tokens, in one block of logits: 64 MiB of float32 per model.
 POSITIONS = 2048
 VOCABULARY = 8192
 
 
 @dataclass
 class _Stream:
-    """A model and the hidden states [rows, seq_len, hidden_size] that its layers have made so far."""
+    """A model and its current hidden states [rows, seq_len, hidden_size]."""
 
     folder: Path
     source: WeightSource
@@ -51,7 +51,7 @@ class _Stream:
         return stream
 
     def run(self, shards: tuple[LayerShard, ...], hidden: torch.Tensor, index: int) -> torch.Tensor:
-        """[batch, seq_len, hidden_size] through layer `index`. Raises InputDataError for what is not finite."""
+        """Run layer `index` over [batch, seq_len, hidden_size]. Raises InputDataError for a non-finite value."""
         out = run_layer(self.source.config, shards, hidden.to(self.hidden.dtype), *self.tables)
         self.require_finite(out, f"layer {index}")
         return out
@@ -65,14 +65,14 @@ class _Stream:
             )
 
     def final(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The normed states [P, hidden_size] of every position with a next token, and the head's parts."""
+        """Normed states [P, hidden_size] of all positions with a next token, and the head's parts."""
         norm, parts, _ = self.source.head()
         states = self.hidden[:, :-1].flatten(0, 1)
         return rms_norm(states, norm, self.source.config.norm_epsilon), parts
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
-    """Compare as `job.measure` asks; `spec` has its arguments as plain values. Writes spec["out"]."""
+    """Run a job of `job.measure`; `spec` has its arguments as plain values. Writes spec["out"]."""
     device, where = find_device(spec["device"]), ["reading the models"]
     remedy = "pass fewer --rows" + (", or --device cpu" if device.type == "cuda" else "")
     with torch.inference_mode(), named_memory_errors(device, where, remedy):
@@ -90,7 +90,7 @@ def _compare(
     ids = torch.from_numpy(rows).long()
     original = _Stream.start(original_folder, sources[0], ids)
     quantized = _Stream.start(folder, sources[1], ids)
-    # Progress counts the bytes of the weights, as quantizing does. The head passes last, and counts as a layer.
+    # Progress counts the bytes of the weights, as quantizing does. The head comes last, and counts as a layer.
     total = sum(path.stat().st_size for place in (original_folder, folder) for path in place.glob("*.safetensors"))
     layers: list[LayerError] = []
     saturation: list[Saturation] = []
@@ -118,9 +118,9 @@ def _compare(
 
 
 def _compare_layer(original: _Stream, quantized: _Stream, index: int) -> tuple[LayerError, list[Saturation]]:
-    """The errors of one layer, after which both streams are behind it."""
+    """Errors of one layer; advances both streams through the layer."""
     true, coded = original.source.layer(index), quantized.source.layer(index)
-    # Saturation is counted for the inputs that the quantized model has when it is served.
+    # Saturation is counted in the quantized model's own stream, which has the inputs of a served model.
     counted, counts = watched(coded)
     rows, length, _ = original.hidden.shape
     local = accumulated = 0.0
@@ -139,8 +139,8 @@ def _compare_layer(original: _Stream, quantized: _Stream, index: int) -> tuple[L
 
 
 def _sum_of_ratios(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:
-    """Sum over tokens of |found - expected| / |base|, lengths of vectors [..., hidden_size]."""
-    # A mean of the tokens' ratios: one ratio of all numbers would be that of the few tokens a Llama blows up.
+    """Sum over tokens of |found - expected| / |base|, norms of vectors [..., hidden_size]."""
+    # A mean of the tokens' ratios: one ratio over all tokens would be dominated by a Llama's few very large tokens.
     off = (found.float() - expected.float()).norm(dim=-1).double()
     return float((off / base.norm(dim=-1).double().clamp(min=torch.finfo(torch.float32).tiny)).sum())
 
@@ -150,7 +150,7 @@ def _compare_tokens(original: _Stream, quantized: _Stream, targets: torch.Tensor
     both = Distributions(targets)
     (states, head), (other_states, other_head) = original.final(), quantized.final()
     for words in _slices(original.source.config.vocab_size, VOCABULARY):
-        # In float32: rounding logits to 16 bits would be taken for a divergence.
+        # In float32: the rounding of logits to 16 bits would count as divergence.
         weight = vocabulary_rows(head, words.start, words.stop).t()
         other_weight = vocabulary_rows(other_head, words.start, words.stop).t()
         for at in _slices(len(targets), POSITIONS):

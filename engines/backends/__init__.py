@@ -1,1 +1,1 @@
-"""Runtimes: one module for each, with what `base.EngineBackend` asks for."""
+"""Engine backends: one module per runtime, each with the interface `base.EngineBackend`."""

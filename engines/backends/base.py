@@ -1,4 +1,4 @@
-"""What a runtime must offer so that its engines can be built; `engines.BACKENDS` names the modules that do."""
+"""Interface of an engine backend; `engines.BACKENDS` names the modules that implement it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What an engine is to run on, and what its weights are."""
+    """Target of an engine build: GPU, mapping, quantization and toolchain."""
 
     gpu: GpuSpec
     mapping: Mapping
@@ -28,7 +28,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """Where an engine is built: the executor for a program, the log it writes, and who is shown its lines."""
+    """Where an engine is built: executor of the build program, its log file, callback for each line of the log."""
 
     executor: Executor
     log: Path
@@ -36,12 +36,12 @@ class Workshop:
 
 
 class EngineBackend(Protocol):
-    """One runtime.
+    """Engine backend of one runtime.
 
-    FORM      the checkpoint it eats: "trtllm", or "hf" for a Hugging Face folder
-    SETTINGS  the settings of BuildConfig that mean something to it; another one that is set is refused
-    COMPILED  whether an engine holds code for one GPU, and can be built on a machine with that GPU alone
-    ANYWHERE  whether its engines run on any machine, with a GPU or without
+    FORM      checkpoint format it reads: "trtllm", or "hf" for a Hugging Face folder
+    SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
+    COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
+    ANYWHERE  whether its engines run on any machine, with or without a GPU
     """
 
     FORM: str
@@ -50,24 +50,24 @@ class EngineBackend(Protocol):
     ANYWHERE: bool
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
-        """Versions that the engine's bytes depend on; part of the artefact's key."""
+        """Versions that determine the engine's bytes; part of the artefact's key."""
 
     def resolve(self, build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
-        """`build` with every open choice made, and a reason for each one made here. Raises UsageError for what
-        cannot work, before anything is downloaded."""
+        """Return `build` with every None resolved, and a reason for each choice made here. Raises UsageError for an
+        impossible combination, before anything is downloaded."""
 
     def rendered(self, build: BuildConfig, target: Target) -> dict[str, str]:
-        """The files of an engine that say how to run it, name -> text: written from the settings alone."""
+        """Settings files of the engine, name -> text; they depend on `build` and `target` alone."""
 
     def build(
         self, checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
     ) -> tuple[Engine, dict[str, str]]:
-        """Write the engine folder, without its passport, into the existing empty folder `out`. Returns it, and facts
-        about where it was built."""
+        """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
+        facts about where it was built."""
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:
-    """Raises UsageError for a setting that is set and means nothing to `runtime`."""
+    """Raises UsageError when `build` changes a setting that `runtime` does not use."""
     for name in changed(build):
         if name not in settings:
             raise UsageError(f"build.{name} is not for the {runtime} runtime", why=why, remedy="leave it out")

@@ -1,7 +1,7 @@
-"""The reference backend: its engine is the TensorRT-LLM checkpoint itself, executed by PyTorch on any machine.
+"""Backend of the reference runtime: the engine is the TensorRT-LLM checkpoint itself, executed by PyTorch anywhere.
 
-It exists to run exactly the bytes that trtllm-build would compile, so that a wrong split or name shows on a laptop.
-It is not TensorRT-LLM and its speed says nothing about TensorRT-LLM's.
+It runs exactly the bytes that trtllm-build would compile, so that a wrong split or name shows on a laptop.
+It is not TensorRT-LLM, and its speed says nothing about TensorRT-LLM's speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORM = "trtllm"
 COMPILED = False
 ANYWHERE = True
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
-# Raised by hand when the runtime reads engines differently; `version` in the engine's config.json.
+# `version` in the engine's config.json; increase it when the runtime reads engines differently.
 VERSION = "reference-1"
 
 
@@ -32,19 +32,19 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
-    # What its cache can do, in the words of an engine.
+    # The reference runtime always reads a paged cache; this build setting says so.
     return replace(build, use_paged_context_fmha=True), {}
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
-    """See EngineBackend.rendered: its config.json holds data alone."""
+    """See EngineBackend.rendered: an engine of this runtime has no settings file."""
     return {}
 
 
 def build(
     checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
 ) -> tuple[Engine, dict[str, str]]:
-    """Lay out the checkpoint as an engine folder; rank files are linked, nothing is compiled."""
+    """Lay out the checkpoint as an engine folder: link the rank files, compile nothing."""
     config = read_config(checkpoint.path)
     for rank in range(config.mapping.world_size):
         place(rank_file(checkpoint.path, rank), rank_file(out, rank))

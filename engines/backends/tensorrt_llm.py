@@ -1,4 +1,4 @@
-"""The TensorRT-LLM backend: checkpoint format, its writer, and engines built by trtllm-build on an NVIDIA host."""
+"""Backend of the TensorRT-LLM runtime: trtllm-build compiles a TensorRT-LLM checkpoint on an NVIDIA host."""
 
 from __future__ import annotations
 

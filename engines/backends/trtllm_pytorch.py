@@ -1,6 +1,6 @@
-"""TensorRT-LLM's LLM API (PyTorch backend, 1.0 and newer): a Hugging Face folder and its arguments, no compile.
+"""Backend of TensorRT-LLM's LLM API (PyTorch, 1.0 and newer): the engine is a Hugging Face folder and its arguments.
 
-This is the path upstream keeps. `trtllm-serve --config llm_args.yaml` takes the file as it is.
+Nothing is compiled. Upstream develops this path further. `trtllm-serve --config` accepts llm_args.yaml unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="a Hugging Face folder has no place for its scales",
             remedy="use --runtime tensorrt_llm, or --kv-cache fp8 or none",
         )
-    # Its attention always reads a paged cache.
+    # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 
 

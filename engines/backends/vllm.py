@@ -1,4 +1,4 @@
-"""vLLM: a Hugging Face folder and its engine arguments, no compile. `vllm serve --config` takes the file as it is."""
+"""Backend of vLLM: the engine is a Hugging Face folder and a file for `vllm serve --config`; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COMPILED = False
 ANYWHERE = False
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
-# Steps of so many tokens run as CUDA graphs. By itself vLLM stops at 512 at most, so that 500 requests and the prompts
-# of four others take half as long again as 512 requests: docs/measurements/h200.md.
+# Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
+# prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024
-# What vLLM reads of ModelOpt's folders, as measured: docs/measurements/vllm.md.
+# Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 
 
@@ -45,7 +45,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="a Hugging Face folder has no place for them",
             remedy="use --kv-cache fp8 or none",
         )
-    # Its attention always reads a paged cache.
+    # vLLM's attention always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 
 

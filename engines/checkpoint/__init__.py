@@ -1,1 +1,1 @@
-"""The TensorRT-LLM checkpoint format: its layout, conversion to it and back, and the memory that its tensors take."""
+"""TensorRT-LLM checkpoint format: layout, conversion to and from Hugging Face, memory of its tensors."""

@@ -1,7 +1,7 @@
-"""Casts between BF16, F16 and F32 on raw bit patterns, and the search for values that are no numbers.
+"""Casts between BF16, F16 and F32 on raw bit patterns, and a check for infinite and NaN values.
 
-numpy has no bfloat16, so it is worked on as integers. All work goes through slices that stay in a core's cache,
-with scratch arrays that are made once: a fresh array for every step would cost more than the arithmetic.
+numpy has no bfloat16, so its values are handled as integers. Arrays are processed in slices that fit a core's cache,
+with scratch arrays allocated once: allocating an array for every step would cost more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Bits = npt.NDArray[Any]
 
 CHUNK = 1 << 17
 
-# dtype -> (every bit but the sign, the smallest pattern of those that is infinite or NaN)
+# dtype -> (mask of all bits but the sign, smallest masked pattern that is infinite or NaN)
 _EXPONENT = {"BF16": (0x7FFF, 0x7F80), "F16": (0x7FFF, 0x7C00), "F32": (0x7FFFFFFF, 0x7F800000)}
 
 
 class Overflow(Exception):
-    """A finite value does not fit the target type; `value` is the largest magnitude met."""
+    """A finite value exceeds the target type; `value` is the largest magnitude found."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -29,7 +29,7 @@ class Overflow(Exception):
 
 
 class Caster:
-    """Casts from one type to another, for one thread. Rounds to nearest even; NaN stays NaN.
+    """Cast from one type to another, for one thread. Rounds to nearest even; NaN stays NaN.
 
     source, target  BF16, F16 or F32
     """
@@ -44,7 +44,7 @@ class Caster:
         self._odd = np.empty(CHUNK, np.uint32)
 
     def all_finite(self, bits: Bits) -> bool:
-        """Whether no value is infinite or NaN. `bits` is a flat, contiguous array of the source type."""
+        """Whether all values are finite. `bits` is a flat, contiguous array of the source type."""
         for start in range(0, len(bits), CHUNK):
             part = bits[start : start + CHUNK]
             magnitude = self._magnitude[: len(part)]
@@ -54,7 +54,7 @@ class Caster:
         return True
 
     def cast(self, bits: Bits) -> Bits:
-        """The values in the target type; `bits` itself when the types are the same. Raises Overflow."""
+        """Return the values in the target type; `bits` itself when the types are equal. Raises Overflow."""
         if self.source == self.target:
             return bits
         out = np.empty(len(bits), np.uint32 if self.target == "F32" else np.uint16)
@@ -77,7 +77,7 @@ class Caster:
             out[:] = half.view(np.uint16)
 
     def _widen(self, part: Bits) -> Bits:
-        """As float32 bit patterns; exact."""
+        """Convert to float32 bit patterns; exact."""
         if self.source == "F32":
             return part
         wide = self._wide[: len(part)]
@@ -91,7 +91,7 @@ class Caster:
         values = wide.view(np.float32)
         nan = np.isnan(values)
         rounded = self._odd[: len(wide)]
-        # Half of the last kept digit, less one when it is even: adding it rounds to nearest even.
+        # Half a unit of the last bit kept, minus one when that bit is 0: adding it rounds to nearest even.
         np.right_shift(wide, np.uint32(16), out=rounded)
         np.bitwise_and(rounded, np.uint32(1), out=rounded)
         np.add(rounded, np.uint32(0x7FFF), out=rounded)
@@ -100,7 +100,7 @@ class Caster:
         out[:] = rounded
         self._check_overflow((rounded & np.uint32(0x7FFF)) == 0x7F80, values)
         if nan.any():
-            # Rounding could carry a NaN's payload into infinity or past the sign; keep it a quiet NaN instead.
+            # Rounding could carry a NaN's payload into infinity or into the sign bit; make it a quiet NaN instead.
             out[nan] = ((wide[nan] >> np.uint32(16)) | np.uint32(0x40)).astype(np.uint16)
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Hugging Face folder -> TensorRT-LLM checkpoint, as a streaming rewrite of safetensors bytes.
+"""Converter from a Hugging Face folder to a TensorRT-LLM checkpoint, as a streaming rewrite of safetensors bytes.
 
-Every output tensor's place is known before the first byte moves. Each source tensor is read once, in blocks of at
+Every output tensor's offset is known before the first byte is copied. Each source tensor is read once, in blocks of at
 most BLOCK_BYTES; a block is checked (no value may be infinite or NaN), cast once, and its rows and columns are
-written to every rank that has a share in them. No torch, no full load: memory does not depend on the model's size.
-A few threads take blocks in the order they lie on disk, so that reading stays sequential however many work;
-reading, writing and numpy all let go of the interpreter.
+written to every rank that holds them. The converter needs no torch, and its memory does not depend on the model's size.
+A few threads take blocks in their order on disk, so that reading stays sequential; reading, writing and numpy all
+release the GIL.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from trtpipe.engines.hf.folder import LocatedTensor, ModelConfig, locate_tensors
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 
 BLOCK_BYTES = 8 << 20
-# Two keep a disk busy while a third casts; more only take memory.
+# Two threads keep a disk busy while a third casts; more threads only take memory.
 THREADS = min(3, os.cpu_count() or 1)
 
-# Older exports carry this buffer; it follows from the config and was never a parameter.
+# Older exports store this buffer; it is computed from the config and is not a parameter.
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 Progress = Callable[[int, int], None]
@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank file takes of a source tensor: the piece, and where in which file it begins."""
+    """Piece of a source tensor that one rank file stores, and the file and offset where it begins."""
 
     file: int
     position: int
@@ -69,9 +69,9 @@ def convert(
 ) -> Checkpoint:
     """Write the checkpoint of the HF folder `source` into the existing folder `out`.
 
-    dtype      element type of every tensor; None keeps the source's, float32 becoming float16 as upstream does
+    dtype      element type of every tensor; None keeps the source's type, but float32 becomes float16 as upstream
     embedding  whether and along which dimension ranks share the embedding table
-    toolchain  TensorRT-LLM release whose loader config.json is written for; None for the default one
+    toolchain  TensorRT-LLM release whose loader reads config.json; None for the default release
     progress   called with (bytes written, bytes in all)
 
     Raises InputDataError for a damaged or incomplete source, UsageError for an impossible mapping.
@@ -98,9 +98,9 @@ def rewrite(
     dtype: DataType,
     progress: Progress,
 ) -> None:
-    """Write new safetensors files of the tensors planned for each, from the source tensors they are made of.
+    """Write new safetensors files: for each path the planned tensors, copied from their source tensors.
 
-    Raises InputDataError for a value that is not finite, or beyond what `dtype` holds.
+    Raises InputDataError for a value that is not finite or exceeds `dtype`.
     """
     with ExitStack() as stack:
         shares: dict[str, list[_Share]] = {}
@@ -110,7 +110,7 @@ def rewrite(
 
 
 def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
-    """Account for every tensor of the folder: none missing, none unexpected, every shape and dtype usable."""
+    """Raises InputDataError for a missing or unexpected tensor, or one of a wrong shape or dtype."""
     if model.mlp_bias:
         raise InputDataError(
             f"{folder} has biases in its feed-forward layers (mlp_bias)",
@@ -155,15 +155,15 @@ def _open_sources(located: dict[str, LocatedTensor], stack: ExitStack) -> dict[P
 def _create(
     path: Path, plans: list[TensorPlan], dtype: DataType, shares: dict[str, list[_Share]], stack: ExitStack
 ) -> int:
-    """Create a file with its header and enter its shares; return the bytes of its tensors.
+    """Create a file with its header and add its pieces to `shares`; return the bytes of its tensors.
 
-    Padding needs no writing: a new file reads as zeros where nothing was written.
+    Padding is not written: a new file reads as zeros where nothing was written.
     """
     header, offsets = header_bytes((plan.name, SAFETENSORS_DTYPE[dtype], plan.shape) for plan in plans)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     stack.callback(os.close, file)
     size = sum(prod(plan.shape) for plan in plans) * dtype.itemsize
-    # Reserving the space first turns a full disk into an error before the work, not after it.
+    # Reserving the space first makes a full disk fail before the work, not after it.
     os.posix_fallocate(file, 0, len(header) + size)
     pwrite_all(file, header, 0)
     for plan in plans:
@@ -179,7 +179,7 @@ def _disk_order(located: dict[str, LocatedTensor], shares: dict[str, list[_Share
 
 
 class _Counter:
-    """Bytes written so far, told from one thread at a time."""
+    """Count of bytes written; calls `progress` from one thread at a time."""
 
     def __init__(self, total: int, progress: Progress) -> None:
         self._done, self._total, self._progress = 0, total, progress
@@ -193,7 +193,7 @@ class _Counter:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [first, last) of a source tensor, and who takes of them."""
+    """Rows [first, last) of a source tensor, and the shares that need them."""
 
     tensor: LocatedTensor
     file: int
@@ -214,7 +214,7 @@ def _blocks(
 
 
 def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
-    """Share the blocks out among the threads; the first failure ends all of them."""
+    """Distribute the blocks over the threads; the first failure ends all threads."""
     lock = threading.Lock()
     failed = threading.Event()
 
@@ -240,11 +240,11 @@ def _run(blocks: Iterator[_Block], target: DataType, counter: _Counter) -> None:
             for future in [pool.submit(loop) for _ in range(THREADS)]:
                 future.result()
         finally:
-            failed.set()  # Ctrl-C arrives here: the threads stop after their block
+            failed.set()  # also after Ctrl-C, so that the threads stop after their block
 
 
 class _Mover:
-    """One thread's buffer and casters."""
+    """Buffer and casters of one thread."""
 
     def __init__(self, target: str, counter: _Counter) -> None:
         self._target = target
@@ -293,7 +293,7 @@ class _Mover:
             ) from None
 
     def _write(self, share: _Share, block: Bits, first: int) -> None:
-        """Write what a share has of the rows [first, first + len(block)) of its source tensor."""
+        """Write the part of a share within rows [first, first + len(block)) of its source tensor."""
         begin, end = share.piece.rows
         low, high = max(begin, first), min(end, first + len(block))
         if low >= high:

@@ -1,14 +1,14 @@
-"""The TensorRT-LLM checkpoint format for dense Llama: the one place that knows names, shapes and split rules.
+"""TensorRT-LLM checkpoint format of a dense Llama: tensor names, shapes and split rules, defined here only.
 
 A checkpoint is config.json plus rank{N}.safetensors, N = pp_rank * tp_size + tp_rank. Weights are [out, in].
-The trap in the names: TensorRT-LLM computes act(fc(x)) * gate(x), so `mlp.fc` is Hugging Face's gate_proj and
-`mlp.gate` its up_proj. Layer numbers start at 0 in every pipeline stage.
+The names are misleading: TensorRT-LLM computes act(fc(x)) * gate(x), so `mlp.fc` is Hugging Face's gate_proj and
+`mlp.gate` is its up_proj. Layer numbers start at 0 in every pipeline stage.
 
-A quantized linear is several tensors: its codes under the name of the weight, and its scales beside them. Their
-pieces name an encoded source, `model.layers.0.self_attn.q_proj.weights_scaling_factor`, which the quantizer makes
-under the tensor's own name; rows and columns count in that tensor's units (AWQ packs two output rows in a byte).
+A quantized linear consists of several tensors: the codes under the weight's name, and the scales beside them. Their
+pieces name a source that the quantizer makes, such as `model.layers.0.self_attn.q_proj.weights_scaling_factor`;
+rows and columns count in the units of that source (AWQ packs two output rows in a byte).
 
-Rotary tables (embed_positions, rotary_inv_freq) are not written: they follow from config.json, the loader
+Rotary tables (embed_positions, rotary_inv_freq) are not written: the loader computes them from config.json and
 does not require them, and ModelOpt does not write them either.
 """
 
@@ -29,7 +29,7 @@ from trtpipe.engines.sizes import excess
 
 SAFETENSORS_DTYPE = {DataType.BFLOAT16: "BF16", DataType.FLOAT16: "F16", DataType.FLOAT32: "F32"}
 
-# Tables that TensorRT-LLM's own converter stores beside the weights; they follow from the config.
+# Tables that TensorRT-LLM's own converter stores beside the weights; they are computed from the config.
 ROTARY_TABLES = frozenset({"embed_positions", "rotary_inv_freq", "embed_positions_for_gpt_attention"})
 
 _T = TypeVar("_T")
@@ -38,9 +38,9 @@ _Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Loader:
-    """What a release's loader knows inside `mapping` and `quantization` beyond what all do, with its defaults.
+    """Keys that a release's loader accepts in `mapping` and `quantization` beyond the common ones, with defaults.
 
-    In `mapping` None stands for tp_size.
+    None in `mapping` stands for tp_size.
     """
 
     mapping: dict[str, Any]
@@ -61,14 +61,14 @@ LOADERS = {
         mapping={
             "cp_size": 1,
             "gpus_per_node": 8,
-            "moe_tp_size": None,  # tp_size: the loader checks the product even of a model without experts
+            "moe_tp_size": None,  # tp_size: the loader checks the product even for a model without experts
             "moe_ep_size": 1,
             "attn_tp_size": -1,
             "attn_cp_size": -1,
         },
         quantization={**_QUANTIZATION, "mamba_ssm_cache_dtype": None},
     ),
-    # Which of the newer mapping keys these know is not established, and none is needed.
+    # It is not known which newer mapping keys these releases accept, and none is needed.
     **{release: Loader(mapping={}, quantization=_QUANTIZATION) for release in ("1.1.0", "1.0.0", "0.21.0")},
 }
 DEFAULT_LOADER = "1.2.1"
@@ -78,11 +78,11 @@ _JSON_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: 
 
 
 class CheckpointError(InputDataError):
-    """A TensorRT-LLM checkpoint whose config or tensors are not what the format says."""
+    """A TensorRT-LLM checkpoint whose config or tensors violate the format."""
 
 
 class EmbeddingSharding(enum.Enum):
-    """How tensor-parallel ranks hold the embedding table: whole, by rows (vocabulary), or by columns (hidden).
+    """How tensor-parallel ranks store the embedding table: whole, by rows (vocabulary), or by columns (hidden).
 
     In config.json: use_parallel_embedding, and embedding_sharding_dim 0 or 1.
     """
@@ -93,7 +93,7 @@ class EmbeddingSharding(enum.Enum):
 
     @classmethod
     def of(cls, parallel: bool, dim: int) -> EmbeddingSharding:
-        """From the two settings TensorRT-LLM has for it. Raises UsageError for another dimension."""
+        """Value for TensorRT-LLM's two settings of the embedding. Raises UsageError for another dimension."""
         if dim not in (0, 1):
             raise UsageError(f"embedding_sharding_dim is {dim}", remedy="use 0 for the vocabulary, 1 for hidden size")
         return cls(dim) if parallel else cls.NONE
@@ -108,7 +108,7 @@ class Piece:
     cols: tuple[int, int] | None = None
 
     def elements(self, shape: tuple[int, ...]) -> int:
-        """Elements of this piece in a tensor of that shape: its rows, as wide as the tensor."""
+        """Number of elements in this piece's rows of a tensor of that shape, over all columns."""
         return (self.rows[1] - self.rows[0]) * (shape[1] if len(shape) > 1 else 1)
 
 
@@ -116,7 +116,7 @@ class Piece:
 class TensorPlan:
     """One tensor of a rank file: HF pieces stacked along dim 0, then `pad_rows` rows of zeros.
 
-    dtype  its safetensors type; None for the checkpoint's own
+    dtype  safetensors type; None for the checkpoint's type
     """
 
     name: str
@@ -128,7 +128,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """config.json of a checkpoint, as the loaders read it."""
+    """Content of a checkpoint's config.json, as the loaders read it."""
 
     architecture: str
     dtype: DataType
@@ -151,7 +151,7 @@ class CheckpointConfig:
 
 
 class Geometry(Protocol):
-    """The sizes that decide names and shapes; an HF model's config and a checkpoint's both have them."""
+    """Sizes that determine tensor names and shapes; both ModelConfig and CheckpointConfig have them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -179,7 +179,7 @@ def check_mapping(
     embedding: EmbeddingSharding = EmbeddingSharding.NONE,
     quantization: Quantization = UNQUANTIZED,
 ) -> None:
-    """Refuse a mapping the model cannot be cut into. Raises UsageError naming the tp sizes that fit."""
+    """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`."""
     obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
     if obstacle:
         sizes = range(1, model.num_attention_heads + 1)
@@ -201,13 +201,13 @@ def check_mapping(
 
 
 def _inputs(model: Geometry, tp: int) -> str:
-    """Input features of a rank's linears, each size once."""
+    """Numbers of input features of a rank's linears, each number once, as text."""
     sizes = {model.hidden_size, model.num_attention_heads * model.head_size // tp, model.intermediate_size // tp}
     return " and ".join(str(size) for size in sorted(sizes))
 
 
 def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
-    """Which size the weight-only kernels would round up, or nothing: the loader then wants padding nobody writes."""
+    """Size that weight-only kernels would round up, or "": the loader would then expect padding that is not written."""
     algo = quantization.quant_algo
     if algo is not QuantAlgo.W8A16 and not quantization.packed:
         return ""
@@ -227,7 +227,7 @@ def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
 
 
 def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
-    """Why the model cannot be cut into `tp` ranks, or nothing."""
+    """Why the model cannot be split into `tp` ranks; "" when it can."""
     kv = model.num_key_value_heads
     if model.num_attention_heads % tp:
         return f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads"
@@ -245,7 +245,7 @@ def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
 
 
 def notices(model: ModelConfig) -> list[str]:
-    """What a person should know of a conversion that loses nothing of the weights."""
+    """Notices for the user about a conversion that keeps all weights."""
     window = model.sliding_window
     if window is None or window >= model.max_position_embeddings:
         return []
@@ -256,7 +256,7 @@ def notices(model: ModelConfig) -> list[str]:
 
 
 def kv_head_rows(model: Geometry, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Rows of k_proj or v_proj that belong to a rank; with more ranks than heads a head serves several ranks."""
+    """Rows of k_proj or v_proj that a rank stores; with more ranks than KV heads, several ranks store the same head."""
     if tp_size > model.num_key_value_heads:
         head = tp_rank * model.num_key_value_heads // tp_size
         return head * model.head_size, (head + 1) * model.head_size
@@ -272,7 +272,7 @@ def plan_rank(
     embedding: EmbeddingSharding = EmbeddingSharding.NONE,
     quantization: Quantization = UNQUANTIZED,
 ) -> Iterator[TensorPlan]:
-    """Every tensor of one rank file, in file order, and the HF pieces it is made of."""
+    """Plans of all tensors of one rank file, in file order, each with its HF pieces."""
     hidden, vocab, tp = model.hidden_size, model.vocab_size, mapping.tp_size
     stages = mapping.layers(model.num_hidden_layers)
     if pp_rank == 0:
@@ -291,13 +291,13 @@ def plan_rank(
         yield from _cache_scales(ours + "attention.", theirs + "self_attn.", quantization.kv_cache_quant_algo)
     if pp_rank == mapping.pp_size - 1:
         yield TensorPlan("transformer.ln_f.weight", (hidden,), (Piece("model.norm.weight", (0, hidden)),))
-        # Tied models carry the head too, as a copy of the embedding: the build merges them again.
+        # A tied model's checkpoint stores the head too, as a copy of the embedding: the build merges the two again.
         head = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
         yield _vocab_rows("lm_head.weight", head, vocab, hidden, tp, tp_rank)
 
 
 def rank_layout(config: CheckpointConfig, *, pp_rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name, type and shape of every tensor of a rank file; the same for every rank of a pipeline stage."""
+    """Tensors of a rank file, name -> (type, shape); the same for every rank of a pipeline stage."""
     plans = plan_rank(
         config,
         config.mapping,
@@ -320,9 +320,9 @@ _CODES = {
 
 
 def _quantized(plan: TensorPlan, quantization: Quantization) -> Iterator[TensorPlan]:
-    """The tensors that stand for a layer's tensor: itself, or codes and scales for a linear's weight."""
+    """Tensors stored for one tensor of a layer: codes and scales for a linear's weight, otherwise the tensor."""
     algo = quantization.quant_algo
-    # W8A16 is a float checkpoint with a label: the engine build quantizes it, in the layout of its GPU.
+    # A W8A16 checkpoint stores float weights: the engine build quantizes them, in the layout of its GPU.
     if algo is None or algo is QuantAlgo.W8A16 or not plan.name.endswith(_LINEARS):
         yield plan
         return
@@ -390,7 +390,7 @@ def _plan_layer(model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) 
     dense = Piece(attn + "o_proj.weight", (0, hidden), q_rows)
     yield TensorPlan(ours + "attention.dense.weight", (hidden, q_rows[1] - q_rows[0]), (dense,))
     if model.attn_bias:
-        # Row-parallel: whole on every rank, added once after the all-reduce.
+        # The bias of a row-parallel linear is whole on every rank and added once after the all-reduce.
         yield TensorPlan(ours + "attention.dense.bias", (hidden,), (Piece(attn + "o_proj.bias", (0, hidden)),))
     yield TensorPlan(
         ours + "post_layernorm.weight", (hidden,), (Piece(theirs + "post_attention_layernorm.weight", (0, hidden)),)
@@ -403,7 +403,7 @@ def _plan_layer(model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) 
 
 
 def _vocab_rows(name: str, source: str, vocab: int, hidden: int, tp: int, tp_rank: int) -> TensorPlan:
-    """A vocabulary-parallel matrix: ceil(V / tp) rows a rank, the last ranks filled up with zeros."""
+    """Plan of a vocabulary-parallel matrix: ceil(V / tp) rows per rank, padded with zero rows at the end."""
     per_rank = -(-vocab // tp)
     start = min(vocab, tp_rank * per_rank)
     stop = min(vocab, start + per_rank)
@@ -416,7 +416,7 @@ def _share(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def source_shapes(model: Geometry) -> dict[str, tuple[int, ...]]:
-    """Every tensor the HF folder must hold, with its shape. A tied model may carry lm_head.weight besides."""
+    """Tensors that the HF folder must hold, name -> shape. A tied model may also have lm_head.weight."""
     hidden, ffn, d = model.hidden_size, model.intermediate_size, model.head_size
     q_out, kv_out = model.num_attention_heads * d, model.num_key_value_heads * d
     out: dict[str, tuple[int, ...]] = {
@@ -450,10 +450,10 @@ def config_json(
     quantization: Quantization = UNQUANTIZED,
     toolchain: str | None = None,
 ) -> dict[str, Any]:
-    """The checkpoint's config.json, for the loader of a TensorRT-LLM release. Raises UsageError for an unknown one.
+    """Content of config.json for the loader of the release `toolchain`. Raises UsageError for an unknown release.
 
-    An unknown key inside `mapping` or `quantization` is a TypeError in the loader, so those two carry what the
-    release knows and no more; unknown top-level keys are accepted by all of them.
+    The loader raises TypeError for an unknown key in `mapping` or `quantization`, so these two hold only keys that
+    the release accepts; all loaders accept unknown top-level keys.
     """
     release = toolchain or DEFAULT_LOADER
     if release not in LOADERS:
@@ -504,22 +504,22 @@ def _quantization_json(quantization: Quantization) -> dict[str, Any]:
         "quant_algo": algo and algo.value,
         "kv_cache_quant_algo": cache and cache.value,
         "group_size": quantization.group_size,
-        # True is what AWQ loaders look at; SmoothQuant's scale is part of its algorithm.
+        # Only AWQ loaders read this key; SmoothQuant's algorithm implies its scale.
         "pre_quant_scale": quantization.packed,
         "exclude_modules": _excluded(algo),
     }
 
 
 def _excluded(algo: QuantAlgo | None) -> list[str] | None:
-    """Modules that stay as they are. A list replaces the loader's own, so it must name all that matter."""
+    """Modules that are not quantized. The list replaces the loader's default, so it must be complete."""
     if algo is None:
         return None
-    # Of all algorithms this one alone has a quantized embedding, with scales that nobody writes.
+    # W8A16 is the only algorithm whose loader quantizes the embedding, and its scales are not written.
     return ["lm_head", "transformer.vocab_embedding"] if algo is QuantAlgo.W8A16 else ["lm_head"]
 
 
 def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
-    """Read a checkpoint's config (or an engine's `pretrained_config`). Raises CheckpointError naming `where`."""
+    """Parse a checkpoint's config (or an engine's `pretrained_config`). Raises CheckpointError naming `where`."""
 
     def get(key: str, kind: type[_T], default: Any = None, place: dict[str, Any] = raw) -> _T:
         value = place.get(key)
@@ -528,7 +528,7 @@ def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
             raise CheckpointError(f"{where} lacks {key}", remedy="convert the model again")
         if kind is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
-        # Not isinstance: true is an int to Python.
+        # Not isinstance: a bool is an int to Python.
         if type(value) is not kind:
             raise CheckpointError(f"{where}: {key} is {value!r}, not {_JSON_NAMES[kind]}")
         return value

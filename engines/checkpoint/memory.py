@@ -1,4 +1,4 @@
-"""What the weights of a rank take on a GPU, to the byte, from names and shapes alone."""
+"""GPU memory of a rank's weights and of the KV cache, in bytes, computed from names and shapes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LINEAR_STEMS = (".qkv.weight", ".dense.weight", ".fc.weight", ".gate.weight", "
 
 
 def rank_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
-    """Bytes of the largest rank's weights in an engine. Activations and KV cache come on top."""
+    """Bytes of the largest rank's weights in an engine, without activations and KV cache."""
     ranks = []
     for pp_rank in range(mapping.pp_size):
         total = 0
         for plan in plan_rank(model, mapping, tp_rank=0, pp_rank=pp_rank, quantization=quantization):
             size = ITEMSIZE[plan.dtype or SAFETENSORS_DTYPE[dtype]]
-            # A checkpoint for W8A16 holds the weights as they were; the builder rounds them to a byte each.
+            # A W8A16 checkpoint stores float weights; the build rounds them to one byte each.
             if quantization.quant_algo is QuantAlgo.W8A16 and plan.name.endswith(_LINEAR_STEMS):
                 size = 1
             total += prod(plan.shape) * size
@@ -31,7 +31,7 @@ def rank_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantizati
 
 
 def check_fit(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization, gpu: GpuSpec) -> None:
-    """Raises UsageError when the weights alone are more than the GPU's memory, naming the ranks that would do."""
+    """Raises UsageError, naming a --tp that fits, when the weights alone exceed the GPU's memory."""
     if gpu.memory_gib is None:
         return
     need = rank_bytes(model, dtype, mapping, quantization) / 2**30
@@ -58,9 +58,9 @@ def check_fit(model: ModelConfig, dtype: DataType, mapping: Mapping, quantizatio
 
 
 def kv_token_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
-    """Bytes of KV cache that one token takes on the rank with most layers: 2 x layers x KV heads x head size x item.
+    """Bytes of KV cache per token on the rank with most layers: 2 x layers x KV heads x head size x item size.
 
-    Beyond one rank for each KV head the heads are copied, and nothing more is saved.
+    With more ranks than KV heads, ranks hold copies of the heads, and more ranks save nothing.
     """
     layers = -(-model.num_hidden_layers // mapping.pp_size)
     heads = max(1, model.num_key_value_heads // mapping.tp_size)

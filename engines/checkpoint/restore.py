@@ -1,7 +1,7 @@
-"""The way back: an unquantized checkpoint, ours or foreign, compared with its HF source or turned into one again.
+"""Comparison of an unquantized TensorRT-LLM checkpoint with its HF source, and conversion back to an HF folder.
 
-Both walk the converter's plan the other way: each piece of each rank's tensors says which rows and columns of which
-HF tensor it holds. Files are mapped, and compared or copied in blocks.
+Both use the converter's plan in reverse: each piece of each rank's tensors says which rows and columns of which
+HF tensor it holds. Files are mapped into memory, and compared or copied in blocks. Any converter's checkpoint will do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trtpipe.engines.hf.folder import SINGLE_NAME, LocatedTensor, locate_tensors
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
 
 BLOCK_BYTES = 8 << 20
-# Fields of config.json that must say the same on both sides.
+# Fields of config.json that must be equal in both folders.
 COMPARED_FIELDS = (
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_size", "norm_epsilon", "max_position_embeddings", "rotary_base", "rotary_scaling",
@@ -44,7 +44,7 @@ MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
 
 @dataclass(frozen=True)
 class _Held:
-    """A piece as a rank file holds it: rows [row, row + rows of the piece) of `plan`'s tensor in `file`."""
+    """A piece in a rank file: rows [row, row + rows of the piece) of `plan`'s tensor in `file`."""
 
     file: SafetensorsFile
     plan: TensorPlan
@@ -53,7 +53,7 @@ class _Held:
 
 
 def differences(checkpoint: Path, source: Path) -> list[str]:
-    """Everything in which a checkpoint is not what its HF folder converts to; empty when they are equal.
+    """Differences between a checkpoint and the conversion of its HF folder; empty when they are equal.
 
     Values are compared bit for bit after casting the source to the checkpoint's type. Raises InputDataError for a
     folder that cannot be read.
@@ -65,7 +65,7 @@ def differences(checkpoint: Path, source: Path) -> list[str]:
         if getattr(config, name) != getattr(model, name)
     ]
     located = locate_tensors(source)
-    # Casters keep scratch arrays, so one a type serves for all tensors.
+    # Casters allocate scratch arrays, so one caster per type is used for all tensors.
     casters: dict[str, Caster] = {}
     for held in _pieces(checkpoint, config):
         where = f"tensor '{held.plan.name}' in {held.file.path.name}"
@@ -97,9 +97,9 @@ def _read_plain(checkpoint: Path) -> CheckpointConfig:
 
 
 def restore(checkpoint: Path, out: Path) -> None:
-    """Write config.json and model.safetensors of the HF folder a checkpoint was made from into the folder `out`.
+    """Write config.json and model.safetensors of the HF folder that a checkpoint was made from into the folder `out`.
 
-    The type is the checkpoint's; the tokenizer is not in a checkpoint. Raises CheckpointError when ranks that hold
+    Tensors keep the checkpoint's type; a checkpoint has no tokenizer. Raises CheckpointError when ranks that hold
     the same values disagree, or padding is not zero.
     """
     config = _read_plain(checkpoint)
@@ -108,7 +108,7 @@ def restore(checkpoint: Path, out: Path) -> None:
             f"{checkpoint} is of the architecture '{config.architecture}'",
             remedy=suggestion(config.architecture, MODEL_TYPES),
         )
-    # All of them are compared with what is stored before anything of the size that config.json states is made.
+    # All planned tensors are checked against the files before a file of the size that config.json states is created.
     pieces = list(_pieces(checkpoint, config))
     write_json(out / "config.json", _hf_config(config))
     shapes = source_shapes(config)
@@ -123,7 +123,7 @@ def restore(checkpoint: Path, out: Path) -> None:
         name = held.piece.source
         matrix = np.memmap(target, _kind(dtype), "r+", offsets[name], shape=_two_dimensional(shapes[name]))
         matrix[slice(*held.piece.rows), _columns(held.piece)] = _stored(held)
-    # Norms, biases and replicated heads are on several ranks, and a tied head is the embedding again: where two
+    # Several ranks store norms, biases and replicated heads, and a tied head is a copy of the embedding: where two
     # copies disagree, one of them now differs from what was written.
     faults = differences(checkpoint, out)
     if faults:
@@ -131,7 +131,7 @@ def restore(checkpoint: Path, out: Path) -> None:
 
 
 def _pieces(checkpoint: Path, config: CheckpointConfig) -> Iterator[_Held]:
-    """Every piece of every rank file, after checking that each tensor is there in its shape and type."""
+    """Pieces of all rank files. Raises CheckpointError for a tensor that is missing or of a wrong shape or type."""
     mapping = config.mapping
     for rank in range(mapping.world_size):
         pp_rank, tp_rank = divmod(rank, mapping.tp_size)
@@ -173,7 +173,7 @@ def _equal(held: _Held, tensor: LocatedTensor, caster: Caster) -> bool:
 
 
 def _padding_faults(checkpoint: Path, config: CheckpointConfig, rank: int) -> list[str]:
-    """Rows beyond the vocabulary must be zero."""
+    """Messages for the rows beyond the vocabulary that are not zero."""
     pp_rank, tp_rank = divmod(rank, config.mapping.tp_size)
     file = read_header(rank_file(checkpoint, rank))
     out = []

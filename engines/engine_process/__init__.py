@@ -1,1 +1,1 @@
-"""Process of an engine: one runtime, fed over a local socket by the Python models that serve it."""
+"""Engine process: one runtime that receives requests over a local socket from Triton's Python models."""

@@ -1,6 +1,6 @@
-"""Messages between the engine process and Triton's stubs: JSON and an optional block of bytes, length-prefixed.
+"""Protocol between the engine process and Triton's stubs: length-prefixed JSON and an optional block of bytes.
 
-Standard library only: this file is copied beside the Triton backend that speaks to the engine process.
+Imports only the standard library: this file is copied beside the Triton backend, which connects to the engine process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TAKEN = 75
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end of a connected local socket: who connected to it, or who listens."""
+    """(process id, user id) of the peer of a connected local socket."""
     pid, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, user
 
@@ -33,13 +33,13 @@ class Connection:
         self._incoming = sock.makefile("rb", buffering=1 << 16)
 
     def send(self, message: dict[str, Any], blob: bytes = b"") -> None:
-        """Raises OSError when the other end is gone."""
+        """Send a message. Raises OSError when the other end has closed the connection."""
         text = json.dumps(message, separators=(",", ":")).encode()
         with self._sending:
             self._socket.sendall(_PREFIX.pack(len(text), len(blob)) + text + blob)
 
     def receive(self) -> tuple[dict[str, Any], bytes] | None:
-        """The next message and its bytes; None when the other end is gone."""
+        """Receive the next message and its bytes; None when the other end has closed the connection."""
         try:
             prefix = self._incoming.read(_PREFIX.size)
             if len(prefix) < _PREFIX.size:

@@ -1,4 +1,4 @@
-"""What a caller asks of the reference runtime and what one step gives back. Field names are TensorRT-LLM's."""
+"""Request to a runtime, and its output of one step. Field names are TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy.typing as npt
 
 from trtpipe.engines.errors import UsageError
 
-# Why a request is over: its end_id came up, a stop word was completed, max_tokens is reached, or cancel().
+# Why a request is over: end_id was drawn, a stop word was completed, max_tokens was reached, or cancel() was called.
 Finish = Literal["end_id", "stop_words", "length", "cancelled"]
 FloatArray = npt.NDArray[np.float32]
 
 
 class RequestRefused(UsageError):
-    """A request that this engine can never run, whatever the load."""
+    """A request that this engine can never run, at any load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a token is chosen. None means unset everywhere.
+    """Sampling parameters of a request. None means unset for every field.
 
     temperature         divides the logits, before the penalties as in TensorRT-LLM; 0 means greedy
-    top_k               candidates, at most 1024; unset or 0 with top_p unset or 0 is greedy
-    top_p               probability mass of the candidates; 1 or more leaves only top_k
+    top_k               number of candidates, at most 1024; unset or 0 with top_p unset or 0 is greedy
+    top_p               probability mass of the candidates; 1 or more disables this limit
     repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output
     presence_penalty    subtracted from the logits of tokens in the output
     frequency_penalty   subtracted once for each time a token is in the output
-    min_tokens          neither end_id nor a stop word ends the request before so many tokens
-    seed                unset is 0, TensorRT-LLM's default: equal requests get equal tokens
+    min_tokens          number of tokens before which neither end_id nor a stop word ends the request
+    seed                unset means 0, TensorRT-LLM's default: equal requests get equal tokens
     """
 
     temperature: float | None = None
@@ -47,14 +47,14 @@ class SamplingParams:
 class Request:
     """One prompt to continue.
 
-    id              hashable; distinguishes the request among those not yet finished
+    id              hashable; unique among the unfinished requests
     prompt          token ids
-    max_tokens      tokens to generate at most
-    end_id          the token that ends generation and is not put out; None or -1: none does
+    max_tokens      most tokens to generate
+    end_id          token that ends generation and is not output; None or -1: no token does
     stop_words      token sequences that end generation when the output ends in one; they stay in the output
-    bad_words       token sequences that may not be completed, counting prompt and output
-    embedding_bias  [vocab_size] float32, added to the logits before all else
-    beam_width      1; the runtime searches no beams
+    bad_words       token sequences that must not be completed; they may begin in the prompt
+    embedding_bias  [vocab_size] float32, added to the logits first
+    beam_width      1; the runtime has no beam search
     """
 
     id: Any
@@ -64,7 +64,7 @@ class Request:
     end_id: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    # Left out of comparison: arrays have no truth value.
+    # compare=False: the comparison of arrays has no truth value.
     embedding_bias: FloatArray | None = field(default=None, compare=False)
     beam_width: int = 1
     return_log_probs: bool = False
@@ -72,20 +72,20 @@ class Request:
     return_generation_logits: bool = False
 
 
-# Not frozen: one is made for every token, and freezing it would cost more than the rest of it.
+# Not frozen: an Output is created for every token, and freezing would more than double the cost of that.
 @dataclass(kw_only=True, slots=True)
 class Output:
-    """What one step produced for one request.
+    """Output of one step for one request.
 
-    tokens             token ids new in this step; empty when end_id came up or the request was cancelled
+    tokens             new token ids of this step; empty when end_id came up or the request was cancelled
     log_probs          log softmax of each token under the model's raw logits, before bias, temperature and
                        penalties; empty unless asked for
-    cum_log_prob       sum of the log_probs of all tokens put out so far; 0 unless asked for
-    finish             why the request is over, or None while it goes on
-    reused_blocks      blocks of the KV cache that held this prompt's start already
-    allocated_blocks   blocks taken for this request so far, the reused ones not counted
-    context_logits     [prompt tokens, vocab_size] float32, on the first output only and if asked for
-    generation_logits  [len(tokens), vocab_size] float32 raw logits, if asked for
+    cum_log_prob       sum of the log_probs of all tokens output so far; 0 unless requested
+    finish             why the request is over, or None while it continues
+    reused_blocks      KV-cache blocks that already held the start of this prompt
+    allocated_blocks   blocks allocated for this request so far, without the reused ones
+    context_logits     [prompt tokens, vocab_size] float32, on the first output only and if requested
+    generation_logits  [len(tokens), vocab_size] float32 raw logits, if requested
     """
 
     id: Any
@@ -100,5 +100,5 @@ class Output:
 
     @property
     def only_tokens(self) -> bool:
-        """Whether it holds neither log_probs nor logits."""
+        """Whether the output has neither log_probs nor logits."""
         return not self.log_probs and self.context_logits is None and self.generation_logits is None

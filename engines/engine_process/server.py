@@ -33,22 +33,22 @@ from trtpipe.engines.errors import TrtpipeError
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime
 
-# How long a new process waits for its first stub, and how long a step may take that nobody waits for any more.
+# How long a new process waits for its first stub, and how long a step may run after the last stub has left.
 FIRST_STUB_SECONDS = 60.0
 LAST_STEP_SECONDS = 5.0
 
 
 class _Stub:
-    """One connected stub and the requests it owns, under its own names for them."""
+    """One connected stub and its requests, under the stub's names for them."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         self.connection = connection
         self.number = number
-        self.running: dict[Any, str] = {}  # its name for a request -> the client's id of it
+        self.running: dict[Any, str] = {}  # the stub's name for a request -> the client's id of the request
 
 
 class _Peers:
-    """The processes at the other ends. When the server is gone they are ended, and this one with them."""
+    """Processes of the connected stubs. When tritonserver is gone, they and this process are killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class _Peers:
         self._end: threading.Timer | None = None
 
     def came(self, pid: int) -> None:
-        # By its number alone it could not be ended later: another process may have got it.
+        # A pidfd, since the process id may belong to another process by the time of the kill.
         with contextlib.suppress(ProcessLookupError):
             self._descriptors.append(os.pidfd_open(pid))
         with self._lock:
@@ -66,7 +66,7 @@ class _Peers:
                 self._end.cancel()
 
     def left(self) -> None:
-        """After the last, a step that hangs must not keep the process, and the memory of its GPU, for ever."""
+        """Count a stub that left. After the last one, a timer ends this process and frees its GPU if a step hangs."""
         with self._lock:
             self._connected -= 1
             if self._connected == 0:
@@ -75,7 +75,7 @@ class _Peers:
                 self._end.start()
 
     def follow(self, server: int) -> None:
-        """A killed server leaves its stubs waiting for it, inside a call that never returns."""
+        """Wait for the server's end, then kill its stubs: each hangs in a call to the server that never returns."""
         with contextlib.suppress(ProcessLookupError):  # gone already
             select.select([os.pidfd_open(server)], [], [])
         for descriptor in self._descriptors:
@@ -85,7 +85,7 @@ class _Peers:
 
 
 def _end_at_once() -> None:
-    """With all that this process has started, where it leads a group: a stub starts it so."""
+    """Kill this process, and its whole process group if it leads one, as it does when a stub starts it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -118,7 +118,7 @@ def main() -> int:
             return TAKEN
         listener.listen()
         try:
-            # Here, so that a missing torch is told to the stub that waits and not only to the log.
+            # Imported here, so that the waiting stub, and not only the log, gets the error of a missing torch.
             runtime = importlib.import_module(args.runtime).Runtime(args.engine, **args.options)
         except (TrtpipeError, ImportError, OSError, MemoryError) as error:
             _refuse(listener, str(error) or type(error).__name__)
@@ -129,22 +129,22 @@ def main() -> int:
 
 
 def _refuse(listener: socket.socket, reason: str) -> None:
-    """Tell the stubs why there is no engine; they are waiting for exactly that."""
+    """Send the waiting stubs the reason why there is no engine."""
     listener.settimeout(FIRST_STUB_SECONDS)
     with contextlib.suppress(TimeoutError, BlockingIOError):
         while True:
             sock, _ = listener.accept()
             sock.setblocking(True)
-            with contextlib.suppress(OSError):  # it did not wait
+            with contextlib.suppress(OSError):  # the stub did not wait
                 Connection(sock).send({"type": "failed", "error": reason})
-            listener.settimeout(0)  # others only if they are there by now
+            listener.settimeout(0)  # then only stubs that are connected already
 
 
 def _accept(listener: socket.socket, events: queue.SimpleQueue[Event], peers: _Peers) -> None:
     for number in itertools.count():
         sock, _ = listener.accept()
         pid, user = peer(sock)
-        if user != os.geteuid():  # anybody on this machine can see the address
+        if user != os.geteuid():  # every user of this machine can connect to the address
             sock.close()
             continue
         peers.came(pid)
@@ -161,12 +161,12 @@ def _listen(stub: _Stub, events: queue.SimpleQueue[Event], peers: _Peers) -> Non
 
 
 def _serve(runtime: Runtime, events: queue.SimpleQueue[Event], stats_period: float, most: int | None) -> int:
-    """The loop: take what has arrived, run a step, send what it produced."""
+    """Main loop: receive messages, run a step, send its outputs."""
     stubs: dict[int, _Stub] = {}
     next_stats = 0.0
     while True:
         try:
-            # Nothing to compute: sleep until a stub speaks, but leave when none ever does.
+            # Nothing to compute: wait for a message, but exit when no stub ever connects.
             timeout = None if stubs else FIRST_STUB_SECONDS
             batch = [] if runtime.has_work else [events.get(timeout=timeout)]
         except queue.Empty:
@@ -216,13 +216,13 @@ def _handle(
         except RequestRefused as error:
             _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": str(error)})
         except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
-            # A malformed request must not end those of everybody else.
+            # A malformed request must not end the requests of other stubs.
             reason = f"the request is malformed: {type(error).__name__}: {error}"
             _send(stub, {"type": "refused", "id": message["id"], "full": False, "error": reason})
 
 
 def _forget(runtime: Runtime, stubs: dict[int, _Stub], stub: _Stub) -> None:
-    """A stub is gone: nobody waits for its requests any more."""
+    """Remove a stub that has disconnected, and cancel its requests."""
     stubs.pop(stub.number, None)
     for name in stub.running:
         runtime.cancel((stub.number, name))
@@ -245,9 +245,9 @@ def _request(stub: _Stub, message: dict[str, Any], blob: bytes) -> Request:
 
 
 def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, Any] | None) -> None:
-    """One message to each stub; the statistics to the first, which sets the gauges for all."""
+    """Send one message to each stub; the first stub also gets the statistics and sets the gauges for all."""
     first = min(stubs)
-    # At hundreds of requests this is what a step costs besides the engine: most outputs are tokens and nothing else.
+    # With hundreds of requests this loop is the main cost beside the engine, so outputs with only tokens are packed.
     plain: dict[int, list[Any]] = {number: [] for number in stubs}
     others: dict[int, list[Output]] = {}
     for output in outputs:
@@ -276,7 +276,7 @@ def _publish(stubs: dict[int, _Stub], outputs: list[Output], stats: dict[str, An
 
 
 def _entry(output: Output, blob: bytearray) -> dict[str, Any]:
-    """One output as JSON; logits go into the block of bytes as [rows, vocabulary] float32."""
+    """One output as JSON; logits are appended to the block of bytes as [rows, vocabulary] float32."""
     entry: dict[str, Any] = {
         "id": output.id[1],
         "tokens": output.tokens,

@@ -1,8 +1,8 @@
-"""vLLM behind the engine process: the same requests and outputs as the reference runtime's, one step at a time.
+"""vLLM as a runtime of the engine process, with the reference runtime's requests and outputs, one step at a time.
 
-It runs where vLLM is installed, which may be another environment than the server's: as `python -m
-trtpipe.engines.engine_process.server --runtime trtpipe.engines.engine_process.vllm_runtime`. What vLLM
-cannot do as TensorRT-LLM does is refused, never ignored.
+It runs in an environment with vLLM, which may differ from the server's environment: `python -m
+trtpipe.engines.engine_process.server --runtime trtpipe.engines.engine_process.vllm_runtime`. A request option that
+vLLM does not handle as TensorRT-LLM does is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from trtpipe.engines.backends.vllm import FILE
 from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
 from trtpipe.engines.yaml_input import load_yaml
 
-# Memory is ours to ask for, the rest is in the engine's own arguments.
+# Default of the memory share, which the engine's own arguments do not set.
 DEFAULT_MEMORY_FRACTION = 0.9
 
 
 class Runtime:
-    """An engine folder of the vllm runtime, loaded.
+    """Runs an engine folder of the vllm runtime.
 
-    policy                         of admission; vLLM has its own, which pauses and recomputes
+    policy                         admission policy; vLLM has only its own, which pauses and recomputes
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
@@ -69,7 +69,7 @@ class Runtime:
         return bool(self._running or self._ended)
 
     def submit(self, request: Request) -> None:
-        """Raises RequestRefused for what this engine can never run."""
+        """Queue a request. Raises RequestRefused for one that this engine can never run."""
         name = _name(request.id)
         self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, self._sampling(request))
         self._running[name] = _Running(request)
@@ -101,7 +101,7 @@ class Runtime:
         return out
 
     def stats(self) -> dict[str, int]:
-        """What the backend publishes as TensorRT-LLM's metrics; what is not vLLM's to tell is counted here or 0."""
+        """Values of TensorRT-LLM's metrics for the backend; those that vLLM does not report are counted here or 0."""
         active = len(self._running)
         scheduled = min(active, self._max_batch)
         used = min(self._blocks, sum(-(-running.length // self._block) for running in self._running.values()))
@@ -156,7 +156,7 @@ class Runtime:
             frequency_penalty=asked.frequency_penalty or 0.0,
             min_tokens=asked.min_tokens or 0,
             seed=asked.seed or 0,
-            ignore_eos=True,  # the end is the request's, not the model's
+            ignore_eos=True,  # the request's end_id ends generation, not the model's
             stop_token_ids=[request.end_id] if ends else None,
             logit_bias=bias,
             logprobs=0 if request.return_log_probs else None,
@@ -166,19 +166,19 @@ class Runtime:
 
 
 class _Running:
-    """One request in vLLM, and what of its answer has been seen."""
+    """One request in vLLM, and the state of its output so far."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._tokens: list[int] = []
         self._sum = 0.0
-        # Whether a token may mean more than itself.
+        # Whether each token needs more work: stop words or log probabilities.
         self._watched = bool(request.stop_words or request.return_log_probs)
         self.stopped = False
 
     @property
     def waiting(self) -> bool:
-        """Whether its prompt has not been answered by a token yet."""
+        """Whether the request has no output token yet."""
         return not self._tokens
 
     @property
@@ -197,7 +197,7 @@ class _Running:
         elif part.finish_reason is not None:
             finish = "end_id"
             if tokens and tokens[-1] == self._request.end_id:
-                tokens.pop()  # TensorRT-LLM does not put it out
+                tokens.pop()  # TensorRT-LLM does not output the end_id
         log_probs = []
         if self._request.return_log_probs:
             log_probs = [float(row[token].logprob) for row, token in zip(part.logprobs, tokens, strict=False)]

@@ -1,4 +1,4 @@
-"""A model's chat template, applied as transformers applies it: sandboxed Jinja2 over messages and special tokens."""
+"""Chat template of a model, rendered as in transformers: sandboxed Jinja2 over messages and special tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trtpipe.engines.json_input import read_bounded, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Message = dict[str, str]
-# The longest of the hub has 20 kB.
+# The longest template on the hub has 20 kB.
 MAX_TEMPLATE_BYTES = 1 << 20
 RAW = "pass --raw to send the text as it is"
-# Marks what an assistant wrote, for training; transformers renders its body, as `if true` does.
+# The `generation` tag marks the assistant's text for training; transformers renders its body, like `if true`.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
 def read_template(tokenizer: Path) -> str | None:
-    """The chat template of a tokenizer folder, from its own file or tokenizer_config.json; None if it has none."""
+    """Read a tokenizer folder's chat template, from its own file or tokenizer_config.json; None if it has none."""
     file = tokenizer / "chat_template.jinja"
     if file.is_file():
         try:
@@ -32,7 +32,7 @@ def read_template(tokenizer: Path) -> str | None:
         except ValueError as error:
             raise InputDataError(f"{file} is no chat template", why=str(error), remedy=RAW) from None
     template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, each with a name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
         if template is None:
@@ -43,17 +43,17 @@ def read_template(tokenizer: Path) -> str | None:
 
 
 def apply_template(tokenizer: Path, template: str, messages: list[Message]) -> str:
-    """The prompt for `messages` ({role, content}), ready for the assistant's answer. Raises InputDataError."""
+    """Render the prompt for `messages` ({role, content}), up to the assistant's answer. Raises InputDataError."""
     return compile_template(tokenizer, template)(messages)
 
 
 def compile_template(tokenizer: Path, template: str) -> ChatTemplate:
-    """`apply_template` for many prompts: compiling takes longer than rendering. Errors are those of applying it."""
+    """Make a ChatTemplate for many prompts, since compiling takes longer than rendering. Applying it raises errors."""
     return ChatTemplate(template, _special_tokens(tokenizer), str(tokenizer))
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name, compiled when first applied. Pickles as these."""
+    """A template and its special tokens, compiled at the first use. Its pickle holds the text and tokens only."""
 
     def __init__(self, source: str, special: dict[str, str], owner: str) -> None:
         self._source = source
@@ -64,7 +64,7 @@ class ChatTemplate:
         return ChatTemplate, (self._source, self._special, self._owner)
 
     def compile(self) -> None:
-        """Compile it now. Raises jinja2.TemplateError."""
+        """Compile the template now. Raises jinja2.TemplateError."""
         self._compiled  # noqa: B018
 
     def __call__(self, messages: list[Message]) -> str:
@@ -109,7 +109,7 @@ def _always(found: re.Match[str]) -> str:
 
 
 def _special_tokens(tokenizer: Path) -> dict[str, str]:
-    """The special tokens that the folder names; either file writes one plain or as an object."""
+    """Special tokens that the folder's two files name; each file may store a token as a string or as an object."""
     settings = {
         **_settings(tokenizer, "special_tokens_map.json"),
         **_settings(tokenizer, "tokenizer_config.json"),

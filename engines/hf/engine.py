@@ -1,4 +1,4 @@
-"""Engines that are Hugging Face folders: the weights linked, and a settings file for the runtime beside them."""
+"""Engine folders of Hugging Face format: linked weights and a settings file for the runtime."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trtpipe.engines.files import place
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """A runtime's settings as a YAML file; None means left out."""
+    """Text of a YAML file with a runtime's settings; None values are left out."""
     return yaml.safe_dump({key: value for key, value in settings.items() if value is not None}, sort_keys=False)
 
 
 def lay_out(checkpoint: Checkpoint, out: Path, rendered: dict[str, str]) -> Engine:
-    """Link the folder's files into `out` and write the rendered ones beside them, name -> text."""
+    """Link the checkpoint's files into `out` and write the files `rendered`, name -> text, beside them."""
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file():
             place(path, out / path.name)

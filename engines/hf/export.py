@@ -1,6 +1,6 @@
-"""Hugging Face folders for the runtimes that eat them: the model's own weights in one type, in shards with an index.
+"""Export of an unquantized Hugging Face folder in one element type, in shards with an index.
 
-Where the source has that type already its files are linked, and nothing is read.
+If the source has that type already, its files are linked and no weight is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtpipe.engines.hf.safetensors_file import ITEMSIZE
 from trtpipe.engines.json_input import read_json
 
 SHARD_BYTES = 5_000_000_000
-# What a served model needs besides its weights.
+# Files that a served model needs besides its weights.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
     "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -49,7 +49,7 @@ def export(source: Path, out: Path, *, dtype: DataType, progress: Progress = lam
 
 
 def config_in(source: Path, dtype: DataType) -> dict[str, object]:
-    """The source's config.json, its type named anew under the name it has there."""
+    """The source's config.json with `dtype` under the key that the source uses for its type."""
     config = read_json(source / "config.json", "model config")
     for key in ("dtype", "torch_dtype"):
         if key in config:
@@ -64,9 +64,9 @@ def copy_companions(source: Path, out: Path) -> None:
 
 
 def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Path, list[TensorPlan]]]:
-    """Which file gets which tensors, files of at most SHARD_BYTES; writes their index when there are several.
+    """Assign tensors to files of at most SHARD_BYTES each; write an index when there are several files.
 
-    dtype  safetensors type of tensors whose plan names none
+    dtype  safetensors type of tensors whose plan has none
     """
     sizes = {plan.name: prod(plan.shape) * ITEMSIZE[plan.dtype or dtype] for plan in plans}
     parts: list[list[TensorPlan]] = [[]]
@@ -89,5 +89,5 @@ def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Pa
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:
-    """A tensor that is one whole source tensor."""
+    """Plan of a tensor that is a copy of one source tensor."""
     return TensorPlan(name, shape, (Piece(name, (0, shape[0] if shape else 1)),), dtype=dtype)

@@ -1,8 +1,8 @@
-"""A Hugging Face model folder: its config normalised, its tensors located, its tokenizer found.
+"""Reader of a Hugging Face model folder: normalised config, locations of tensors, check of the tokenizer.
 
-Both spellings of the rotary settings are read: `rope_theta` and `rope_scaling` (transformers 4), and
-`rope_parameters` (transformers 5). TensorRT-LLM's own converter knows only the first and then writes
-rotary_base 10000 without a word.
+Both forms of the rotary settings are read: `rope_theta` and `rope_scaling` (transformers 4), and
+`rope_parameters` (transformers 5). TensorRT-LLM's own converter reads only the first form and silently writes
+rotary_base 10000 for the second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from trtpipe.engines.sizes import MOST_CONFIG_BYTES, MOST_CONFIG_VALUES, excess
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# A dense Llama has some ten tensors a layer, each a value of the index.
+# A dense Llama has some ten tensors per layer, and the index has one value for each tensor.
 MOST_INDEX_BYTES, MOST_NAMES = 16 << 20, 200_000
-# Of a file in a folder, on any file system.
+# Bound for the length of a shard's file name; every file system accepts such names.
 MOST_NAME_LENGTH = 200
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# Read by serving; tokenizer.json alone is required.
+# Files that serving reads; only tokenizer.json is required.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,15 +36,15 @@ TOKENIZER_FILES = (
 
 
 class NotALlama(InputDataError):
-    """A folder that holds no dense Llama-family model."""
+    """A folder without a dense model of the Llama family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What an HF config.json says, under TensorRT-LLM's field names.
+    """Content of an HF config.json under TensorRT-LLM's field names.
 
-    `rotary_scaling` is the HF dictionary as it stands, without the base, or None. `dtype` is None when the
-    folder does not say. `sliding_window` has no place in a TensorRT-LLM checkpoint.
+    `rotary_scaling` is the unchanged HF dictionary without the base, or None. `dtype` is None when the
+    folder does not state it. A TensorRT-LLM checkpoint has no field for `sliding_window`.
     """
 
     architecture: str
@@ -69,16 +69,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LocatedTensor:
-    """One tensor and the shard that holds it."""
+    """A tensor and the shard that stores it."""
 
     path: Path
     entry: TensorEntry
 
 
 def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
-    """Normalise `folder`/config.json; `quantized` accepts one that describes quantized weights.
+    """Read and normalise `folder`/config.json; with `quantized` it may describe quantized weights.
 
-    Raises InputDataError, NotALlama for another architecture.
+    Raises InputDataError, and NotALlama for another architecture.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -89,12 +89,12 @@ def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
 
 
 def read_config_json(path: Path, what: str) -> dict[str, Any]:
-    """The object in a config.json. Raises InputDataError naming the file for anything else."""
+    """Read the JSON object in a config.json. Raises InputDataError naming the file for anything else."""
     return read_json(path, what, max_bytes=MOST_CONFIG_BYTES, max_values=MOST_CONFIG_VALUES)
 
 
 def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = False) -> ModelConfig:
-    """The same of a config.json's content; `path` names it in messages."""
+    """Normalise the content of a config.json as `read_model_config` does; messages name `path`."""
     names = raw.get("architectures")
     architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if architecture is None:
@@ -146,7 +146,7 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
 
 
 def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
-    """Every tensor of the model by name: one safetensors file, or the shards an index names.
+    """Locate all tensors by name, in one safetensors file or in the shards that an index names.
 
     Raises SafetensorsError for a damaged shard and InputDataError for a missing or contradictory one.
     """
@@ -206,7 +206,7 @@ def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:
 
 
 class _Fields:
-    """Typed access to config.json, so that a wrong type is named instead of travelling on."""
+    """Typed access to config.json: a value of a wrong type raises an error that names it."""
 
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
         self._path = path
@@ -247,7 +247,7 @@ def _dtype(path: Path, raw: dict[str, Any]) -> DataType | None:
 
 
 def _rotary(path: Path, raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(rotary_base, rotary_scaling) from either spelling. Raises InputDataError if they contradict."""
+    """(rotary_base, rotary_scaling) from either form. Raises InputDataError if the two forms contradict."""
     bases: dict[str, float] = {}
     scalings: dict[str, dict[str, Any] | None] = {}
     if raw.get("rope_theta") is not None:
@@ -282,7 +282,7 @@ def _spelt_anew(scaling: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(path: Path, key: str, scaling: dict[str, Any]) -> dict[str, Any] | None:
-    """`scaling` as it stands, or None when it changes nothing. Raises InputDataError if its type is unclear."""
+    """Return `scaling` unchanged, or None when it has no effect. Raises InputDataError if its type is unclear."""
     kind = _kind(scaling)
     if scaling.get("type", kind) != kind:
         raise InputDataError(f"{path}: {key} has type {scaling['type']!r} and rope_type {kind!r}")

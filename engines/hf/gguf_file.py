@@ -1,4 +1,4 @@
-"""Check of a GGUF file's header before a library reads it: its counts, lengths and sizes against its bytes.
+"""Check of a GGUF file's header before a library reads it: counts, lengths and sizes must match the file.
 
 Format (ggml, docs/gguf.md), little-endian: "GGUF", version u32, number of tensors u64, number of keys u64; the keys,
 each a name, a type u32 and a value; for each tensor its name, number of dimensions u32, the dimensions u64 (columns
@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.sizes import LARGEST, excess
 
-# Versions that the library reads, and architectures that stand for a dense Llama.
+# Versions that the library reads, and architecture names of a dense Llama.
 VERSIONS = (2, 3)
 ARCHITECTURES = ("llama", "mistral")
-# A Llama has some 30 keys, whose longest arrays are the vocabulary and its merges.
+# A Llama has some 30 keys; the longest arrays are the vocabulary and its merges.
 MOST_KEYS, MOST_ITEMS, MOST_STRING = 10_000, 1 << 20, 1 << 20
 MOST_TENSORS = 20 * LARGEST["num_hidden_layers"]
-# The smallest type, IQ1_S, takes 1.56 bits for an element.
+# The smallest type, IQ1_S, takes 1.56 bits per element.
 LEAST_BITS = 1.5
 
 _STRING, _ARRAY = 8, 9
@@ -29,11 +29,11 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 class GgufError(InputDataError):
-    """A GGUF file whose header is truncated, untrue, or of another kind of model."""
+    """A GGUF file whose header is truncated, inconsistent with the file, or of another kind of model."""
 
 
 def check_gguf(path: Path) -> None:
-    """Raise GgufError unless the header of `path` is whole and describes a Llama whose tensors are in the file."""
+    """Raise GgufError unless the header of `path` is complete and describes a Llama whose tensors are in the file."""
     try:
         with path.open("rb") as file:
             header = _Header(path, file)
@@ -58,7 +58,7 @@ class _Header:
         return GgufError(f"{self._path} is damaged", why=why, remedy="download it again")
 
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-        """The keys (an array's value is its length) and the tensors' dimensions."""
+        """Return the keys' values (for an array its length) and the tensors' dimensions."""
         version = self._scalar("I")
         if version not in VERSIONS:
             raise GgufError(f"{self._path} is of GGUF version {version}", why="2 and 3 are read")
@@ -115,7 +115,7 @@ class _Header:
 
 
 def _check_llama(path: Path, keys: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> None:
-    """Every tensor that the stated sizes imply is there, in its shape: the library would make up what is not."""
+    """Raise GgufError for a missing tensor or a wrong shape: the library would invent its values."""
     kind = keys.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise GgufError(f"{path} describes a {kind}", why="trtpipe converts dense Llama-family models")

@@ -1,9 +1,9 @@
-"""Worker: a GGUF file -> HF folder (bfloat16 safetensors and fast tokenizer), through transformers' reader.
+"""Worker that converts a GGUF file to an HF folder (bfloat16 safetensors and fast tokenizer) with transformers.
 
 Its argument is `{"gguf": FILE, "out": FOLDER}`; it needs torch, transformers and gguf.
 
-Two things that reader loses are put right: rotary settings are written in both spellings, because older readers
-know only `rope_theta`; and SmolLM's digit-by-digit pre-tokenizer, which the file names and the reader ignores.
+The worker corrects two things: it writes rotary settings in both forms, because older readers know only
+`rope_theta`; and it sets SmolLM's digit-by-digit pre-tokenizer, which the file names and transformers ignores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from trtpipe.engines.json_input import load_json
 
-# `tokenizer.ggml.pre` -> the pre-tokenizer it stands for, in tokenizer.json's terms
+# `tokenizer.ggml.pre` -> its pre-tokenizer in the form of tokenizer.json
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {
         "type": "Sequence",
@@ -35,15 +35,15 @@ def main() -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # transformers looks both up in the package at each use: five readings of a vocabulary, seconds each, and a map of
-    # all tensors' names for every module.
+    # transformers calls both functions of the package at each use: it reads the vocabulary five times, seconds each,
+    # and maps all tensors' names for every module. Caching avoids that.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
     spec = json.loads(sys.argv[1])
     source, out = Path(spec["gguf"]), Path(spec["out"])
     options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.bfloat16}
-    if hasattr(transformers, "GgufConfig"):  # newer releases keep the codes unless they are told not to
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the quantized codes by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
     model.save_pretrained(out)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint folder, HF or TensorRT-LLM, and what is wrong with it, from headers and config alone."""
+"""Inspection of a checkpoint folder, HF or TensorRT-LLM: content and problems, from headers and config only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FOR_WHOM = (
 )
 _FLOATS = tuple(SAFETENSORS_DTYPE.values())
 
-# Name -> (the types it may have, its shape), as a config implies them.
+# Tensor name -> (allowed types, shape), as a config implies them.
 _Layout = Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a folder: which file, of what type and shape, how many bytes."""
+    """One tensor of a folder: file, type, shape and number of bytes."""
 
     file: str
     name: str
@@ -39,11 +39,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """A folder's content.
+    """Content of a folder.
 
     kind      huggingface, quantized or not, or tensorrt_llm
-    problems  what is wrong with it; empty for a sound one
-    notes     what to know of a sound one
+    problems  errors; empty for a sound folder
+    notes     remarks on a sound folder
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Look into `folder`. Raises InputDataError when it is neither kind of checkpoint."""
+    """Inspect `folder`. Raises InputDataError when it is neither kind of checkpoint."""
     path = folder / "config.json"
     if not path.is_file():
         raise InputDataError(f"{folder} is no checkpoint", why="it has no config.json")
@@ -116,11 +116,11 @@ def _huggingface(folder: Path, raw: dict[str, Any]) -> Inspection:
 
 
 def _unified_problems(model: ModelConfig, quantization: Quantization, tensors: list[TensorInfo]) -> list[str]:
-    """Where the tensors of ModelOpt's folder are not those of its config."""
+    """Differences between the tensors of ModelOpt's folder and those that its config implies."""
     layout = {
         plan.name: ((plan.dtype,) if plan.dtype else _FLOATS, plan.shape) for plan in unified.plan(model, quantization)
     }
-    # A head that the config calls tied and buffers of older exports are stored, and never read.
+    # Some folders store a head although the config ties it, and buffers of older exports; loaders read neither.
     unread = {
         tensor.name
         for tensor in tensors
@@ -150,7 +150,7 @@ def _tensorrt_llm(folder: Path, raw: dict[str, Any]) -> Inspection:
 
 
 def _rank_problems(folder: Path, tensors: list[TensorInfo], files: set[str]) -> list[str]:
-    """Where the rank files are not what config.json implies."""
+    """Differences between the rank files and those that config.json implies."""
     try:
         config = read_config(folder)
     except InputDataError as error:
@@ -170,7 +170,7 @@ def _rank_problems(folder: Path, tensors: list[TensorInfo], files: set[str]) -> 
 
 
 def _deviations(found: Mapping[str, TensorInfo], layout: _Layout, within: str = "") -> Iterator[str]:
-    """Where the tensors are not those of `layout`; `within` begins a line on one that is in no file."""
+    """Differences between the tensors and `layout`; `within` is the prefix of a line on a missing tensor."""
     for name, (dtypes, shape) in layout.items():
         info = found.get(name)
         if info is None:

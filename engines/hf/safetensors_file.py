@@ -1,4 +1,4 @@
-"""Reading a safetensors header without trusting it, and writing a file whose layout is known in advance.
+"""Reader of untrusted safetensors headers, and header of a new file whose layout is known in advance.
 
 Format (Hugging Face, safetensors README): 8 bytes little-endian header length, that many bytes of JSON
 mapping each tensor name to {dtype, shape, data_offsets: [begin, end)} relative to the end of the header,
@@ -19,8 +19,8 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import open_regular, parse_json
 
-# A tensor has some 120 bytes in a header and counts as 16 values; the largest dense Llama, quantized, has some 4,000
-# tensors. The reference implementation reads 100 MB, which would take gigabytes of memory here.
+# A tensor takes some 120 bytes of a header and counts as 16 values; the largest dense Llama, quantized, has some 4,000
+# tensors. The reference implementation reads up to 100 MB, which would take gigabytes of memory here.
 MAX_HEADER_BYTES = 16 << 20
 MAX_HEADER_VALUES = 120_000
 
@@ -31,12 +31,12 @@ ITEMSIZE = {
 
 
 class SafetensorsError(InputDataError):
-    """A safetensors file whose header is truncated, malformed or untrue."""
+    """A safetensors file whose header is truncated, malformed or inconsistent with the file."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor's bytes lie: `offset` counts from the start of the file."""
+    """Type, shape and position of a tensor: `offset` counts bytes from the start of the file."""
 
     name: str
     dtype: str
@@ -52,7 +52,7 @@ class SafetensorsFile:
 
 
 def read_header(path: Path) -> SafetensorsFile:
-    """Parse and check the header of `path`: every range in the file, none overlapping, no gap, sizes true.
+    """Parse and check the header of `path`: ranges lie in the file, without overlap or gap, and match the shapes.
 
     Raises SafetensorsError.
     """
@@ -91,7 +91,7 @@ def read_header(path: Path) -> SafetensorsFile:
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """Header for (name, dtype, shape) tensors stored in the given order, and each one's offset in the file.
+    """Header for (name, dtype, shape) tensors stored in the given order, and the offset of each in the file.
 
     The JSON is padded with spaces to a multiple of 8, as the reference implementation does, so that the data
     starts aligned. No `__metadata__` is written: TensorRT-LLM writes none.

@@ -1,1 +1,1 @@
-"""Post-training quantization: samples in, ModelOpt calibrates a layer at a time, codes and scales out."""
+"""Post-training quantization: ModelOpt calibrates one layer at a time; codes and scales are written."""

@@ -1,9 +1,9 @@
-"""ModelOpt's calibration, one decoder layer at a time, so that memory does not depend on the number of layers.
+"""Calibration with ModelOpt, one decoder layer at a time, so that memory does not depend on the number of layers.
 
-Each layer is wrapped as a model of one layer, quantized by ModelOpt as any other model, fed with what the layers
-before it gave for the calibration samples, and thrown away; what it gave is the next layer's input. ModelOpt's max,
-SmoothQuant and AWQ calibrations look at one linear at a time and let unquantized activations through, so a layer's
-scales are those that calibrating the whole model gives, up to the rounding of a different batch.
+Each layer is wrapped as a model of one layer, which ModelOpt quantizes like any other model. Its input is the output
+of the layers before it for the calibration samples; its output is the next layer's input. ModelOpt's max, SmoothQuant
+and AWQ calibrations treat one linear at a time and pass unquantized activations on, so a layer's scales equal those of
+a calibration of the whole model, up to the rounding of a different batch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3)
 
 
 class Calibrator:
-    """Carries the hidden states of the calibration samples through the model and finds each layer's scales.
+    """Passes the hidden states of the calibration samples through the model and finds each layer's scales.
 
     modelopt      name of a ModelOpt configuration, such as FP8_DEFAULT_CFG; None quantizes no weights
     samples       [samples, seq_len] token ids
-    batch_tokens  tokens in one forward pass; more are faster and take more memory
-    scratch       folder for hidden states that memory has no room for
+    batch_tokens  tokens in one forward pass; more tokens are faster and take more memory
+    scratch       folder for hidden states that do not fit into memory
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Calibrator:
         self._quantization = quantization
         self._recipe = _configuration(modelopt, quantization)
         config = AutoConfig.from_pretrained(folder)
-        # A model of one layer and no vocabulary to speak of.
+        # A model of one layer and a vocabulary of one token.
         config.update({"num_hidden_layers": 1, "vocab_size": 1, "use_cache": False, "pad_token_id": None})
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:1]
@@ -67,9 +67,9 @@ class Calibrator:
             self._hidden[rows] = torch.nn.functional.embedding(ids, embedding).to(self._hidden.device)
 
     def layer(self, index: int, weights: dict[str, torch.Tensor]) -> LayerScales:
-        """Scales of the next layer, whose tensors are `weights`; they are not changed.
+        """Find the scales of the next layer, whose tensors are `weights`; `weights` are not changed.
 
-        Raises InputDataError naming the layer, and the sample where one is to blame.
+        Raises InputDataError naming the layer, and the sample if a sample is the cause.
         """
         model = self._model(weights)
         layer = model.layers[0]
@@ -83,7 +83,7 @@ class Calibrator:
         def forward(_: torch.nn.Module) -> None:
             nonlocal passes
             passes += 1
-            # AWQ goes twice over the same input, so only its second pass may replace it.
+            # AWQ reads the same hidden states twice, so only its second pass may replace them by the layer's output.
             self._forward(model, index, replace=passes == self._passes)
 
         try:
@@ -99,14 +99,14 @@ class Calibrator:
                 remedy="look at its weights with `trtpipe inspect`",
             ) from None
         scales = self._scales(layer, qkv)
-        # ModelOpt's modules refer to each other in rings: without this the weights would stay until they are found.
+        # ModelOpt's modules form reference cycles: without this the weights would stay until garbage collection.
         for module in model.modules():
             module._parameters.clear()
         return scales
 
     @property
     def _passes(self) -> int:
-        """How often ModelOpt runs the samples through a layer."""
+        """Number of times that ModelOpt runs the samples through a layer."""
         algo, cache = self._quantization.quant_algo, self._quantization.kv_cache_quant_algo
         if self._quantization.packed:
             return 2
@@ -116,10 +116,10 @@ class Calibrator:
     def _model(self, weights: dict[str, torch.Tensor]) -> Any:
         with torch.device("meta"):
             model = AutoModel.from_config(self._config, dtype=self._dtype)
-        # Its frequencies are computed, not stored, so they must be made on the device.
+        # The rotary frequencies are computed, not stored, so the module must be created on the device.
         model.rotary_emb = type(model.rotary_emb)(config=self._config, device=self._device)
         if self._quantization.pre_quant_scale:
-            # Smoothing changes the weights in place.
+            # Clone, since smoothing changes the weights in place.
             weights = {name: tensor.clone() for name, tensor in weights.items()}
         model.layers[0].load_state_dict(weights, assign=True)
         model.embed_tokens = torch.nn.Identity()
@@ -136,11 +136,11 @@ class Calibrator:
         for rows in self._batches():
             hidden = self._hidden[rows].to(self._device)
             rotary = model.rotary_emb(hidden, positions)
-            # Without a mask attention is causal: every sample fills its row.
+            # Attention without a mask is causal; no padding mask is needed, since every sample fills its row.
             out = model.layers[0](hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
             out = out[0] if isinstance(out, tuple) else out
             if replace:
-                # One number a sample: not finite as soon as one value is.
+                # One sum per sample: it is not finite if any value is not.
                 sums = out.float().sum(dim=(1, 2))
                 if not torch.isfinite(sums).all():
                     sample = rows.start + int(torch.nonzero(~torch.isfinite(sums))[0])
@@ -181,7 +181,7 @@ class _Maximum:
 
 
 def _configuration(name: str | None, quantization: Quantization) -> dict[str, Any] | None:
-    """ModelOpt's configuration of that name, with this group size and KV cache."""
+    """ModelOpt's configuration `name`, with the group size and KV cache of `quantization`."""
     fp8_cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     if name is None:
         return (
@@ -196,7 +196,7 @@ def _configuration(name: str | None, quantization: Quantization) -> dict[str, An
             for part in cfg if isinstance(cfg, list) else [cfg]:
                 if part and "block_sizes" in part:
                     part["block_sizes"][-1] = quantization.group_size
-        # The helper keeps the search's result in float32; ModelOpt's quantizer rounds it to the model's type.
+        # The debug helper keeps the search's result in float32; ModelOpt's quantizer rounds it to the model's type.
         recipe["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
     if fp8_cache:
         recipe["quant_cfg"].append(_KV_CACHE)
@@ -204,13 +204,13 @@ def _configuration(name: str | None, quantization: Quantization) -> dict[str, An
 
 
 def _smooth(linear: Any) -> torch.Tensor | None:
-    """[in] float32: what the input is multiplied by, as ModelOpt had it before rounding."""
+    """[in] float32: factors of the linear's input, with ModelOpt's values before rounding."""
     if not hasattr(linear.input_quantizer, "_pre_quant_scale"):
         return None
     if hasattr(linear, "awq_lite"):
         best: torch.Tensor = linear.awq_lite.best_scale
         return (1.0 / best).cpu()
-    # SmoothQuant with alpha 1, as `mtq.smoothquant` computes it: a channel that is never used stays as it is.
+    # SmoothQuant with alpha 1, as in `mtq.smoothquant`: the factor of a channel that is always zero is 1.
     amax = linear.input_quantizer._amax_for_smoothing.float().reshape(-1)
     smooth: torch.Tensor = 1.0 / amax
     if smooth.min() <= 2.0**-31:
@@ -219,9 +219,9 @@ def _smooth(linear: Any) -> torch.Tensor | None:
 
 
 def _room(shape: tuple[int, ...], like: torch.Tensor, scratch: Path, limit: int) -> torch.Tensor:
-    """A tensor for hidden states: on the device up to `limit` bytes, else in a file that is mapped.
+    """Allocate a tensor for hidden states: on the device up to `limit` bytes, else in a mapped file.
 
-    The file has no name any more when this returns; its space is freed with the tensor.
+    The file is already unlinked when this returns; its space is freed with the tensor.
     """
     count = math.prod(shape)
     if count * like.element_size() <= limit:

@@ -1,9 +1,9 @@
-"""Weights and scales into codes: the arithmetic of ModelOpt's two exporters, one layer at a time.
+"""Encoding of weights into codes and scales, with the arithmetic of ModelOpt's two exporters, one layer at a time.
 
 `for_tensorrt_llm` and `for_hugging_face` take a layer's tensors by their names within it (`self_attn.q_proj.weight`)
-and return the tensors to write, under the names that `checkpoint.plan_rank` and `unified.plan` ask for. The two
-formats differ in more than names: TensorRT-LLM fuses q, k and v (and runs fc and gate as one in FP8), so those share
-scales there and keep their own here.
+and return the tensors to write, under the source names in `checkpoint.plan_rank` and `unified.plan`. TensorRT-LLM
+fuses q, k and v (and fc and gate in FP8), so the linears of such a group share scales in its format; in the Hugging
+Face format each linear has its own scales.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Tensors = dict[str, torch.Tensor]
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 INT4_MAX = 7.0
-# The smallest scale of a row of FP8 weights: a row of zeros must not divide by zero.
+# Smallest scale of a row of FP8 weights, which prevents a division by zero for a row of zeros.
 MIN_ROW_SCALE = 1.0 / (448.0 * 512.0)
 NORM_OF = {ATTENTION_INPUTS: "input_layernorm.weight", MLP_INPUTS: "post_attention_layernorm.weight"}
 
 
 def for_tensorrt_llm(weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization) -> Tensors:
-    """A layer's tensors for `plan_rank`; every linear whole, to be cut by the plan.
+    """Encode a layer's tensors for `plan_rank`; each linear is whole, and the plan splits it over ranks.
 
     Raises InputDataError for a weight or input that is all zeros.
     """
     algo = quantization.quant_algo
-    # FP8 runs fc and gate as one matrix too; the other algorithms keep them apart.
+    # FP8 also runs fc and gate as one matrix; the other algorithms run them separately.
     fused = (ATTENTION_INPUTS, MLP_INPUTS) if algo is QuantAlgo.FP8 else (ATTENTION_INPUTS,)
     out = _others(weights)
     if algo is None or algo is QuantAlgo.W8A16:
@@ -47,7 +47,7 @@ def for_tensorrt_llm(weights: Mapping[str, torch.Tensor], scales: LayerScales, q
 
 
 def for_hugging_face(weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization) -> Tensors:
-    """A layer's tensors of ModelOpt's unified folder. Raises InputDataError as `for_tensorrt_llm` does."""
+    """Encode a layer's tensors for ModelOpt's unified folder. Raises InputDataError as `for_tensorrt_llm` does."""
     groups = (ATTENTION_INPUTS, MLP_INPUTS)
     out = _others(weights)
     smoothed = _smoothed(weights, scales, quantization, groups)
@@ -55,7 +55,7 @@ def for_hugging_face(weights: Mapping[str, torch.Tensor], scales: LayerScales, q
         group = next((names for names in groups if name in names), (name,))
         tensors = _linear(name, group, smoothed, scales, quantization, _HUGGING_FACE)
         if quantization.packed and len(group) > 1:
-            # The common vector goes into the norm before it, and the linear needs none.
+            # The group's smoothing vector is folded into the norm before it, so the linear needs none.
             smooth = tensors.pop(f"{name}.pre_quant_scale")
             norm = weights[NORM_OF[group]]
             out[NORM_OF[group]] = (norm * smooth).to(norm.dtype)
@@ -69,7 +69,7 @@ def for_hugging_face(weights: Mapping[str, torch.Tensor], scales: LayerScales, q
 
 
 class _Names:
-    """How a format spells and shapes a linear's scales."""
+    """Names of a linear's scales in a format, and the number of dimensions of its scalars."""
 
     def __init__(self, weight: str, row: str, second: str, activation: str, smooth: str, *, scalar: int) -> None:
         self.weight, self.row, self.second, self.activation, self.smooth = weight, row, second, activation, smooth
@@ -96,9 +96,9 @@ def _smoothed(
     quantization: Quantization,
     groups: tuple[tuple[str, ...], ...],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Every linear's weight with its smoothing folded in, and the vector its input takes, in the weight's type.
+    """Each linear's weight with its smoothing folded in, and the factors of its input, in the weight's type.
 
-    Linears of a group share an input; AWQ finds a vector for each, and the mean of them serves all.
+    Linears of a group share an input; AWQ finds a vector for each linear, and the group uses their mean.
     """
     out: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
     for name in LINEARS:
@@ -133,7 +133,7 @@ def _linear(
     quantization: Quantization,
     names: _Names,
 ) -> Tensors:
-    """Codes and scales of one linear. Scalars are the largest of its group; see `_Names` for their shape."""
+    """Codes and scales of one linear. Scalar scales are the maximum over its group; their shape is in `_Names`."""
     algo = quantization.quant_algo
     weight, smooth = smoothed[name]
     device = weight.device
@@ -159,10 +159,10 @@ def _linear(
         return amax
 
     if algo is QuantAlgo.FP8:
-        # Only TensorRT-LLM fuses the matrices; in the other format each weight keeps its own scale.
+        # Only TensorRT-LLM fuses the matrices; in the Hugging Face format each weight has its own scale.
         shared = group if names is _TENSORRT_LLM else (name,)
         scale = (largest(weight_amax, shared) / E4M3_MAX).reshape(names.scalar)
-        # With a scale of no dimensions torch divides in the weight's type, which rounds twice; ModelOpt does so too.
+        # With a scale of no dimensions torch divides in the weight's type, which rounds twice, as in ModelOpt.
         out["weight"] = (weight / scale).to(torch.float8_e4m3fn)
         out[names.weight] = scale
     elif algo is QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN:
@@ -204,7 +204,7 @@ def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None) -> T
     if algo is KvCacheQuantAlgo.FP8:
         assert scales.k_amax is not None
         assert scales.v_amax is not None
-        # A scale below one would use more of the type's range than it loses: upstream never goes there.
+        # A scale below one would gain more of the type's range than it loses, but upstream never uses one.
         k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
         both = torch.maximum(k, v)
         names = ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor")

@@ -1,4 +1,4 @@
-"""What to quantize and how, checked here and handed to a worker process that has torch and ModelOpt."""
+"""Quantization job: checks the request and runs the worker process, which has torch and ModelOpt."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The folder to write: `trtllm` is a TensorRT-LLM checkpoint, `hf` ModelOpt's unified Hugging Face folder.
+    """Format of the output: `trtllm` is a TensorRT-LLM checkpoint, `hf` is ModelOpt's unified Hugging Face folder.
 
-    mapping, embedding, toolchain  of a TensorRT-LLM checkpoint; the other format is for any
+    mapping, embedding, toolchain  of a TensorRT-LLM checkpoint; `hf` does not depend on them
     """
 
     form: str = "trtllm"
@@ -36,7 +36,7 @@ class Layout:
 
 
 def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
-    """Refuse what cannot work before any process is started. Raises UsageError, InputDataError."""
+    """Raises UsageError or InputDataError for an impossible request, before a process is started."""
     model = read_model_config(source)
     if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
         raise UsageError("nothing is to be quantized", remedy="use `trtpipe convert`, or ask for a KV cache type")
@@ -74,14 +74,15 @@ def quantize(
     log: Path,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Calibrate the Hugging Face folder `source`, or take `scales` of it, and write `out`.
+    """Calibrate the Hugging Face folder `source`, or read its `scales` from a file, and write `out`.
 
     out           an existing empty folder; None writes no model (then `save_scales` is the result)
-    dtype         of what is not quantized; None keeps the source's, float32 becoming bfloat16
+    dtype         element type of what is not quantized; None keeps the source's type, but float32 becomes bfloat16
     samples       [samples, seq_len] token ids; needed when the recipe's scales depend on activations
-    scales        a file that `save_scales` named before: nothing is calibrated
+    scales        file written through `save_scales` in an earlier call; then nothing is calibrated
+    save_scales   file to write the scales to
     batch_tokens  tokens in one forward pass; None for the device's default
-    hidden_bytes  room for hidden states before they go to a file; None for a share of what is free
+    hidden_bytes  most bytes of hidden states in memory before a file is used; None for a share of the free memory
     progress      called with (bytes of the weights done, bytes in all)
 
     Raises UsageError, InputDataError naming layer or sample, HostError without ModelOpt or memory.
@@ -99,7 +100,7 @@ def quantize(
     if quantization.calibrated and scales is None:
         require_modelopt()
     if samples is None:
-        # Weight-only recipes look at no activation, yet hidden states must have a shape.
+        # Weight-only recipes read no activations, but the hidden states need a shape.
         samples = np.zeros((1, 1), np.int32)
     target = dtype or read_model_config(source).dtype
     if target in (None, DataType.FLOAT32):

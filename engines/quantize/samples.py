@@ -1,7 +1,7 @@
-"""Texts -> the token rows that calibration and the accuracy gate run through a model.
+"""Token rows for calibration and the accuracy gate, made from texts.
 
-Texts are packed: one after another in a shuffled order, cut into rows of equal length. There is no padding, so no
-maximum is ever taken over a pad token, and every row is as long as the model will meet it.
+Texts are packed: concatenated in a shuffled order and cut into rows of equal length. There is no padding, so no
+maximum is taken over a pad token, and every row has the full length.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trtpipe.engines.json_input import bounded_lines, parse_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Where an object of a .jsonl file has its text, in order of preference.
+# Keys of the text in an object of a .jsonl file, in order of preference.
 TEXT_KEYS = ("text", "prompt", "article")
 
-# Texts tokenized at a time: enough for the tokenizer's threads, few beyond what the rows need.
+# Texts tokenized at a time: enough for the tokenizer's threads, and few more than the rows need.
 BATCH = 64
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The texts of a file, none of them blank, in its order.
+    """Read the non-blank texts of a file, in its order.
 
     .txt    paragraphs, separated by blank lines
     .jsonl  an object on each line, its text under one of TEXT_KEYS
 
-    Raises UsageError for another kind of file at once; while reading, InputDataError naming the file and the line for
-    what cannot be read, and naming the file when it holds no text.
+    The call raises UsageError for another kind of file. The iteration raises InputDataError naming the file and line
+    that cannot be read, or naming the file when it holds no text.
     """
     readers = {".txt": _paragraphs, ".jsonl": _objects}
     if path.suffix not in readers:
@@ -47,11 +47,11 @@ def read_texts(path: Path) -> Iterator[str]:
 def make_samples(
     texts: Iterable[str], tokenizer: Tokenizer, config: CalibrationConfig, *, vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """Token ids, [config.samples, config.seq_len] int32: the same for the same arguments, on every machine.
+    """Make token ids [config.samples, config.seq_len] int32; equal arguments give equal ids on every machine.
 
-    Each text brings the special tokens that the tokenizer's post-processor gives it, such as a <s> before it.
+    Each text includes the special tokens that the tokenizer's post-processor adds, such as a <s> before it.
 
-    Raises InputDataError for too little text, and for a token the model of `vocab_size` tokens does not know.
+    Raises InputDataError for too little text, and for a token id beyond `vocab_size`.
     """
     rows, length = config.samples, config.seq_len
     out = np.empty(rows * length, dtype=np.int32)
@@ -87,7 +87,7 @@ def _some(path: Path, texts: Iterator[str]) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line with its number, from 1."""
+    """Lines of a file with their numbers, from 1."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -135,7 +135,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _shuffled(texts: list[str], seed: int) -> list[str]:
-    # By digests rather than a library's generator, whose order may change with its version.
+    # The order comes from digests, since a library's random generator may change with its version.
     def place(index: int) -> bytes:
         return hashlib.sha256(f"{seed} {index}".encode()).digest()
 
@@ -143,7 +143,7 @@ def _shuffled(texts: list[str], seed: int) -> list[str]:
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids of every text, whole and without padding even where tokenizer.json asks for other."""
+    """Token ids of each text, without truncation or padding even where tokenizer.json sets them."""
     if tokenizer.padding or tokenizer.truncation:
         tokenizer = copy.deepcopy(tokenizer)  # the caller's keeps its settings
         tokenizer.no_padding()

@@ -1,7 +1,7 @@
-"""What calibration finds out: a few numbers a layer, from which any format and mapping is written without it.
+"""Scales that calibration finds, and their file: a few numbers per layer, sufficient to write any format and mapping.
 
-The file is safetensors: `model.layers.{i}.self_attn.q_proj.input_amax` and so on. Weight maxima are not in it: they
-follow from the weights.
+The file is safetensors: `model.layers.{i}.self_attn.q_proj.input_amax` and so on. Weight maxima are not stored: they
+are computed from the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.quantization import Quantization
 
-# The linears of a decoder layer, by the names they have in it.
+# The linears of a decoder layer, by their names within it.
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
 LINEARS = (*ATTENTION_INPUTS, "self_attn.o_proj", *MLP_INPUTS, "mlp.down_proj")
@@ -25,10 +25,10 @@ LINEARS = (*ATTENTION_INPUTS, "self_attn.o_proj", *MLP_INPUTS, "mlp.down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScales:
-    """One linear; all float32 on the CPU.
+    """Scales of one linear; all float32 on the CPU.
 
-    input_amax  [] largest magnitude of its input (after smoothing, where there is any); None when not calibrated
-    smooth      [in] what its input is multiplied by, before rounding to the model's type; None without smoothing
+    input_amax  [] largest magnitude of the input (after smoothing, if any); None when not calibrated
+    smooth      [in] factors of the input, before rounding to the model's type; None without smoothing
     """
 
     input_amax: torch.Tensor | None = None
@@ -37,10 +37,10 @@ class LinearScales:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerScales:
-    """One decoder layer: its linears by name, and largest magnitudes for the KV cache, [] float32 or None.
+    """Scales of one decoder layer: its linears by name, and largest magnitudes for the KV cache, [] float32 or None.
 
     k_amax, v_amax  of keys (rotated) and values; for FP8
-    qkv_amax        of the outputs of q, k and v; for INT8, where TensorRT-LLM counts the queries too
+    qkv_amax        of the outputs of q, k and v; for INT8, where TensorRT-LLM includes the queries
     """
 
     linears: dict[str, LinearScales] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class LayerScales:
 
 
 def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantization) -> None:
-    """Write the scales of all layers, first to last, and what they are for."""
+    """Write the scales of all layers, first to last, and the quantization that they are for."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
         prefix = f"model.layers.{index}."
@@ -67,7 +67,7 @@ def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantiz
 
 
 def _purpose(quantization: Quantization) -> dict[str, str]:
-    # A linear's input is measured after smoothing, so one algorithm's scales are wrong for another.
+    # A linear's input is measured after smoothing, so scales of one algorithm are wrong for another.
     return {
         "quant_algo": str(quantization.quant_algo and quantization.quant_algo.value),
         "kv_cache_quant_algo": str(quantization.kv_cache_quant_algo and quantization.kv_cache_quant_algo.value),
@@ -76,7 +76,7 @@ def _purpose(quantization: Quantization) -> dict[str, str]:
 
 
 def load_scales(path: Path, num_layers: int, quantization: Quantization) -> list[LayerScales]:
-    """Read what `save_scales` wrote. Raises InputDataError for a damaged file, and one of another recipe or model."""
+    """Read a file of `save_scales`. Raises InputDataError for a damaged file, and for another recipe or model."""
     try:
         with safe_open(path, "pt") as file:
             purpose = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, a layer at a time, ready on a device before they are asked for."""
+"""Reader of a Hugging Face folder's tensors, one layer at a time, which prefetches the next layer to the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
 
 class Source:
-    """Reads tensors of `folder` as `dtype` on `device`. While a layer is in use the next one is being read.
+    """Reads tensors of `folder` as `dtype` on `device`, and prefetches the next layer in the background.
 
-    Raises InputDataError for a folder that lacks a tensor or has one too many.
+    Raises InputDataError for a folder with a missing or unexpected tensor.
     """
 
     def __init__(self, folder: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -30,18 +30,18 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
+        """Bytes of all tensors in the files."""
         return sum(tensor.entry.nbytes for tensor in self._located.values())
 
     def tensor(self, name: str, *, on_device: bool = True) -> torch.Tensor:
-        """One tensor by its full name, on the device or on the CPU."""
+        """Read a tensor by its full name, to the device or to the CPU."""
         mapped = self._mapped[name]
-        # On a CPU a copy is read ahead in the background, and a page of the file is not.
+        # On a CPU only a copy reads the file in the background; a mapped page is read at its first use.
         copy = on_device and self._device.type == "cpu"
         return mapped.to(device=self._device if on_device else mapped.device, dtype=self._dtype, copy=copy)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of decoder layer `index` by their names within it."""
+        """Read the tensors of decoder layer `index`, by their names within it."""
         ready = self._ahead is not None and self._ahead[0] == index
         tensors = self._ahead[1].result() if self._ahead is not None and ready else self._read(index)
         self._ahead = None
@@ -52,7 +52,7 @@ class Source:
     def _read(self, index: int) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{index}."
         names = [name for name in self._located if name.startswith(prefix) and not name.endswith(".inv_freq")]
-        # A stream of its own: copies must not wait for the layer that is being computed.
+        # A separate stream, so that copies do not wait for the layer that is being computed.
         with torch.cuda.stream(self._stream):
             tensors = {name.removeprefix(prefix): self.tensor(name) for name in names}
         if self._stream is not None:

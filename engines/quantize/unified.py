@@ -1,7 +1,7 @@
-"""ModelOpt's unified Hugging Face folder, as the LLM API reads it, and vLLM where the algorithm is FP8.
+"""ModelOpt's unified Hugging Face folder, which the LLM API reads, and vLLM reads for FP8.
 
-The model's own config.json with `quantization_config`, hf_quant_config.json beside it, codes under the weights' names
-and scales beside them. transformers does not know the method and loads the codes as weights, with a mere warning.
+It has the model's config.json with `quantization_config`, hf_quant_config.json, codes under the weights' names, and
+scales beside them. transformers does not know the method: it loads the codes as weights, with only a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FUSED_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.w
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
-    """Every tensor of the folder; each is one whole source tensor."""
+    """Plans of all tensors of the folder; each is a copy of one source tensor."""
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
     for name, shape in source_shapes(model).items():
         if not name.startswith("model.layers.") or not name.endswith("_proj.weight"):
@@ -58,7 +58,7 @@ def _linear(name: str, shape: tuple[int, ...], quantization: Quantization) -> It
         yield whole(stem + "weight_scale_2", (), "F32")
     if algo in (QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A8_AWQ):
         yield whole(stem + "input_scale", (), "F32")
-    # AWQ's vector of a fused input is in the norm before it.
+    # AWQ's smoothing vector of a fused input is folded into the norm before it.
     if quantization.pre_quant_scale and not (quantization.packed and name.endswith(_FUSED_INPUTS)):
         yield whole(stem + "pre_quant_scale", (width,), None)
 
@@ -85,9 +85,9 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
 
 
 def read_settings(folder: Path, model: ModelConfig) -> Quantization:
-    """What a folder says of its quantization, in one of two places or in both alike.
+    """Read a folder's quantization from config.json, hf_quant_config.json or both.
 
-    Raises InputDataError for a folder that says nothing, two things, or something ModelOpt does not write.
+    Raises InputDataError when neither file states it, when they disagree, or for a value that ModelOpt does not write.
     """
     found: dict[str, dict[str, Any]] = {}
     method = read_config_json(folder / "config.json", "model config").get("quantization_config")
@@ -112,7 +112,7 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
             why=f"it has no {DETAILS}, and config.json no quantization_config",
             remedy="give a folder exported by ModelOpt",
         )
-    # Read as a checkpoint's, whose names these are; the type is not looked at.
+    # Parsed like a checkpoint's config, which has the same names; the dtype is not used.
     parsed = {
         place: parse_config(
             {**config_json(model, DataType.BFLOAT16, Mapping()), "quantization": facts}, f"{folder}: {place}"
@@ -138,7 +138,7 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
 
 
 def summary(quantization: Quantization) -> dict[str, Any]:
-    """The facts of a quantization that tell it from others, under their names in a config."""
+    """The fields that identify a quantization, under their names in a config."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     return {
         "quant_algo": algo and algo.value,
@@ -148,7 +148,7 @@ def summary(quantization: Quantization) -> dict[str, Any]:
 
 
 def _cache(method: dict[str, Any]) -> dict[str, Any]:
-    """The KV cache of config.json, a scheme there, under the name it has elsewhere."""
+    """The KV-cache scheme of config.json as {"kv_cache_quant_algo": name}."""
     scheme = method.get("kv_cache_scheme")
     if scheme is None:
         return {}

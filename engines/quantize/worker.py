@@ -1,4 +1,4 @@
-"""The process that quantizes: reads a layer, finds or takes its scales, has it written while the next one runs."""
+"""Worker process of quantization: reads a layer, gets its scales, and writes it while the next layer is calibrated."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ TORCH_DTYPE = {
     DataType.FLOAT16: torch.float16,
     DataType.FLOAT32: torch.float32,
 }
-# Tokens in one forward pass: on a GPU enough to fill it, on a CPU few enough for its caches.
+# Tokens in one forward pass: enough to fill a GPU, few enough for the caches of a CPU.
 BATCH_TOKENS = {"cuda": 32768, "cpu": 4096}
-# Layers that may wait to be written, besides the one that is.
+# Layers that may wait while another layer is being written.
 WAITING = 1
-# Of the device's free memory, what hidden states may take before they are kept in a file.
+# Largest share of the device's free memory for hidden states; larger ones are stored in a file.
 HIDDEN_SHARE = 0.4
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
-    """Quantize as `job.quantize` asks; `spec` has its arguments as plain values."""
+    """Run a job of `job.quantize`; `spec` has its arguments as plain values."""
     warnings.filterwarnings("ignore")
     source_folder, out = Path(spec["source"]), Path(spec["out"])
     model = read_model_config(source_folder)
@@ -80,7 +80,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
 def _layers(
     spec: dict[str, Any], source: Source, model: ModelConfig, quantization: Quantization, where: list[str]
 ) -> Iterator[tuple[Tensors, LayerScales]]:
-    """Each layer's tensors and scales, from a file of them or from calibration."""
+    """Yield each layer's tensors and scales; the scales come from a file or from calibration."""
     if spec["scales_in"]:
         known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization)
         for index, scales in enumerate(known):
@@ -92,7 +92,7 @@ def _layers(
             where[0] = f"writing layer {index}"
             yield source.layer(index), LayerScales()
         return
-    # Imported here: ModelOpt takes seconds, and writing from known scales does without it.
+    # Imported here: importing ModelOpt takes seconds, and writing from known scales does not need it.
     from trtpipe.engines.quantize.calibrate import Calibrator
 
     embedding = source.tensor("model.embed_tokens.weight")
@@ -115,7 +115,7 @@ def _layers(
 
 
 class _Background:
-    """Encodes and writes in a thread, while layers are calibrated; its failure is raised by the next `put`."""
+    """Thread that encodes and writes layers during calibration; the next `put` raises the thread's failure."""
 
     def __init__(
         self, encode: Callable[..., Tensors] | None, writer: Writer, quantization: Quantization, device: torch.device
@@ -137,7 +137,7 @@ class _Background:
             raise self._failure
 
     def put_others(self, source: Source) -> None:
-        """Have the tensors outside the layers written: the embedding, the last norm, the head."""
+        """Queue the tensors outside the layers for writing: the embedding, the last norm, the head."""
 
         def write() -> None:
             for name in self._writer.missing:
@@ -147,7 +147,7 @@ class _Background:
         self._put(write)
 
     def put(self, index: int, weights: Tensors, scales: LayerScales) -> None:
-        """Have a layer encoded and written."""
+        """Queue a layer for encoding and writing."""
         self._put(lambda: self._write(index, weights, scales))
 
     def _put(self, work: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""safetensors files whose layout is known before the first tensor comes, filled in any order.
+"""Writer of safetensors files whose layout is known in advance; tensors may be written in any order.
 
-Each file is written under its final name in a folder nobody reads yet. Tensors may come from any device.
+Each file is written under its final name, in a folder that is not read yet. Tensors may be on any device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trtpipe.engines.checkpoint.layout import TensorPlan
 from trtpipe.engines.files import pwrite_all
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 
-# On the way from a GPU to a file; small enough to stay in the cores' caches between the two copies.
+# Staging buffer between a GPU and a file; small enough to stay in a core's cache between the two copies.
 STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a piece of a tensor goes: rows and columns of it, to a position in a file."""
+    """Destination of a piece of a tensor: its rows and columns, and a position in a file."""
 
     file: int
     position: int
@@ -34,9 +34,9 @@ class _Slot:
 
 
 class Writer:
-    """Cuts tensors into the pieces that plans ask for. Use as a context manager.
+    """Writes the pieces of tensors that the plans contain. Use as a context manager.
 
-    dtype  safetensors type of tensors whose plan names none
+    dtype  safetensors type of tensors whose plan has none
     """
 
     def __init__(self, dtype: str) -> None:
@@ -55,17 +55,17 @@ class Writer:
 
     @property
     def missing(self) -> list[str]:
-        """Tensors that have not come yet."""
+        """Names of the tensors that have not been written yet."""
         return sorted(self._slots)
 
     def add_file(self, path: Path, plans: Iterable[TensorPlan]) -> None:
-        """Create a file for the tensors of `plans`, wider types first so that each lies aligned."""
+        """Create a file for the tensors of `plans`, wider types first so that each tensor is aligned."""
         typed = sorted(((plan, plan.dtype or self._dtype) for plan in plans), key=lambda pair: -ITEMSIZE[pair[1]])
         header, offsets = header_bytes((plan.name, dtype, plan.shape) for plan, dtype in typed)
         size = sum(prod(plan.shape) * ITEMSIZE[dtype] for plan, dtype in typed)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._stack.callback(os.close, file)
-        # Reserving the space first turns a full disk into an error before the work, not after it.
+        # Reserving the space first makes a full disk fail before the work, not after it.
         os.posix_fallocate(file, 0, len(header) + size)
         pwrite_all(file, header, 0)
         for plan, dtype in typed:
@@ -75,7 +75,7 @@ class Writer:
                 position += piece.elements(plan.shape or (1,)) * ITEMSIZE[dtype]
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write every piece of the tensor `name` that a plan asks for: of the scalars of fused linears only one is."""
+        """Write all planned pieces of the tensor `name`; of the scalars of fused linears only one is in a plan."""
         for slot in self._slots.pop(name, ()):
             part = tensor[slice(*slot.rows)] if tensor.dim() else tensor
             if slot.cols is not None:
@@ -87,7 +87,7 @@ class Writer:
             pwrite_all(file, data.numpy().data, position)
             return
         if self._staging is None:
-            # Copies into pages the driver has pinned are some thirty times as fast as into fresh ones.
+            # Copies into pinned pages are some thirty times as fast as copies into fresh pages.
             self._staging = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         for start in range(0, len(data), STAGING_BYTES):
             part = self._staging[: min(STAGING_BYTES, len(data) - start)]

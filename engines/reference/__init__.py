@@ -1,1 +1,1 @@
-"""The reference runtime: a small interpreter of TensorRT-LLM checkpoints, on any machine that has PyTorch."""
+"""Reference runtime: a small interpreter of TensorRT-LLM checkpoints for any machine with PyTorch."""

@@ -1,9 +1,9 @@
-"""Attention over a paged cache: who sees what in a step, and the pool that keys and values live in.
+"""Attention over a paged KV cache, with the pool that stores keys and values.
 
-The pool is [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's keys in front of its
-values: a token is written at its slot in one go, and a block is gathered as one row. A quantized cache holds codes. The
-tokens of a prompt see those of their own step as they are, like TensorRT-LLM's context attention; a decoding token sees
-everything through the cache, itself included, like its XQA kernels.
+The pool is [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's keys before its values:
+a token is one contiguous write at its slot, and a block is gathered as one row. A quantized cache stores codes. A
+prompt's tokens read keys and values of their own step unquantized, like TensorRT-LLM's context attention; a decoding
+token reads all of them, its own included, from the cache, like TensorRT-LLM's XQA kernels.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
-# For steps of any length: cuDNN's attention, which a GPU would take, spends 50 ms on each that it has not met.
+# Backends for steps of any length, without cuDNN's attention, the default on a GPU: it takes 50 ms for each new length.
 ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Span(NamedTuple):
     """Consecutive tokens of one request to run in this step.
 
-    tokens  the token ids
-    start   position of the first one; those before it are in the cache
+    tokens  token ids
+    start   position of the first token; the tokens before it are in the cache
     blocks  the request's blocks, enough for start + len(tokens) positions
-    logits  for how many of the last tokens logits are wanted
+    logits  number of last tokens whose logits are requested
     """
 
     tokens: Sequence[int]
@@ -44,27 +44,27 @@ class Span(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A span of several tokens: rows [first, last) of the step, and how they see the cache."""
+    """A span of several tokens: rows [first, last) of the step, and their view of the cache."""
 
     first: int
     last: int
-    # Blocks and length of everything up to the span's end; None when the span is all there is.
+    # Blocks and length of the sequence up to the span's end; None when the span is the whole sequence.
     blocks: torch.Tensor | None
     length: int
     mask: torch.Tensor | None
 
 
 class _Decodes(NamedTuple):
-    """The spans of one token: the first rows of the step."""
+    """Spans of one token; they are the first rows of the step."""
 
     positions: torch.Tensor  # [n]
-    tables: torch.Tensor  # [n * width], their blocks
-    length: int  # of the longest of them, or more
-    mask: torch.Tensor | None  # additive [n, 1, 1, length]; None where nothing is to be hidden
+    tables: torch.Tensor  # [n * width], blocks of the spans
+    length: int  # at least the length of the longest sequence
+    mask: torch.Tensor | None  # additive [n, 1, 1, length]; None where nothing is masked
 
 
 class Step(NamedTuple):
-    """What attention needs to know, computed once and used by every layer."""
+    """Inputs of attention in a step, computed once and used by every layer."""
 
     cos: torch.Tensor  # [T, 1, head_size]
     sin: torch.Tensor
@@ -74,9 +74,9 @@ class Step(NamedTuple):
 
 
 class Attention:
-    """The attention of all layers, which have `shards` parts between them, in `dtype`, up to `max_positions`.
+    """Attention of all layers, which have `shards` shards together, in `dtype`, up to `max_positions`.
 
-    Over `num_blocks` blocks and one more, which no request has.
+    The pool has `num_blocks` blocks and a spare one, which belongs to no request.
 
     Raises CheckpointError for a rotary scaling that cannot be computed.
     """
@@ -98,15 +98,15 @@ class Attention:
         self._per_token = 2 * self._kv_heads * config.head_size
         self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_positions))
         held = dtype if config.quantization.kv_cache_quant_algo is None else torch.int8
-        # Zeros, not empty: a masked slot still takes part in a product, where a NaN survives. The block behind the
-        # last is where a replayed step writes what nobody asked for.
+        # Zeros, not empty: a masked slot still takes part in a product, where a NaN would survive. The spare block
+        # takes the writes of a replayed step's padding rows.
         shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
         self._pool = torch.zeros(shape, dtype=held, device=device)
         self._scratch = torch.empty(0, dtype=held, device=device)
         self._paged = self._has_paged_attention()
 
     def clear(self, spans: Sequence[Span]) -> None:
-        """Zero the blocks begun but not filled in this step: their rest must not keep what others left there."""
+        """Zero the blocks that this step begins but does not fill, so that no values of earlier requests remain."""
         begun: list[int] = []
         for span in spans:
             stop = span.start + len(span.tokens)
@@ -116,7 +116,7 @@ class Attention:
             self._pool.index_fill_(1, torch.tensor(begun, device=self._device), 0)
 
     def plan(self, spans: Sequence[Span]) -> Step:
-        """Of any step; spans of one token come first."""
+        """Plan any step; spans of one token come first."""
         size = self._block
         decodes = 0
         while decodes < len(spans) and len(spans[decodes].tokens) == 1:
@@ -152,21 +152,21 @@ class Attention:
         )
 
     def plan_decode(self, step: Decode) -> Step:
-        """Of a step that only decodes, in a way that may be recorded."""
+        """Plan a step that only decodes, in a way that a CUDA graph can record."""
         length = len(step.tables) // len(step.ids) * self._block
         decodes = _Decodes(step.positions, step.tables, length, self._mask(step.positions, length))
         cos, sin = (table[step.positions].unsqueeze(1) for table in (self._cos, self._sin))
         return Step(cos, sin, step.slots[:, None], decodes, prompts=[])
 
     def _has_paged_attention(self) -> bool:
-        """Whether decoding tokens see the cache where it lies. Elsewhere it is gathered for them first."""
+        """Whether a kernel reads the cache in place for decoding tokens; otherwise the cache is gathered first."""
         if self._device.type != "cuda" or not can_compile():
             return False
         e4m3 = self._config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
         return not e4m3 or torch.cuda.get_device_capability(self._device) >= (8, 9)
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | None:
-        """What hides from tokens at `positions` [n] what is behind them, [n, 1, 1, length]."""
+        """Mask [n, 1, 1, length] that hides later positions from tokens at `positions` [n]."""
         if self._paged:
             return None
         beyond = torch.arange(length, device=self._device) > positions[:, None]
@@ -187,11 +187,11 @@ class Attention:
     ) -> torch.Tensor:
         """[T, features of q, k and v] -> [T, features of q], for the heads of shard `place` of a layer.
 
-        first_shard  how many shards the layers before it have
+        first_shard  number of shards of the layers before it
         """
         heads, kv, size = self._heads, self._kv_heads, self._config.head_size
         pool, codec = self._pool[first_shard + place], layer[place].kv_codec
-        # Keys lie right behind the queries, so both are rotated at once.
+        # Keys follow the queries in memory, so both are rotated at once.
         x = rotate_and_keep(
             qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin,
             None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, size),
@@ -236,7 +236,7 @@ class Attention:
         n, heads, size = query.shape
         kv = self._kv_heads
         cached = self._gather(pool, codec, tables, n, length)
-        # The query heads that share a key head take the place of the query's length: no key is repeated.
+        # The query heads that share a key head become the query's length dimension, so that no key is repeated.
         out = functional.scaled_dot_product_attention(
             query.reshape(n, kv, heads // kv, size),
             cached[:, :, :kv].transpose(1, 2),
@@ -250,12 +250,12 @@ class Attention:
     ) -> torch.Tensor:
         """Cached tokens of `rows` requests, [rows, length, 2 * kv_heads, head_size]; valid until the next call."""
         if pool.is_cuda:
-            # index_select takes three times as long for few blocks.
+            # Indexing, because index_select takes three times as long for few blocks.
             out = pool[blocks]
         else:
             wanted = len(blocks) * self._block * self._per_token
             if self._scratch.numel() < wanted:
-                # A fresh buffer each time would cost more in page faults than the copy itself.
+                # The buffer is kept: page faults of a fresh one would cost more than the copy.
                 self._scratch = self._scratch.new_empty(wanted + wanted // 2)
             out = self._scratch[:wanted].view(len(blocks), -1)
             torch.index_select(pool, 0, blocks, out=out)
@@ -264,6 +264,6 @@ class Attention:
 
 
 def _fit(blocks: Sequence[int], width: int) -> list[int]:
-    """The first `width` blocks. A shorter row repeats a block of its own, hidden by the mask: a NaN in another
-    request's block would come through."""
+    """The first `width` blocks. A shorter row repeats one of its own blocks, which the mask hides: a NaN in a block of
+    another request would survive the mask."""
     return [*blocks[:width], *[blocks[0]] * (width - len(blocks))]

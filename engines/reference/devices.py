@@ -1,4 +1,4 @@
-"""Where a worker's tensors go, and what it says when they do not fit."""
+"""Device of a worker's tensors, and the error message for a lack of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trtpipe.engines.errors import HostError
 
 
 def find_device(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`. Raises HostError for a CUDA device that is not there."""
+    """Find the device for `auto`, `cpu` or `cuda`. Raises HostError for a CUDA device that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -21,11 +21,11 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def named_memory_errors(device: torch.device, where: list[str], remedy: str) -> Iterator[None]:
-    """Turn a lack of memory into a HostError that tells `where[0]`, which the block keeps up to date."""
+    """Turn a lack of memory into a HostError that names `where[0]`, which the `with` block keeps up to date."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        # torch tells of a full host with a bare RuntimeError.
+        # torch raises a bare RuntimeError when the host's memory is full.
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise HostError(

@@ -1,6 +1,6 @@
-"""Weights from Hugging Face folders: the model as it was, and ModelOpt's unified export of it quantized.
+"""Weights from Hugging Face folders: an unquantized model, or ModelOpt's unified quantized export.
 
-Both are WeightSources of a single rank, so that one runtime computes what a checkpoint is compared with, too.
+Both are WeightSources of a single rank, so that one runtime computes both models of a comparison.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from trtpipe.engines.reference.weights import (
 )
 
 _FLOATS = frozenset(SAFETENSORS_DTYPE.values())
-# What `make_linear` calls the tensors of a linear.
+# `make_linear`'s roles for the tensors of a linear.
 _ROLES = {
     "weight": "weight",
     "weight_scale": "scale",
@@ -54,7 +54,7 @@ _ROLES = {
 
 
 class HfFolder:
-    """The unquantized folder `folder`, to compute in `dtype` on `device`.
+    """Weights of the unquantized folder `folder`, to compute in `dtype` on `device`.
 
     Raises InputDataError for a folder that is incomplete, damaged or of another kind.
     """
@@ -77,10 +77,10 @@ class HfFolder:
 
 
 class UnifiedFolder:
-    """ModelOpt's quantized folder `folder`, to compute in `dtype` on `device`.
+    """Weights of ModelOpt's quantized folder `folder`, to compute in `dtype` on `device`.
 
-    Scales are each matrix's own, also of q, k and v, and of keys and values. Raises InputDataError for a folder that
-    is incomplete, damaged, not quantized, or quantized in a way that is not read here.
+    Each matrix has its own scales, including q, k and v, and so do keys and values. Raises InputDataError for a folder
+    that is incomplete, damaged, not quantized, or quantized in an unsupported way.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
@@ -156,7 +156,7 @@ class UnifiedFolder:
 
 
 class _Planned(Mapping[str, torch.Tensor]):
-    """A rank file's tensors, put together from the tensors of an HF folder, in `dtype`."""
+    """Tensors of a rank file, assembled from the tensors of an HF folder, in `dtype`."""
 
     def __init__(self, plans: Iterator[TensorPlan], source: MappedTensors, dtype: torch.dtype) -> None:
         self._plans = {plan.name: plan for plan in plans}

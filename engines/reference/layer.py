@@ -1,4 +1,4 @@
-"""One decoder layer over any tokens, from the shards as they are stored; who attends to whom is the caller's."""
+"""One decoder layer over any tokens, computed from the stored shards; the caller provides the attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated, swi
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import LayerShard, rank_heads
 
-# (place of the shard, [T, features of q, k and v]) -> [T, features of q], for the heads of that shard.
+# (index of the shard, [T, features of q, k and v]) -> [T, features of q], for the heads of that shard.
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -20,9 +20,9 @@ def apply_layer(
     ranks: Ranks, shards: Sequence[LayerShard], hidden: torch.Tensor, update: torch.Tensor | None, epsilon: float,
     attend: Attend,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The residual stream [T, hidden_size] and what is to be added to it, from the shards of the ranks held.
+    """Return the residual stream [T, hidden_size] and the update to add to it, from the shards of the ranks held.
 
-    update  what the layer before has left to be added
+    update  update that the layer before has returned and that is not added yet
     """
     first, dtype = shards[0], hidden.dtype
     hidden, operands = add_norm(hidden, update, first.input_norm, epsilon, [shard.qkv.encode for shard in shards])
@@ -47,13 +47,13 @@ def apply_layer(
 def run_layer(
     config: CheckpointConfig, shards: Sequence[LayerShard], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """One layer over whole sequences, without a cache: [batch, length, hidden_size] -> the same, causally.
+    """Run one layer over whole sequences, causally and without a cache: [batch, length, hidden_size] -> same shape.
 
     hidden    in the shards' type, on their device
-    cos, sin  [length, head_size] of positions 0 to length - 1, as `rotary_tables` gives them, on that device
+    cos, sin  [length, head_size] of positions 0 to length - 1, as `rotary_tables` returns them, on that device
 
-    Where the checkpoint quantizes the cache, every token sees all keys and values as the cache would give them back,
-    its own included: what quantization costs shows at its largest.
+    If the checkpoint quantizes the cache, each token reads all keys and values, its own included, with the cache's
+    rounding: this is the largest error that quantizing the cache can cause.
     """
     batch, length, width = hidden.shape
     heads, kv = rank_heads(config)

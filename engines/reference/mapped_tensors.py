@@ -1,4 +1,4 @@
-"""Tensors of safetensors files as torch tensors: mapped, not read."""
+"""Memory-mapped tensors of safetensors files as torch tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STORED_DTYPE = {
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of safetensors files by name, each as it is stored; on a CPU they share the page cache's memory."""
+    """Tensors of safetensors files by name, in their stored type; on a CPU they share the page cache's memory."""
 
     def __init__(self, located: Mapping[str, LocatedTensor], device: torch.device) -> None:
         self._located = located
@@ -34,7 +34,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         flat = torch.frombuffer(data, dtype=STORED_DTYPE[entry.dtype], count=prod(entry.shape), offset=entry.offset)
         return flat.view(entry.shape).to(self._device)
 
-    # Without this, the base class would make a tensor to see whether it is there.
+    # Overridden, because the base class would create a tensor to test whether it exists.
     def __contains__(self, name: object) -> bool:
         return name in self._located
 
@@ -47,5 +47,5 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
 def _map(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        # Copy on write: torch warns of read-only memory, and nothing ever writes.
+        # Copy on write, because torch warns of read-only memory; nothing writes to it.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

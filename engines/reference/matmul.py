@@ -1,6 +1,6 @@
-"""Products of rows with a weight, by what both are held as: floats, e4m3 codes, int8 codes.
+"""Matrix products of rows and a weight, for floats, e4m3 codes and int8 codes.
 
-The order of a sum is the library's own; a product of two codes is exact.
+The order of a sum is the library's; a product of two codes is exact.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from trtpipe.engines.reference.cuda.fused import compiling, one_kernel
 
-# Sums of so many products of two int8 are below 2^24, and so exact in float32.
+# A sum of this many products of two int8 is below 2^24, and so exact in float32.
 _EXACT_COLUMNS = 1024
-# Without instructions for 16 bits the library takes six times as long for them as for float32. So many rows pay for
-# widening the weight.
+# On a CPU without 16-bit instructions a 16-bit product takes six times as long as a float32 one. From this number of
+# rows on, converting the weight to float32 pays.
 _MANY_ROWS = 32
 
 
@@ -23,7 +23,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, in] @ weight [out, in].T, both of one type. Columns of the result may be contiguous, not rows."""
     if _one_recorded(x, weight):
         return _row_product(x, weight, None, x.dtype)
-    # On a CPU, weights as the left factor are up to twice as fast in 16 bits, and slower in 32.
+    # On a CPU, a product with the weight as left factor is up to twice as fast in 16 bits, and slower in 32 bits.
     if weight.dtype == torch.float32 or weight.is_cuda:
         return functional.linear(x, weight)
     if len(x) == 1:
@@ -34,7 +34,7 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _one_recorded(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a graph is made for one row: libraries' kernels, made for tiles of many, leave memory waiting."""
+    """Whether a CUDA graph of one row is recorded: libraries' kernels, made for tiles of rows, underuse memory then."""
     return len(x) == 1 and weight.is_cuda and compiling()
 
 
@@ -45,15 +45,15 @@ def _row_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | No
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies numbers of 16 bits as they are."""
+    """Whether this CPU has instructions that multiply numbers of the 16-bit type `dtype`."""
     return torch.cpu._is_avx512_bf16_supported() if dtype == torch.bfloat16 else torch.cpu._is_amx_fp16_supported()
 
 
 def e4m3_operand(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e4m3 codes [out, in] as `e4m3_product` wants them: as they are where the device multiplies them.
+    """Convert e4m3 codes [out, in] for `e4m3_product`; they stay e4m3 if the device multiplies e4m3.
 
-    Elsewhere in bfloat16, which holds every e4m3 number, when that is the model's type; else in float32: products
-    of codes exceed float16.
+    Otherwise they become bfloat16, which holds every e4m3 number, if that is the model's type; else float32, since
+    products of codes exceed float16.
     """
     on_tensor_cores = (
         codes.device.type == "cuda"
@@ -68,10 +68,10 @@ def e4m3_operand(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def e4m3_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """x @ weight.T for e4m3 x, summed in float32; a product of two codes is exact there. With a scale [1], that times
-    the sum, in float32, rounded once to `dtype`.
+    """x @ weight.T for e4m3 x, summed in float32, where a product of two codes is exact. A scale [1] is multiplied with
+    the sum in float32, and the result is rounded once to `dtype`.
 
-    float32, or bfloat16 for weights held in it: a rounding by 2^-9, small beside the 2^-4 of the codes.
+    The result is float32, or bfloat16 for bfloat16 weights: its rounding by 2^-9 is small beside the codes' 2^-4.
     """
     if weight.dtype != torch.float8_e4m3fn:
         product = multiply(x.to(weight.dtype), weight)
@@ -88,13 +88,13 @@ def _one(device: torch.device) -> torch.Tensor:
 
 
 def int8_operand(codes: torch.Tensor) -> torch.Tensor:
-    """int8 codes [out, in] as `int8_product` wants them: float32 where torch's own int8 product is not exact."""
-    # Without these instructions the library adds pairs of products in int16, where they saturate.
+    """Convert int8 codes [out, in] for `int8_product`; they become float32 where torch's int8 product is not exact."""
+    # Without VNNI instructions the library adds pairs of products in int16, where the sums saturate.
     return codes if codes.device.type == "cuda" or torch.cpu._is_vnni_supported() else codes.float()
 
 
 def int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x @ weight.T for int8 x, exact in int32; times a scale [out], in float32, rounded once to `dtype`."""
+    """x @ weight.T for int8 x, exact in int32, times a scale [out] in float32, rounded once to `dtype`."""
     if _one_recorded(x, weight):
         return _row_product(x, weight, scale, dtype)
     return _scaled(_int8_sums(x, weight), scale, dtype)
@@ -110,7 +110,7 @@ def _int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype == torch.int8:
         rows, features = len(x), len(weight)
         if x.device.type == "cuda":
-            # cuBLAS takes more than 16 rows, and multiples of 8; zeros add nothing.
+            # cuBLAS needs more than 16 rows, and sizes that are multiples of 8; zero padding adds nothing.
             x, weight = _padded(x, max(rows, 32)), _padded(weight, features)
         return torch._int_mm(x, weight.t())[:rows, :features]
     out = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
@@ -121,7 +121,7 @@ def _int8_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(matrix: torch.Tensor, rows: int) -> torch.Tensor:
-    """The matrix with zeros up to `rows` rows, and both sizes multiples of 8."""
+    """Pad the matrix with zeros up to `rows` rows, and both sizes to multiples of 8."""
     height, width = matrix.shape
     rows += -rows % 8
     if rows == height and width % 8 == 0:

@@ -1,4 +1,4 @@
-"""Two linears of one input, as the halves of an MLP are: what they have in common is done once."""
+"""Pair of linears with one input, such as gate and up of an MLP; shared work is done once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain
 
 
 class Branches(ABC):
-    """Two linears of one input: [T, in] -> two of [T, out]. In halves, as `Linear` is."""
+    """Two linears of one input: [T, in] -> two outputs [T, out]. It has two steps, like `Linear`."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor) -> Any:
-        """What is multiplied."""
+        """First step: return the operand of the products."""
 
     @abstractmethod
     def product(self, operand: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of what `encode` made of an input of type `dtype`."""
+        """Second step: the products with `operand`, which `encode` made of an input of type `dtype`."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.product(self.encode(x), x.dtype)
@@ -28,7 +28,7 @@ class Branches(ABC):
 
 @dataclass(frozen=True)
 class Each(Branches):
-    """Branches that have nothing in common but their input."""
+    """Branches that share nothing but the input."""
 
     first: Linear
     second: Linear
@@ -43,13 +43,13 @@ class Each(Branches):
 
 @dataclass(frozen=True)
 class OneProduct(Branches):
-    """Branches [out, in] each, one below the other: a GPU reads the one matrix faster than two of half the size."""
+    """Branches [out, in] stacked into one matrix, which a GPU reads faster than two matrices of half the size."""
 
     both: Linear
 
     @classmethod
     def of(cls, first: Linear, second: Linear) -> OneProduct | None:
-        """None for branches that have not their scales in common."""
+        """Stack two linears; None if they do not share their scales."""
         if isinstance(first, Plain) and isinstance(second, Plain):
             return cls(Plain(torch.cat([first.weight, second.weight])))
         if not one_input(first, second):
@@ -58,7 +58,7 @@ class OneProduct(Branches):
             codes = torch.cat([first.codes, second.codes])
             return cls(replace(first, codes=codes, output_scale=torch.cat([first.output_scale, second.output_scale])))
         if isinstance(first, Fp8) and isinstance(second, Fp8) and torch.equal(first.output_scale, second.output_scale):
-            # torch moves no e4m3 about.
+            # Concatenated as int8, since torch cannot concatenate e4m3.
             codes = torch.cat([one.codes.view(torch.int8) for one in (first, second)]).view(first.codes.dtype)
             return cls(replace(first, codes=codes))
         return None
@@ -73,7 +73,7 @@ class OneProduct(Branches):
 
 @dataclass(frozen=True)
 class OneInput(Branches):
-    """Branches whose inputs have the same scale, and so the same codes."""
+    """Branches whose inputs have the same scale and therefore the same codes."""
 
     first: Linear
     second: Linear
@@ -86,14 +86,14 @@ class OneInput(Branches):
 
 
 def one_input(first: Linear, second: Linear) -> bool:
-    """Whether both have one static scale for what enters them."""
+    """Whether both linears have the same static input scale."""
     same = type(first) is type(second) and isinstance(first, (Fp8, Int8))
     return same and torch.equal(first.input_scale, second.input_scale)  # type: ignore[attr-defined]
 
 
 def make_branches(first: Linear, second: Linear) -> Branches:
-    """Two linears of one input, what they have in common done once."""
-    # Elsewhere weights are the page cache's memory, and side by side would be a copy.
+    """Combine two linears of one input; shared work is done once."""
+    # Only on a GPU: on a CPU the weights are the page cache's memory, and stacking them would copy them.
     together = OneProduct.of(first, second) if _on_gpu(first) else None
     if together is not None:
         return together

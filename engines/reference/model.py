@@ -1,7 +1,7 @@
-"""One forward pass over the tokens of one in-flight batch, from the shards as they are stored.
+"""Forward pass over the tokens of one in-flight batch, computed from the stored shards.
 
-All tokens of a step are flattened into [T, hidden] and go through every matrix together; only attention tells
-requests apart. Pipeline stages are simply all the layers in order.
+All tokens of a step are flattened into [T, hidden] and go through every matrix together; only attention separates
+requests. The layers of all pipeline stages run in order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from trtpipe.engines.reference.weights import Weights
 
 
 class Model:
-    """The weights, the rotary tables up to `max_positions` and the KV pool of `num_blocks` blocks.
+    """Model with weights, rotary tables up to `max_positions` and a KV pool of `num_blocks` blocks.
 
-    Everything is on the device of the weights, and in their type. `ranks` joins these weights to those of others.
-    On a GPU a step that only decodes is recorded once for its size and then replayed.
+    Everything is on the weights' device and in their type. `ranks` combines the results with those of other ranks.
+    On a GPU a step that only decodes is recorded once per size as a CUDA graph and then replayed.
 
     Raises CheckpointError for a rotary scaling that cannot be computed.
     """
@@ -60,13 +60,13 @@ class Model:
         self._graphs = None
         if self.device.type == "cuda":
             self._graphs = Graphs(self.decode, tokens_per_block, num_blocks)
-            # One row and several have kernels of their own, which must not be made while a request waits.
+            # One row and several rows have different kernels, which must not be compiled while a request waits.
             for rows in (1, 2):
                 self._graphs.replay([0] * rows, [0] * rows, [[num_blocks]] * rows)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Logits of the wanted tokens, [sum of span.logits, vocab_size] in the compute type, in span order.
+        """Logits of the requested tokens, [sum of span.logits, vocab_size] in the compute type, in span order.
 
         Writes the keys and values of every token into the pool. Spans of one token must come first: they attend
         in one batch. The logits may be overwritten by the next call.
@@ -88,11 +88,11 @@ class Model:
 
     @torch.inference_mode()
     def decode(self, step: Decode) -> torch.Tensor:
-        """Logits [n, vocab_size] of n spans of one token each, in a way that may be recorded."""
+        """Logits [n, vocab_size] of n spans of one token each, in a way that a CUDA graph can record."""
         return self._logits(self._run(step.ids, self._attention.plan_decode(step)))
 
     def close(self) -> None:
-        """Forget the recorded steps: NCCL waits for every graph that calls a communicator before it ends that."""
+        """Delete the recorded steps: NCCL ends a communicator only after all graphs that call it are deleted."""
         if self._graphs is not None:
             torch.cuda.synchronize(self.device)
             self._graphs.forget()
@@ -112,7 +112,7 @@ class Model:
             return functional.embedding(ids, parts[0])
         if self.config.embedding is EmbeddingSharding.HIDDEN:
             return self._ranks.join([functional.embedding(ids, part) for part in parts])
-        # Each rank looks up the rows it has, gives zeros for the others, and the ranks are summed.
+        # Each rank looks up the rows that it has and zeros for the others, and the ranks' results are summed.
         rows = parts[0].shape[0]
         return self._ranks.sum(
             [
@@ -126,5 +126,5 @@ class Model:
         hidden = rms_norm(hidden, head.final_norm, self.config.norm_epsilon)
         parts = [multiply(hidden, part) for part in head.parts]
         logits = self._ranks.join(parts) if head.sharded else parts[0]
-        # The last ranks are filled up with rows of zeros.
+        # The last ranks are padded with rows of zeros.
         return logits[:, : self.config.vocab_size]

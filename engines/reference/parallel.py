@@ -1,8 +1,8 @@
-"""A tensor-parallel model whose ranks have a process and a device each: torch.distributed joins what they compute.
+"""Tensor-parallel model with one process and one device per rank; torch.distributed combines the ranks' results.
 
-Rank 0 is in the process of the runtime. It plans, tells the others every step's spans, and has the logits; they hold
-their rank's weights and part of the KV cache, and go with it. Over NCCL on GPUs, over gloo on a CPU. This module is
-also their program, with the descriptor of the pipe they are told through.
+Rank 0 is in the process of the runtime. It plans, sends the spans of every step to the other ranks, and has the logits;
+the other ranks hold their weights and part of the KV cache, and end with rank 0. They use NCCL on GPUs and gloo on a
+CPU. This module is also the program of the other ranks; its argument is the file descriptor of the pipe from rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOCALHOST = "127.0.0.1"
 
 
 class _Part(NamedTuple):
-    """What a rank is told to hold, in which group: rank, and the port of the group's store."""
+    """Message to a rank: weights that it loads, its rank, and the port of the process group's store."""
 
     folder: Path
     config: CheckpointConfig
@@ -46,10 +46,10 @@ class _Part(NamedTuple):
 class ParallelModel:
     """`Model` over the tp_ranks of the checkpoint in `folder`, on devices cuda:0 to cuda:tp_size-1 or the CPU.
 
-    Where there are fewer GPUs ranks share them, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1: it is
-    slow, each waits for the other's turn.
+    With fewer GPUs, ranks share them, which NCCL supports from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1; this is
+    slow, since the ranks take turns.
 
-    `num_blocks` is asked when the weights are there. Raises as `load_weights` does, and HostError where a rank does
+    `num_blocks` is called after the weights are loaded. Raises as `load_weights` does, and HostError when a rank does
     not start.
     """
 
@@ -72,7 +72,7 @@ class ParallelModel:
         try:
             weights = _join(folder, config, dtype, torch.device(_device(device.type, 0)), 0, store)
             self._hear()
-            # A rank that is gone leaves the others waiting for its part, inside a call that never returns.
+            # When a rank has died, the others wait for its result in a call that never returns.
             threading.Thread(target=self._watch, daemon=True).start()
             self.num_blocks = num_blocks()
             sizes = {
@@ -86,7 +86,7 @@ class ParallelModel:
             raise
 
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
-        """As Model.forward."""
+        """See Model.forward."""
         self._tell(spans)
         return self._model.forward(spans)
 
@@ -99,7 +99,7 @@ class ParallelModel:
         self._closing = True
         for pipe in self._pipes:
             pipe.close()
-        # Before they are waited for: NCCL may end a communicator only in all ranks at once.
+        # Before waiting for the ranks, since NCCL ends a communicator only in all ranks at once.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         for process in self._processes:
@@ -141,10 +141,10 @@ def _join(
 
 
 def follow(pipe: Connection) -> None:
-    """A rank other than the first: load, then run every step that is told, until the first is gone."""
+    """Main loop of a rank other than 0: load the weights, then run each step that rank 0 sends, until rank 0 ends."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part: _Part = pipe.recv()
-    # Two ranks' threads on the same cores would be in each other's way, and a GPU's rank needs one.
+    # Threads of two ranks on the same cores would slow each other down, and a rank on a GPU needs only one thread.
     torch.set_num_threads(max(1, torch.get_num_threads() // part.config.mapping.tp_size))
     try:
         store = TCPStore(LOCALHOST, part.port, is_master=False)
@@ -165,7 +165,7 @@ def follow(pipe: Connection) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Also when the parent is killed, and this one inside a call that waits for its part."""
+    """End this process with its parent, even if the parent is killed while this process waits in a collective call."""
     try:
         select.select([os.pidfd_open(parent)], [], [])
     finally:

@@ -1,7 +1,7 @@
-"""How the parts of a tensor-parallel model come together: in one process that holds all of them, or over NCCL.
+"""Collective operations of a tensor-parallel model: in one process that holds all ranks, or over NCCL.
 
-Both compute the same: what ranks hold in parts is added up in the type it was computed in, and only then joins the
-hidden state, as TensorRT-LLM's all-reduce has it.
+Both give the same results: the ranks' partial results are summed in the compute type, and the sum is then added to
+the hidden state, as with TensorRT-LLM's all-reduce.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch.distributed
 
 
 class Ranks(Protocol):
-    """The tensor-parallel ranks, seen from a process that holds the parts of some of them.
+    """Collective operations over the tensor-parallel ranks, for a process that holds some of them.
 
-    held  which ranks' parts this process has, in order
+    held  the ranks of this process, in order
     """
 
     @property
     def held(self) -> range: ...
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over all ranks. `parts` are those of the ranks held, of one shape, and may be written to."""
+        """Sum over all ranks. `parts` are the tensors of the ranks held, of one shape, and may be overwritten."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All ranks' parts side by side in the last dimension."""
+        """Concatenation of all ranks' parts along the last dimension."""
 
 
 class Together:

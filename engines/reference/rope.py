@@ -1,8 +1,8 @@
-"""Rotary position embedding: the angle of every position, for each kind of scaling the checkpoint may ask for.
+"""Rotary position embedding: angles of all positions, for each kind of scaling that a checkpoint may have.
 
-Formulas are those of the papers and of transformers, against which they are tested. Scaling is fixed for the
-life of an engine: cached keys are rotated once, so kinds whose angles change with the sequence's length
-(dynamic, longrope) are refused beyond the length where they start to change.
+The formulas are from the papers and from transformers, against which they are tested. Cached keys are rotated
+once, so kinds of scaling whose angles change with the sequence's length (dynamic, longrope) are refused beyond the
+length where the angles start to change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUPPORTED = ("linear", "llama3", "yarn", "dynamic", "longrope")
 def rotary_tables(config: CheckpointConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) of positions 0 to `positions` - 1, each [positions, head_size] float32.
 
-    The first half of the row repeats in the second, and the first half of sin is negated, so that rotating x is
+    The second half of a row repeats the first half, and the first half of sin is negated, so that rotated x is
     x * cos + roll(x, head_size / 2) * sin.
 
     Raises CheckpointError for a scaling that is unknown, incomplete or not constant up to `positions`.
@@ -32,7 +32,7 @@ def rotary_tables(config: CheckpointConfig, positions: int) -> tuple[torch.Tenso
 
 
 def inverse_frequencies(config: CheckpointConfig, positions: int) -> tuple[torch.Tensor, float]:
-    """Radians per position, [head_size / 2] float32, and the factor by which cos and sin are multiplied."""
+    """Radians per position, [head_size / 2] float32, and the factor of cos and sin."""
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     plain = 1.0 / config.rotary_base**exponents
     scaling = _Scaling(config)
@@ -92,7 +92,7 @@ class _Scaling:
 
 
 def _llama3(plain: torch.Tensor, scaling: _Scaling) -> torch.Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, a smooth passage between. Defaults: TensorRT-LLM's."""
+    """Divide frequencies of long wavelengths by `factor`, keep short ones, blend between. TensorRT-LLM's defaults."""
     factor = scaling.number("factor", 8.0)
     low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
     original = scaling.number("original_max_position_embeddings", 8192)
@@ -104,7 +104,7 @@ def _llama3(plain: torch.Tensor, scaling: _Scaling) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, scaling: _Scaling, config: CheckpointConfig) -> tuple[torch.Tensor, float]:
-    """Interpolated where a dimension turns less than beta_slow times in the original length, kept above beta_fast."""
+    """Interpolate dimensions with less than beta_slow turns in the original length; keep those above beta_fast."""
     original = scaling.number("original_max_position_embeddings", config.max_position_embeddings)
     factor = scaling.number("factor", config.max_position_embeddings / original)
     dims = config.head_size
@@ -116,7 +116,7 @@ def _yarn(plain: torch.Tensor, scaling: _Scaling, config: CheckpointConfig) -> t
     if scaling.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    # Equal bounds would divide by zero.
+    # Equal bounds would cause a division by zero.
     width = high - low if high != low else 0.001
     interpolated = ((torch.arange(dims // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
 
@@ -135,7 +135,7 @@ def _yarn(plain: torch.Tensor, scaling: _Scaling, config: CheckpointConfig) -> t
 def _longrope(
     exponents: torch.Tensor, scaling: _Scaling, config: CheckpointConfig, positions: int
 ) -> tuple[torch.Tensor, float]:
-    """The short factors, which hold up to the original length."""
+    """Frequencies by the short factors, which are valid up to the original length."""
     original = scaling.number("original_max_position_embeddings", config.max_position_embeddings)
     scaling.check_constant(positions, int(original), "original_max_position_embeddings")
     factor = scaling.number("factor", config.max_position_embeddings / original)

@@ -1,7 +1,7 @@
-"""The reference runtime: an engine folder, requests in, tokens out, one in-flight batch a step.
+"""Reference runtime: executes requests on an engine folder, one in-flight batch per step.
 
 It runs the files that trtllm-build would compile, with the same batching, cache and sampling rules, on any machine
-that has PyTorch.
+with PyTorch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from trtpipe.engines.reference.weights import TORCH_DTYPE, load_weights, rank_he
 
 # Default size of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more.
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-# What is left holds the numbers of one step.
+# Default share of the GPU's free memory for the KV cache; the rest is for the activations of a step.
 DEFAULT_FREE_FRACTION = 0.9
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 
 
 class _Flight:
-    """What the runtime keeps of an unfinished request besides its place in the schedule."""
+    """State of an unfinished request in the runtime, besides its Sequence in the scheduler."""
 
     def __init__(self, request: Request) -> None:
         self.sampler = Sampler(request)
@@ -47,20 +47,19 @@ class _Flight:
 class Runtime:
     """Runs the engine in `engine_dir`.
 
-    device                  cpu, cuda, or auto: a GPU where there is one. A tensor-parallel engine takes as many GPUs
-                            as it has ranks, and runs on one where there are fewer
-    kv_cache_tokens         tokens the KV cache holds, rounded up to blocks. Default: max_batch_size * max_seq_len,
-                            but at most what fits `kv_cache_free_gpu_mem_fraction`, on a CPU 1 GiB, and at least
-                            max_seq_len
-    kv_cache_free_gpu_mem_fraction  of the GPU's memory that is free once the weights are there
+    device                  cpu, cuda, or auto: a GPU where there is one. A tensor-parallel engine uses as many GPUs
+                            as it has ranks, or one GPU if the machine has fewer
+    kv_cache_tokens         tokens in the KV cache, rounded up to blocks. Default: max_batch_size * max_seq_len, but at
+                            most what fits `kv_cache_free_gpu_mem_fraction`, on a CPU 1 GiB, and at least max_seq_len
+    kv_cache_free_gpu_mem_fraction  share of the GPU memory that is free after the weights are loaded
     policy                  guaranteed_no_evict or max_utilization
     enable_kv_cache_reuse   share the blocks of equal prompt starts, also with finished requests
     enable_chunked_context  split prompts over steps; without it a prompt must fit max_num_tokens
-    compute_dtype           bfloat16, float16 or float32; default the checkpoint's
-    apart                   a process for each tensor-parallel rank: on a GPU by default, on a CPU not
+    compute_dtype           bfloat16, float16 or float32; default: the checkpoint's type
+    apart                   whether each tensor-parallel rank has a process; default: on a GPU yes, on a CPU no
 
-    Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an option that
-    cannot be, HostError where there is no such device or too little memory.
+    Raises InputDataError for an engine folder that is damaged or of another kind, UsageError for an impossible
+    option, HostError when the device is missing or has too little memory.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Runtime:
             apart = where.type == "cuda" and torch.cuda.device_count() >= ranks
 
         def num_blocks() -> int:
-            """Asked when the weights are on the device."""
+            """Number of blocks of the pool; called after the weights are on the device."""
             tokens = kv_cache_tokens
             if tokens is None:
                 share = _bytes_for_cache(where, kv_cache_free_gpu_mem_fraction) * (ranks if apart else 1)
@@ -135,7 +134,7 @@ class Runtime:
 
     @property
     def has_work(self) -> bool:
-        """Whether step() has anything to do or to tell."""
+        """Whether step() has work to do or outputs to return."""
         return bool(self._cancelled) or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
@@ -147,14 +146,14 @@ class Runtime:
         self._scheduler.submit(Sequence(request))
 
     def cancel(self, request_id: Hashable) -> None:
-        """End a request; the next step() says so. One that is unknown or finished is left alone."""
+        """End a request; the next step() returns its last output. An unknown or finished request is ignored."""
         sequence = self._scheduler.cancel(request_id)
         if sequence is not None:
             flight = self._flights.pop(request_id)
             self._cancelled.append(self._output(sequence, flight, [], finish="cancelled"))
 
     def step(self) -> list[Output]:
-        """Run one in-flight batch; at most one output a request, none for prompts still in progress."""
+        """Run one in-flight batch; at most one output per request, none for prompts still in progress."""
         outputs, self._cancelled = self._cancelled, []
         chunks = self._scheduler.schedule()
         self._last_step = chunks
@@ -175,7 +174,7 @@ class Runtime:
             end += count
             if chunk.sequence.request.return_context_logits and count:
                 self._keep_context_logits(chunk, logits[end - count : end])
-            # Asked before the chunk counts as computed: the sequence grows when its token is drawn.
+            # Tested before the chunk counts as computed, because the sequence grows when its token is drawn.
             if chunk.draws:
                 drawing.append(chunk.sequence)
                 rows.append(end - 1)
@@ -185,7 +184,7 @@ class Runtime:
         return outputs
 
     def close(self) -> None:
-        """End the processes of other ranks; nothing may be asked of it afterwards."""
+        """End the processes of other ranks. The runtime must not be used afterwards."""
         self._model.close()
 
     def stats(self) -> dict[str, int]:
@@ -218,7 +217,7 @@ class Runtime:
         }
 
     def _refusal(self, request: Request) -> str:
-        """Why the request can never run, or nothing."""
+        """Why the request can never run; "" if it can."""
         build, prompt, vocab = self.build, request.prompt, self.config.vocab_size
         length = len(prompt)
         if request.id in self._flights:
@@ -252,7 +251,7 @@ class Runtime:
 
     def _logits_wanted(self, chunk: Chunk) -> int:
         request = chunk.sequence.request
-        # Before the first token is out, every position of the prompt is one the caller may want.
+        # Before the first output token, the caller may request the logits of every prompt position.
         if request.return_context_logits and not chunk.sequence.generated:
             return chunk.stop - chunk.start
         return 1 if chunk.draws else 0
@@ -267,7 +266,7 @@ class Runtime:
         flight.context_logits[chunk.start : chunk.stop] = logits.float().cpu().numpy()
 
     def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Output]:
-        """The next token of every sequence, appended to it or ending it."""
+        """Draw the next token of every sequence; append it, or end the sequence."""
         flights = [self._flights[sequence.request.id] for sequence in sequences]
         with torch.inference_mode():
             tokens = choose(logits, [flight.sampler for flight in flights])
@@ -337,7 +336,7 @@ def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     return value
 
 
-# What this runtime keeps to, of an engine's build_config.
+# Fields of an engine's build_config that this runtime enforces.
 LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 
 
@@ -365,12 +364,12 @@ def _data_type(value: DataType | str) -> DataType:
 
 
 def _bytes_for_cache(device: torch.device, fraction: float) -> int:
-    """What a rank's KV cache may take on its device."""
+    """Most bytes of a rank's KV cache on its device."""
     return int(torch.cuda.mem_get_info(device)[0] * fraction) if device.type == "cuda" else DEFAULT_KV_CACHE_BYTES
 
 
 def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, affordable: int) -> int:
-    """Tokens in a cache of at most `affordable` bytes, all ranks together."""
+    """Default number of tokens in the cache; all ranks together have at most `affordable` bytes."""
     _, kv_heads = rank_heads(config)
     itemsize = dtype.itemsize if config.quantization.kv_cache_quant_algo is None else 1
     per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * itemsize

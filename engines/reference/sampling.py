@@ -1,10 +1,10 @@
-"""Choosing tokens from logits with TensorRT-LLM's rules, for all requests of a step at once.
+"""Sampling of tokens from logits by TensorRT-LLM's rules, for all requests of a step at once.
 
-Greedy requests without any wish cost an argmax. The rest go through bias, temperature, penalties and bans in
-TensorRT-LLM's order, and are then drawn from the sorted candidates: the first whose cumulative probability
+A greedy request without other options costs one argmax. For other requests bias, temperature, penalties and bans are
+applied in TensorRT-LLM's order; the token is the first of the sorted candidates whose cumulative probability
 reaches u * top_p, u uniform in (0, 1). So top_p cuts the tail exactly at its mass, within top_k if that is set.
 
-u is a function of seed and output position alone. What else is in the batch, or being preempted, changes nothing.
+u is a function of seed and output position alone. It does not depend on other requests or on preemption.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 
 from trtpipe.engines.engine_process.request import Finish, Request
 
-# TensorRT-LLM's limit, and the candidates sorted first when there is none.
+# TensorRT-LLM's limit of top_k, and the number of candidates that are sorted first without a top_k.
 MAX_TOP_K = 1024
-# Widths of the partial sort. Which one serves a request depends on the request alone, so equal logits at the
-# edge are never ordered by its neighbours' settings.
+# Widths of the partial sort. A request's width depends on the request alone, so that other requests of the batch
+# cannot change the order of equal logits at the edge.
 _FEW = 64
-# Not infinity: a row in which everything is banned must still give a token.
+# Not infinity, so that a row with all tokens banned still gives a token.
 _BANNED = -3e38
 _WORD = (1 << 64) - 1
 
 
 class Sampler:
-    """The choices of one request: its settings resolved, and its tokens counted."""
+    """Sampling state of one request: resolved settings, and counts of its tokens."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -46,19 +46,19 @@ class Sampler:
         self.frequency = params.frequency_penalty or 0.0
         self.penalised = self.repetition != 1 or self.presence != 0 or self.frequency != 0
         self.seed = params.seed or 0
-        # Token -> occurrences in the output; those of the prompt alone have 0. Kept for penalties only.
+        # Token -> occurrences in the output; 0 for tokens of the prompt only. Used for penalties only.
         self.counts: dict[int, int] = dict.fromkeys(request.prompt, 0) if self.penalised else {}
         self.generated: list[int] = []
-        # Without any of these the argmax of the raw logits is the token.
+        # Without these options the next token is the argmax of the raw logits.
         self._plain = self.greedy and not (self.penalised or request.bad_words or request.embedding_bias is not None)
 
     @property
     def raw_argmax(self) -> bool:
-        """Whether the next token is simply the most likely one."""
+        """Whether the next token is the argmax of the raw logits."""
         return self._plain and (self.end_id is None or len(self.generated) >= self.min_tokens)
 
     def accept(self, token: int) -> Finish | None:
-        """Append a drawn token to the output; why it ends the request, or None. An end_id is not appended."""
+        """Append a drawn token to the output, except end_id. Return why it ends the request, or None."""
         long_enough = len(self.generated) >= self.min_tokens
         if token == self.end_id and long_enough:
             return "end_id"
@@ -70,7 +70,7 @@ class Sampler:
         return "length" if len(self.generated) >= self.request.max_tokens else None
 
     def banned(self) -> list[int]:
-        """Tokens that may not come next."""
+        """Tokens that must not come next."""
         out: list[int] = []
         if self.end_id is not None and len(self.generated) < self.min_tokens:
             out.append(self.end_id)
@@ -80,12 +80,12 @@ class Sampler:
         return out
 
     def uniform(self) -> float:
-        """The draw for the next token, in (0, 1)."""
+        """Random number u for the next token, in (0, 1)."""
         bits = _mix((_mix(self.seed & _WORD) + len(self.generated)) & _WORD)
         return ((bits >> 12) + 0.5) / (1 << 52)
 
     def _follows(self, start: Sequence[int]) -> bool:
-        """Whether prompt and output together end in `start`."""
+        """Whether prompt + output ends in `start`."""
         count = len(start)
         tail = self.generated[-count:] if count else []
         missing = count - len(tail)
@@ -95,7 +95,7 @@ class Sampler:
 
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each request. `logits` is [requests, vocab_size] of any float type and is left as it is."""
+    """The next token of each request. `logits` is [requests, vocab_size] of any float type and is not changed."""
     special = [row for row, sampler in enumerate(samplers) if not sampler.raw_argmax]
     tokens: list[int] = []
     if len(special) < len(samplers):
@@ -125,7 +125,7 @@ def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
     """Bias, temperature, penalties and bans applied in place to [requests, vocab_size] float32."""
     for row, sampler in enumerate(samplers):
         if sampler.request.embedding_bias is not None:
-            # A copy, for the caller's array may be read-only, which torch warns of.
+            # A copy, since torch warns of a read-only array.
             logits[row] += torch.tensor(np.array(sampler.request.embedding_bias), device=logits.device).float()
     if any(sampler.temperature != 1 for sampler in samplers):
         logits /= torch.tensor([sampler.temperature for sampler in samplers], device=logits.device)[:, None]
@@ -144,7 +144,7 @@ def _adjust(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
 
 
 def _penalise(logits: torch.Tensor, penalised: Sequence[tuple[int, Sampler]]) -> None:
-    """Only the tokens that occurred are touched, for all requests together."""
+    """Apply penalties for all requests together, to the logits of tokens that have occurred."""
     sizes = [len(sampler.counts) for _, sampler in penalised]
     rows = np.repeat([row for row, _ in penalised], sizes)
     columns = np.concatenate([np.fromiter(s.counts.keys(), np.int64, len(s.counts)) for _, s in penalised])
@@ -160,7 +160,7 @@ def _penalise(logits: torch.Tensor, penalised: Sequence[tuple[int, Sampler]]) ->
 
 
 def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token a row by inverse distribution function over the candidates, most likely first."""
+    """Draw one token per row by the inverse distribution function over the candidates, most likely first."""
     out = [0] * len(samplers)
     few = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_k <= _FEW]
     many = [row for row, sampler in enumerate(samplers) if not 0 < sampler.top_k <= _FEW]
@@ -173,7 +173,7 @@ def _draw(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
 
 
 def _pick(logits: torch.Tensor, samplers: Sequence[Sampler], width: int) -> list[int]:
-    """Draw for every row among its `width` likeliest tokens, or without a top_k beyond them if u says so."""
+    """Draw for each row among its `width` likeliest tokens; without a top_k, u may select a token beyond them."""
     values, candidates = logits.topk(width, dim=-1)
     peak = values[:, :1]
     device = logits.device
@@ -191,8 +191,8 @@ def _pick(logits: torch.Tensor, samplers: Sequence[Sampler], width: int) -> list
     ends = place.squeeze(1).tolist()
     beyond = [row for row in unlimited if ends[row] >= width]
     if width < logits.shape[1] and beyond:
-        # Sorting everything is slow and seldom needed. The likeliest are left out rather than sorted again:
-        # equal logits might change places.
+        # Sorting all tokens is slow and seldom needed. The likeliest tokens are excluded and not sorted again, since
+        # equal logits might change their order.
         rest, order = logits[beyond].scatter(1, candidates[beyond], -torch.inf).sort(dim=-1, descending=True)
         tail = (rest - peak[beyond]).double().exp_().cumsum(dim=-1)
         place = torch.searchsorted(tail, targets[beyond] - cumulative[beyond, -1:])
@@ -207,7 +207,7 @@ def _ends_in(tokens: list[int], word: tuple[int, ...]) -> bool:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64: neighbouring inputs give unrelated 64-bit outputs."""
+    """Finaliser of SplitMix64: neighbouring inputs give unrelated 64-bit outputs."""
     value = (value + 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD

@@ -1,12 +1,12 @@
-"""In-flight batching: which tokens of which requests go into the next step.
+"""In-flight batching: selects the tokens of requests for the next step.
 
 Requests join and leave between steps. First come, first served: `running` and `waiting` are both in order of
-arrival, and everything running arrived before everything waiting, so nobody starves. In a step requests that
-decode come first (one token each), then prompts in progress, then new prompts while budget and blocks last.
+arrival, and all running requests arrived before all waiting ones, so no request starves. In a step, requests that
+decode come first (one token each), then prompts in progress, then new prompts while budget and blocks suffice.
 
-A request's tokens are its prompt and what it has generated; `computed` of them are in the KV cache. Being
-preempted only sets `computed` back to 0: the tokens stay, are computed again like a longer prompt, and the next
-token is drawn as if nothing had happened.
+A request's tokens are its prompt and its output; `computed` of them are in the KV cache. Preemption only sets
+`computed` to 0: the tokens stay and are computed again like a longer prompt, and the next token is the same as
+without preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
 
 class Sequence:
-    """A request on its way: its tokens so far, and the blocks that hold the computed ones."""
+    """State of an unfinished request: its tokens so far, and the blocks of the computed tokens."""
 
     __slots__ = ("allocated", "blocks", "computed", "digests", "paused", "published", "request", "reused", "tokens")
 
@@ -31,9 +31,9 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.computed = 0
         self.blocks: list[int] = []
-        # Keys of the full blocks of `tokens`, made when first needed.
+        # Digests of the full blocks of `tokens`, computed when first needed.
         self.digests: list[bytes] = []
-        # Leading blocks whose content others may find.
+        # Number of leading blocks that are published.
         self.published = 0
         self.reused = 0
         self.allocated = 0
@@ -45,7 +45,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
+        """Number of tokens to compute before the next token can be drawn."""
         return len(self.tokens) - self.computed
 
 
@@ -58,17 +58,17 @@ class Chunk(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether the chunk reaches the sequence's end, so that a new token follows from it."""
+        """Whether the chunk reaches the sequence's end, so that a new token is drawn after it."""
         return self.stop == len(self.sequence.tokens)
 
 
 class Scheduler:
-    """Chooses each step's chunks and moves the blocks of `pool` accordingly.
+    """Chooses the chunks of each step, and allocates and frees blocks of `pool`.
 
-    guaranteed_no_evict  a request starts only when the blocks it may ever need, and those that all running ones
-                         may still need, are there
-    max_utilization      a request starts when the blocks for its present tokens are there; when a running one
-                         finds no block for its next token the youngest is preempted
+    guaranteed_no_evict  a request starts only when enough blocks are free for its longest output and for the longest
+                         outputs of all running requests
+    max_utilization      a request starts when enough blocks are free for its present tokens; when no block is free for
+                         the next token of a running request, the youngest request is preempted
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def worst_case(self, request: Request) -> int:
-        """Blocks the request holds at the end if it runs to max_tokens: its last token is never computed."""
+        """Blocks of the request if it runs to max_tokens; its last token is never computed and needs no slot."""
         return self.pool.blocks_for(len(request.prompt) + request.max_tokens - 1)
 
     def submit(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The next step, those of one token first. Every chunk must be passed to `computed` afterwards."""
+        """Chunks of the next step, those of one token first. Each chunk must be passed to `computed` afterwards."""
         chunks: list[Chunk] = []
         for sequence in list(self.running):
-            # One that has just been preempted to make room has at least its prompt and a drawn token to compute.
+            # A sequence that was preempted in this step has at least its prompt and a drawn token to compute.
             if sequence.remaining != 1:
                 continue
             wanted = self.pool.blocks_for(len(sequence.tokens))
@@ -133,12 +133,12 @@ class Scheduler:
             sequence.published = full
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a running sequence out and free its blocks."""
+        """Remove a running sequence and free its blocks."""
         self.running.remove(sequence)
         self._free(sequence)
 
     def cancel(self, request_id: Hashable) -> Sequence | None:
-        """Take a sequence out wherever it is; None when it is nowhere."""
+        """Remove a running or waiting sequence and return it; None when there is none."""
         for sequence in self.running:
             if sequence.request.id == request_id:
                 self.finish(sequence)
@@ -150,7 +150,7 @@ class Scheduler:
         return None
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        # Blocks that the running ones may still take.
+        # Blocks that the running sequences may still allocate.
         promised = 0
         if self._no_evict:
             promised = sum(self.worst_case(s.request) - len(s.blocks) for s in self.running)
@@ -159,12 +159,12 @@ class Scheduler:
             shared = self._reusable(sequence)
             start = len(shared) * self.pool.tokens_per_block
             remaining = len(sequence.tokens) - start
-            # Unchunked, only a resumed sequence can have outgrown a whole step; it has to go in parts.
+            # Without chunking, only a resumed sequence can exceed max_num_tokens; it is computed in parts.
             if remaining > budget and not (self._chunked or remaining > self._max_num_tokens):
                 return
             present = self.pool.blocks_for(len(sequence.tokens))
             lasting = self.worst_case(sequence.request) if self._no_evict else present
-            # A shared block that nobody holds counts as free now and will not after.
+            # A shared block that no request holds counts as free now, but not after it is shared.
             needed = lasting - sum(1 for block in shared if self.pool.holders(block))
             if needed > self.pool.free - promised:
                 return
@@ -184,8 +184,8 @@ class Scheduler:
             budget -= count
 
     def _reusable(self, sequence: Sequence) -> list[int]:
-        """Cached blocks of the sequence's start, leaving at least its last token to compute."""
-        # Reused tokens are not computed, so they have no logits to return.
+        """Cached blocks of the sequence's start; at least its last token remains to be computed."""
+        # Reused tokens are not computed, so that their logits could not be returned.
         if not self.pool.enable_reuse or (sequence.request.return_context_logits and not sequence.generated):
             return []
         full = (len(sequence.tokens) - 1) // self.pool.tokens_per_block

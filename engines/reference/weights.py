@@ -1,7 +1,7 @@
-"""A model's weights for the runtime, from wherever they lie, a layer at a time or all at once; here: from rank files.
+"""Weights of a model for the runtime: interface of weight sources, and the source that reads rank files.
 
-A tensor is mapped, not read, and checked against the config. It shares its memory with the page cache; only a cast to
-another type, a decoding or another device copies it.
+Tensors are memory-mapped and checked against the config. They share the page cache's memory; only a cast to
+another type, a decoding or another device copies them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "transformer.ln_f.weight"
-# What `make_linear` calls the tensors of a linear.
+# `make_linear`'s roles for the tensors of a linear.
 _ROLES = {
     "weight": "weight",
     "weights_scaling_factor": "scale",
@@ -51,7 +51,7 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class LayerShard:
-    """One rank's part of one layer; h hidden, q query and kv key/value features of the rank, f of its mlp."""
+    """One rank's part of one layer. Sizes: h hidden; q query, kv key/value and f MLP features of the rank."""
 
     input_norm: torch.Tensor  # [h]
     qkv: Linear  # h -> q + 2 kv
@@ -65,7 +65,7 @@ class LayerShard:
 
 
 class Head(NamedTuple):
-    """What follows the last layer: the norm [h] and the vocabulary's rows [.., h], by tp_rank or whole."""
+    """Weights after the last layer: the norm [h] and the head's rows [.., h], by tp_rank or whole."""
 
     final_norm: torch.Tensor
     parts: tuple[torch.Tensor, ...]
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Weights:
-    """A model, of all tp_ranks or one: `layers[layer][rank]`; the embedding by rank, or one part when not sharded."""
+    """Weights of all tp_ranks or one: `layers[layer][rank]`; the embedding by rank, or one part when not sharded."""
 
     embedding: tuple[torch.Tensor, ...]
     layers: tuple[tuple[LayerShard, ...], ...]
@@ -82,23 +82,23 @@ class Weights:
 
 
 class WeightSource(Protocol):
-    """A model that is read part by part, in one type and on one device; it keeps no layer it has given out."""
+    """Reads a model part by part, in one type and on one device; it keeps no reference to returned layers."""
 
     @property
     def config(self) -> CheckpointConfig: ...
 
     def embedding(self) -> tuple[torch.Tensor, ...]:
-        """The embedding table by tp_rank, or in one part when it is not sharded."""
+        """The embedding table by tp_rank, or one part when it is not sharded."""
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
-        """The shards of layer `index`, counted through all pipeline stages, by tp_rank."""
+        """The shards by tp_rank of layer `index`, which is counted over all pipeline stages."""
 
     def head(self) -> Head:
         """The final norm and the head. A tied head is the embedding."""
 
 
 def rank_heads(config: CheckpointConfig) -> tuple[int, int]:
-    """Query heads and key/value heads of one tensor-parallel rank."""
+    """Numbers of query heads and key/value heads of one tensor-parallel rank."""
     tp = config.mapping.tp_size
     return config.num_attention_heads // tp, -(-config.num_key_value_heads // tp)
 
@@ -110,20 +110,20 @@ def load_weights(
     device: torch.device = CPU,
     tp_ranks: Sequence[int] | None = None,
 ) -> Weights:
-    """A checkpoint's or engine's weights, of all ranks or `tp_ranks`, to compute in `dtype`. Raises as `RankFiles`."""
+    """Load the weights of a checkpoint or engine, for all ranks or `tp_ranks`, in `dtype`. Raises as `RankFiles`."""
     return load_all(RankFiles(folder, config, dtype, device, tp_ranks))
 
 
 def load_all(source: WeightSource) -> Weights:
-    """Every part of `source` at once."""
+    """Read all parts of `source`."""
     layers = tuple(source.layer(index) for index in range(source.config.num_hidden_layers))
     return Weights(source.embedding(), layers, source.head())
 
 
 class RankFiles:
-    """The rank files of a checkpoint or engine: a WeightSource whose numbers are of `dtype`, on `device`.
+    """WeightSource of the rank files of a checkpoint or engine, in `dtype` on `device`.
 
-    tp_ranks  whose parts to give out, all by default
+    tp_ranks  ranks whose parts are returned; all by default
 
     Raises CheckpointError for a missing, unexpected or misshapen tensor, SafetensorsError for a damaged file.
     """
@@ -158,7 +158,7 @@ class RankFiles:
         self._embedding: tuple[torch.Tensor, ...] | None = None
 
     def embedding(self) -> tuple[torch.Tensor, ...]:
-        # Kept: a head that shares it must not be a second copy.
+        # Kept, so that a tied head is not a second copy.
         if self._embedding is None:
             held = (0,) if self.config.embedding is EmbeddingSharding.NONE else self._held
             self._embedding = tuple(self._stages[0][rank][EMBEDDING].to(self._dtype) for rank in held)
@@ -185,7 +185,7 @@ def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.
     for name, (stored_as, shape) in expected.items():
         entry = header.tensors.get(name)
         if entry is None:
-            # A tied model may leave it out: the embedding serves.
+            # A tied model may omit the head; the embedding is used.
             if name == HEAD:
                 continue
             raise CheckpointError(f"tensor '{name}' is missing from {path}", remedy="convert the model again")
@@ -207,7 +207,7 @@ def _map_rank(path: Path, config: CheckpointConfig, pp_rank: int, device: torch.
 def read_layer(
     tensors: Mapping[str, torch.Tensor], layer: int, config: CheckpointConfig, dtype: torch.dtype
 ) -> LayerShard:
-    """A rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
+    """Read a rank's shard of a layer from the tensors of its file; `layer` counts within the file."""
     prefix = f"transformer.layers.{layer}."
     attention, mlp = prefix + "attention.", prefix + "mlp."
     algo, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
@@ -236,5 +236,5 @@ def read_layer(
 
 
 def by_role(tensors: Mapping[str, torch.Tensor], prefix: str, roles: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The tensors `prefix` + suffix that there are, by the roles of their suffixes."""
+    """The existing tensors named `prefix` + suffix, by the roles of their suffixes."""
     return {role: tensors[prefix + suffix] for suffix, role in roles.items() if prefix + suffix in tensors}

@@ -1,8 +1,8 @@
-"""Would Triton and its TensorRT-LLM backends load this repository, and do what it says? Answered from the files alone.
+"""Check of a model repository: whether Triton and its TensorRT-LLM backends would load it and behave as configured.
 
-The C++ backend takes a default for what it cannot read, Triton passes over unknown keys of a request, and neither
-compares an engine's release with its own; so whatever they would pass over without a word is looked at here. What
-loads and works is left alone, also when it is unusual: the repository may be anybody's, of any release since 0.9.
+The check reads files only. The C++ backend replaces values that it cannot read by defaults, Triton ignores unknown keys
+of a request, and neither compares an engine's release with its own; the check reports what they silently ignore.
+Unusual configurations that work are not reported: a repository may come from any author and any release since 0.9.
 Facts are in configs/triton.
 """
 
@@ -50,18 +50,18 @@ __all__ = [
 
 
 class RepositoryError(InputDataError):
-    """A model repository that Triton would not load, or would load wrongly."""
+    """A model repository that Triton would not load, or that would not behave as configured."""
 
 
 def check_repository(
     folder: Path, *, toolchain: Toolchain | None = None, gpus: Sequence[Gpu] | None = None
 ) -> list[Fault]:
-    """Everything that is wrong with the repository in `folder`, errors first; empty for a sound one.
+    """Find all faults of the repository in `folder`, errors first; empty for a sound one.
 
-    toolchain  the release that will serve it; without one, that of its engines, or what its configurations show
-    gpus       those of the machine that will serve it; without them, no machine is asked about
+    toolchain  release that will serve it; by default the release of its engines, or what its configurations show
+    gpus       GPUs of the machine that will serve it; without them, no GPU is checked
 
-    Paths in it may be those of a container: absolute ones that do not exist here are not looked into.
+    Paths in it may be paths of a container: absolute paths that do not exist here are not checked.
     """
     report = Report(repository=folder)
     if not folder.is_dir():
@@ -95,9 +95,9 @@ def check_repository(
 
 
 def require_sound(repository: str, faults: Sequence[Fault], *, remedy: str | None = None) -> None:
-    """Raises RepositoryError for the first error among `faults` of what is called `repository`.
+    """Raises RepositoryError for the first error among `faults`; messages name `repository`.
 
-    remedy  in place of the fault's own
+    remedy  replaces the fault's own remedy
     """
     errors = [fault for fault in faults if fault.severity == ERROR]
     if errors:
@@ -108,7 +108,7 @@ def require_sound(repository: str, faults: Sequence[Fault], *, remedy: str | Non
 
 
 def check_configs(repository: Path, models: Iterable[str]) -> None:
-    """Check the configurations of these models and how they fit together, without engines and tokenizers.
+    """Check the configurations of these models and their connections, without engines and tokenizers.
 
     Raises RepositoryError for the first error, naming the file.
     """
@@ -127,7 +127,7 @@ def check_configs(repository: Path, models: Iterable[str]) -> None:
 
 
 def _engines(models: dict[str, Model], report: Report) -> dict[str, EngineFolder]:
-    """The decoder engine of each engine model; an encoder is only looked into."""
+    """Decoder engine of each engine model; an encoder is checked but not returned."""
     out = {}
     for name, model in models.items():
         if model.role == "engine":
@@ -172,7 +172,7 @@ def _check_graphs(models: dict[str, Model], report: Report) -> None:
 
 
 def _check_runtime(model: Model, engine: EngineFolder | None, toolchain: Toolchain, report: Report) -> None:
-    """Some releases have left engines behind, and others do not know the LLM API yet."""
+    """Report a runtime that the release lacks: newer releases have no engines, older ones no LLM API."""
     ours = engine is not None and engine.passport is not None and engine.passport.runtime != "tensorrt_llm"
     wanted = {"engine": "tensorrt_llm", "llmapi": "trtllm_pytorch"}.get(model.role)
     if wanted is None or wanted in toolchain.runtimes or ours:

@@ -1,6 +1,4 @@
-"""Code in a model repository that is not of a template known here: what a server would run on the word of whoever wrote
-the repository.
-"""
+"""Detection of foreign code in a model repository: code that a server would run and that is of no known template."""
 
 from __future__ import annotations
 
@@ -19,21 +17,21 @@ from trtpipe.triton_repo.check.models import Model, read_models
 RULE = "model-code"
 TEMPLATES = Path(__file__).parent.parent / "templates"
 KNOWN = Path(configs.__file__).parent / "triton" / "scripts.yaml"
-# What Python or a loader runs when it lies in a model's folder; the last ones are pickles.
+# Suffixes of files in a model's folder that Python or a loader may execute; the last five are pickles.
 SUFFIXES = (".py", ".pyc", ".pyo", ".pth", ".so", ".sh", ".bin", ".pt", ".pkl", ".pickle", ".ckpt")
-# Parameters that name a program or an environment which the server starts, with their values in NVIDIA's images.
+# Parameters that name a program or environment that the server starts, with their values in NVIDIA's images.
 PROGRAMS = {
     "EXECUTION_ENV_PATH": (),
     "executor_worker_path": ("/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",),
 }
-# Larger than any template's script; a file beyond this is not known.
+# Larger than the script of any template; a larger file counts as unknown.
 MAX_SCRIPT_BYTES = 1 << 20
-# More folders than any repository has: links may lead in circles.
+# More folders than any repository has; the bound ends a walk through circular links.
 MAX_FOLDERS = 10_000
 
 
 def foreign_code(repository: Path) -> list[Fault]:
-    """A warning for each file and setting that brings code of no known template; empty where there is none."""
+    """Warnings for all files and settings with code of no known template; empty where there is none."""
     report = Report(repository=repository)
     models = read_models(repository, Report(repository=repository)).values()
     scripts = {path for model in models for path in _named_scripts(model)}
@@ -73,7 +71,7 @@ def _check_settings(model: Model, report: Report) -> None:
 
 
 def _files(repository: Path) -> Iterator[Path]:
-    """Every file below, behind links too."""
+    """All files below `repository`, also behind links."""
     seen = set[tuple[int, int]]()
     for folder, inner, names in os.walk(repository, followlinks=True):
         stat = Path(folder).stat()
@@ -89,7 +87,7 @@ def _is_known(path: Path) -> bool:
         data = read_bounded(path, MAX_SCRIPT_BYTES)
     except (OSError, ValueError):
         return False
-    # An empty file runs nothing: templates mark folders with one.
+    # An empty file contains no code; templates use one to mark folders.
     return not data.strip() or _digest(data) in _known()
 
 

@@ -1,4 +1,4 @@
-"""What Triton's core refuses in a model's configuration, whatever its backend."""
+"""Check of a model's configuration against the rules of Triton's core, which hold for every backend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_core(model: Model, report: Report) -> None:
         for tensor in tensors:
             _check_tensor(model, kind, tensor, report)
     if model.role != "ensemble":
-        # An ensemble counts its inputs otherwise; it may also declare an output twice.
+        # Not for an ensemble: it counts its inputs differently and may declare an output twice.
         _check_duplicates(model, report)
     _check_batching(model, report)
     _check_instances(model, report)
@@ -72,7 +72,7 @@ def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
     elif tensor.HasField("reshape"):
         shape = tensor.reshape.shape
         if not shape and model.batch == 0:
-            return  # told once for the model
+            return  # reported once for the model
         if any(size < 1 and size != ANY for size in shape):
             told = f"is reshaped to {list(shape)}, a size is at least 1, or -1 for any"
         elif not _same_size(list(tensor.dims), list(shape)):
@@ -83,7 +83,7 @@ def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
 
 
 def _same_size(dims: list[int], shape: list[int]) -> bool:
-    """Do both hold as many elements, counting each stretch between variable sizes by itself?"""
+    """Whether both have equal numbers of elements in each stretch between variable sizes."""
 
     def stretches(sizes: list[int]) -> list[int]:
         out: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""The engine that a configuration names: its folder, its sizes against the parameters, and who can run it."""
+"""Check of the engine that a configuration names: folder, sizes against parameters, release and GPU that run it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trtpipe.triton_repo.check.tensors import LOGITS
 from trtpipe.triton_repo.check.text import PLACEHOLDER, type_name
 from trtpipe.triton_repo.check.tokenizer import Vocabulary
 
-# Our other runtimes bring a Hugging Face folder of their own form.
+# Runtimes with a compiled engine's folder; the project's other runtimes have Hugging Face folders.
 COMPILED = ("tensorrt_llm", "reference")
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
-# Bits of build_config.speculative_decoding_mode, and the decoding mode each one wants; 1 stands for none.
+# Bits of build_config.speculative_decoding_mode, and the decoding mode that each requires; 1 stands for none.
 _SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
 _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
@@ -38,7 +38,7 @@ _ENCODERS = ("Encoder", "MLLaMA", "Mllama", "Whisper", "Enc", "DecoderModel")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFolder:
-    """An engine folder on this machine, as far as its config.json says."""
+    """Facts of an engine folder on this machine, from its config.json."""
 
     path: Path
     version: str | None
@@ -69,7 +69,7 @@ class EngineFolder:
 
 
 def find_engine(model: Model, name: str, models: dict[str, Model], report: Report) -> EngineFolder | None:
-    """The engine that a path parameter names, if it is on this machine; what is wrong with it is reported."""
+    """Find the engine that a path parameter names, if it is on this machine; report its faults."""
     text = model.value(name)
     if text is None or PLACEHOLDER.search(text):
         return None
@@ -99,7 +99,7 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
     files = {path.name for path in folder.iterdir() if path.is_file()}
     ranks = {file for file in files if re.fullmatch(r"rank\d+\.(engine|safetensors)", file)}
     if place.mapped and "config.json" not in files and not ranks:
-        return None  # the container may have the engine mounted there
+        return None  # the path may exist in the container only
     if "config.json" not in files:
         report.error(
             "engine-folder",
@@ -149,7 +149,7 @@ def _read(
         passport=passport,
         plugins=plugins or _mapping(raw.get("plugin_config")),
     )
-    if "builder_config" not in raw or "build_config" in raw:  # older engines have other file names
+    if "builder_config" not in raw or "build_config" in raw:  # engines of older releases have other file names
         _check_ranks(engine, model, where, ranks, files, report)
     return engine
 
@@ -172,11 +172,11 @@ def _check_ranks(
     suffix = "safetensors" if engine.passport is not None and engine.passport.runtime == "reference" else "engine"
     there = {file for file in ranks if file.endswith(suffix)}
     if not there and engine.passport is None and any(file.endswith(".engine") for file in files):
-        return  # an old build: the files carry the model's name
+        return  # an old build, whose files are named after the model
     if not there and (engine.version or "").startswith("reference") and ranks:
         return
     world = engine.world_size
-    # Counted by what is there: a file can say any number.
+    # Existing files are counted, since config.json can state any number.
     wanted = world or 1
     numbers = {int(found[1]) for file in there if (found := re.fullmatch(rf"rank(0|[1-9]\d*)\.{suffix}", file))}
     missing = wanted - sum(number < wanted for number in numbers)
@@ -211,7 +211,7 @@ def _check_ranks(
 
 
 def check_engine(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
-    """The parameters and tensors of an engine model against the engine's own sizes and features."""
+    """Check the parameters and tensors of an engine model against the engine's sizes and features."""
     _check_sizes(model, engine, report)
     _check_cache(model, engine, report)
     _check_strategy(model, engine, release, report)
@@ -319,7 +319,7 @@ def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
 
 
 def _check_strategy(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
-    """In-flight batching needs the attention plugin, packed prompts and a paged KV cache."""
+    """Check the batching strategy: in-flight batching needs the attention plugin, packed prompts and a paged cache."""
     strategy = model.value("gpt_model_type")
     kind = engine.build.get("kv_cache_type")
     kind = kind.lower() if isinstance(kind, str) else None
@@ -353,7 +353,7 @@ def _check_strategy(model: Model, engine: EngineFolder, release: Release, report
             why="such an engine gives one token for each request",
             remedy="build the engine with --kv_cache_type paged",
         )
-    elif strategy in _STATIC and not lacks and not release.reaches(STATIC_UNTIL):  # else told without the engine
+    elif strategy in _STATIC and not lacks and not release.reaches(STATIC_UNTIL):  # else `check_static` reports it
         report.warning(
             "static-batching",
             model.path,
@@ -365,7 +365,7 @@ def _check_strategy(model: Model, engine: EngineFolder, release: Release, report
 
 
 def check_static(model: Model, release: Release, report: Report) -> None:
-    """Static batching, which is refused also without a look at the engine."""
+    """Report static batching in a release that refuses it; this needs no engine."""
     strategy = model.value("gpt_model_type") or ""
     if strategy.upper() == _STATIC[0] and release.reaches(STATIC_UNTIL):
         report.error(
@@ -464,7 +464,7 @@ def _check_logits(model: Model, engine: EngineFolder, report: Report) -> None:
 def check_release(
     model: Model, engine: EngineFolder, release: Release, toolchain: Toolchain | None, report: Report
 ) -> None:
-    """An engine runs on the release that built it; TensorRT-LLM itself compares nothing."""
+    """Report an engine of another release: it runs only on its own release, which TensorRT-LLM does not check."""
     reference = engine.passport is not None and engine.passport.runtime == "reference"
     if reference or (engine.version or "").startswith("reference"):
         return
@@ -499,7 +499,7 @@ def check_release(
 def check_gpus(
     model: Model, engine: EngineFolder, gpus: Sequence[Gpu], toolchain: Toolchain | None, report: Report
 ) -> None:
-    """Can this machine run the engine?"""
+    """Check whether this machine can run the engine."""
     if engine.passport is not None:
         told = _objections(engine.passport, gpus, toolchain)
         _tell_objections(model.path, model.at_parameter("gpt_model_path"), told, report)
@@ -516,7 +516,7 @@ def check_gpus(
 def check_passport(
     path: Path, where: str, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
 ) -> None:
-    """A model folder of the LLM API, which carries a passport when it is ours."""
+    """Check the passport of an LLM API model's folder; only folders of this project have one."""
     passport = _passport(folder, report)
     if passport is None:
         return

@@ -1,4 +1,4 @@
-"""The facts in configs/triton: parameters, tensors and LLM API arguments, read strictly."""
+"""Strict reader of the facts in configs/triton: parameters, tensors and LLM API arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class FactsError(InputDataError):
-    """A file of configs/triton says something that this version does not understand."""
+    """A file of configs/triton has content that this version does not understand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class LlmArguments:
 
 @cache
 def parameters() -> dict[str, dict[str, Parameter]]:
-    """Parameters by role and name. Raises FactsError."""
+    """Read the parameters by role and name. Raises FactsError."""
     return {role: _rows(Parameter, rows, f"parameters.yaml: {role}") for role, rows in _read("parameters.yaml").items()}
 
 
 @cache
 def tensors() -> dict[str, Tensors]:
-    """Tensors by role. Raises FactsError."""
+    """Read the tensors by role. Raises FactsError."""
     out = {}
     for role, sides in _read("tensors.yaml").items():
         where = f"tensors.yaml: {role}"
@@ -111,7 +111,7 @@ def tensors() -> dict[str, Tensors]:
 
 @cache
 def llm_arguments() -> LlmArguments:
-    """Arguments of the LLM API. Raises FactsError."""
+    """Read the arguments of the LLM API. Raises FactsError."""
     raw = _read("llm_arguments.yaml")
     _known(raw, [one.name for one in fields(LlmArguments)], "llm_arguments.yaml")
     return LlmArguments(

@@ -1,4 +1,4 @@
-"""What a check finds: one Fault per cause, and the list of rules."""
+"""Faults that a check reports, one per cause, and the list of rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ERROR = "error"
 WARNING = "warning"
 
-# Every rule and what it looks for; the identifiers are for scripts, and stay.
+# Identifier of each rule -> what it requires. Scripts use the identifiers, which must not change.
 RULES: dict[str, str] = {
     "no-models": "the folder holds models, each in a folder of its own",
     "not-a-model": "a folder beside the models, which Triton takes for one",
@@ -95,12 +95,12 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that is wrong with a repository, by its cause.
+    """One fault of a repository; faults of the same cause are reported once.
 
-    severity  error: it will not load, or will load and not do what it says; warning: it works, and is suspicious
-    path      the file or folder, relative to the repository
-    where     the parameter, tensor or line in it; empty for the whole file
-    rule      which of RULES found it
+    severity  error: the repository does not load, or does not behave as configured; warning: it works but is suspicious
+    path      file or folder, relative to the repository
+    where     parameter, tensor or line in it; empty for the whole file
+    rule      identifier in RULES
     """
 
     severity: str
@@ -119,7 +119,7 @@ class Fault:
 
 @dataclass
 class Report:
-    """Collects faults; remembers which tensors and templates are already blamed, so that no cause is told twice."""
+    """Collects faults; records the tensors and templates that already have one, so that no cause is reported twice."""
 
     repository: Path
     faults: list[Fault] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Report:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:
-    """The one of `names` that `name` is probably a misspelling of."""
+    """The name in `names` that `name` probably misspells; None when none is near."""
     plain = {_plain(one): one for one in names}
     if _plain(name) in plain:
         return plain[_plain(name)]

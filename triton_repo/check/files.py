@@ -1,4 +1,4 @@
-"""Other files that an engine model's parameters name."""
+"""Check of the other files that an engine model's parameters name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ensemble's graph, end to end, by the rules of Triton's core: names, types, shapes, batches, decoupled models."""
+"""Check of an ensemble's graph by the rules of Triton's core: names, types, shapes, batches, decoupled models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtpipe.triton_repo.check.text import line_of_word, type_name
 
 @dataclass
 class _Tensor:
-    """One name of the graph: who makes it, who takes it, and what type and shape the first to name it says."""
+    """One tensor name of the graph: its producers and consumers, and the type and shape that its first user states."""
 
     name: str
     makers: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class _Tensor:
     dims: tuple[int, ...] = ()
     batching: bool = False
     owner: str = ""
-    called: str = ""  # what the owner calls it
+    called: str = ""  # name of the tensor in the owner's configuration
 
 
 def check_graph(ensemble: Model, models: dict[str, Model], report: Report) -> None:
@@ -61,7 +61,7 @@ def _enter(tensors: dict[str, _Tensor], ensemble: Model, tensor: Any) -> _Tensor
 def _check_step(
     number: int, step: Any, ensemble: Model, models: dict[str, Model], tensors: dict[str, _Tensor], report: Report
 ) -> list[tuple[int, Model, str]]:
-    """Enter a step into `tensors`; returns its required inputs that nothing feeds."""
+    """Add a step to `tensors`; return its required inputs that have no source."""
     where = f"step {number} ({step.model_name})" + line_of_word(ensemble.text, "model_name", step.model_name)
     for name in ("model_name", "input_map", "output_map"):
         if not getattr(step, name):
@@ -77,7 +77,7 @@ def _check_step(
             f"uses the model '{step.model_name}', which is not in the repository",
             remedy=did_you_mean(nearest(step.model_name, models, 0.6)),
         )
-    # A step of itself is told as a circle.
+    # An ensemble that is its own step is reported as a circle.
     readable = model if model is not None and model.config is not None and model is not ensemble else None
     if readable is not None:
         _check_model(step, readable, ensemble, where, report)
@@ -184,7 +184,7 @@ def _make(
 
 
 def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: str, report: Report) -> None:
-    """Compare a step's tensor with what the graph holds under its name. Reshapes of members play no part."""
+    """Compare a step's tensor with the graph's tensor of that name. Reshapes of the steps' models are ignored."""
     dims, batching = tuple(tensor.dims), model.batch > 0
     if entry.type is None:
         entry.type, entry.dims, entry.batching = tensor.data_type, dims, batching
@@ -231,7 +231,7 @@ def _full(dims: tuple[int, ...], batching: bool) -> tuple[int, ...]:
 def _check_flow(
     ensemble: Model, tensors: dict[str, _Tensor], unfed: list[tuple[int, Model, str]], report: Report
 ) -> None:
-    """Whatever is taken is made, and the other way round; a misspelt name shows on both sides and is told once."""
+    """Check that each consumed tensor is produced, and vice versa; a misspelt name causes both and is reported once."""
     made = {name for name, tensor in tensors.items() if tensor.makers and not tensor.takers}
     missing = [tensor for tensor in tensors.values() if tensor.takers and not tensor.makers]
     for tensor in missing:
@@ -298,7 +298,8 @@ def _check_cycles(ensemble: Model, report: Report) -> None:
 
 
 def _check_decoupled(ensemble: Model, models: dict[str, Model], report: Report) -> None:
-    """A step, and the answer, may join tensors of one decoupled model, not of several, nor with those before it."""
+    """Check that each step, and the response, combines tensors of one decoupled model only: not of several decoupled
+    models, and not with tensors from before that model."""
     assert ensemble.config is not None
     labels = {tensor.name: 0 for tensor in ensemble.config.input}
     steps = list(ensemble.config.ensemble_scheduling.step)
@@ -336,7 +337,7 @@ def _tell_mixed(ensemble: Model, taker: str, report: Report) -> None:
 
 
 def check_circles(models: Iterable[Model], report: Report) -> None:
-    """An ensemble that is a step of itself."""
+    """Report an ensemble that is directly or indirectly its own step."""
     uses = {
         model.name: {step.model_name for step in model.config.ensemble_scheduling.step}
         for model in models

@@ -1,4 +1,4 @@
-"""A model of the LLM API: model.yaml, which its script hands to LLM, against config.pbtxt and this machine."""
+"""Check of an LLM API model: model.yaml, which its script passes to `LLM`, against config.pbtxt and this machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trtpipe.triton_repo.check.release import Release
 from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of
 
 FILE = "model.yaml"
-# Up to here the list of arguments is complete, and LLM refuses others.
+# Last release for which the list of arguments is complete, so that LLM refuses all others.
 _LISTED = (1, 2, 99)
-# Settings of one mapping that are looked at: LLM takes some 100.
+# Most settings of one mapping that are checked; LLM has some 100.
 _MOST = 256
 
 
@@ -45,7 +45,7 @@ def check_llmapi(
                 why="the script reads LLM's arguments from it",
                 remedy=f"copy {FILE} of the release's llmapi template into it",
             )
-        return  # LLM_CONFIG_PATH may name another
+        return  # LLM_CONFIG_PATH may name another file
     settings = _read(path, report)
     if settings is None:
         return
@@ -61,13 +61,13 @@ def check_llmapi(
     _check_processors(path, settings, report)
     if place is not None and (place / PASSPORT).is_file():
         check_passport(path, "model" + line_of(text, r"^model\b"), place, gpus, toolchain, report)
-        gpus = None  # the passport's word is enough
+        gpus = None  # the check of the passport is enough
     _check_gpus(model, path, text, settings, gpus, report)
 
 
 def _read(path: Path, report: Report) -> dict[str, Any] | None:
     try:
-        value = load_yaml(path, repeats=True)  # the last counts, as for the script
+        value = load_yaml(path, repeats=True)  # the last of repeated keys counts, as in the script
     except OSError as error:
         report.error("llmapi-settings", path, "", "cannot be read", why=error.strerror or str(error))
     except ValueError as error:
@@ -148,7 +148,7 @@ def _check_argument(path: Path, where: str, value: Any, fact: Argument, report: 
 
 
 def _number(value: Any) -> float | None:
-    """As pydantic takes it: also from a text that is nothing but a number."""
+    """Convert to a number like pydantic, which also accepts a text that is a number; None for anything else."""
     if isinstance(value, bool):
         return float(value)
     try:
@@ -160,7 +160,7 @@ def _number(value: Any) -> float | None:
 def _check_triton(
     model: Model, path: Path, text: str, settings: dict[str, Any], rows: dict[str, Argument], report: Report
 ) -> None:
-    """`triton_config` carries what config.pbtxt of this template leaves out."""
+    """Check `triton_config`, which has the settings that config.pbtxt of this template leaves out."""
     section = settings.get("triton_config")
     where = "triton_config" + line_of(text, r"^triton_config\b")
     if not isinstance(section, dict):
@@ -183,7 +183,7 @@ def _check_triton(
                     "add it",
                 )  # fmt: skip
         elif name == "decoupled" and isinstance(value, str):
-            # bool("False") is true
+            # The script calls bool(), and bool("False") is true.
             report.error(
                 "llmapi-settings",
                 path,
@@ -259,7 +259,7 @@ def _check_backend(
 def _check_model(
     path: Path, text: str, settings: dict[str, Any], models: dict[str, Model], release: Release, report: Report
 ) -> Path | None:
-    """The model's folder, if it is on this machine."""
+    """Check the `model` setting; return the model's folder if it is on this machine."""
     name = settings.get("model")
     where = "model" + line_of(text, r"^model\b")
     if name is None or name == "":

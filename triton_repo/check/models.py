@@ -1,4 +1,4 @@
-"""The models of a repository: their folders, versions, parsed configurations, and what part each plays."""
+"""Models of a repository: their folders, versions, parsed configurations and roles."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of, line_of_word, p
 CONFIG = "config.pbtxt"
 SCRIPT = "model.py"
 ENGINE_BACKEND = "tensorrtllm"
-# What comes with Triton's containers; another name may be a backend of the user's own.
+# Backends in Triton's containers; another name may be a user's own backend.
 BACKENDS = (
     ENGINE_BACKEND, "python", "vllm", "onnxruntime", "tensorrt", "pytorch", "dali", "identity", "openvino", "fil",
     "repeat", "square", "tensorflow",
 )  # fmt: skip
 _STANDARD = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
-# Parameters that name another model; ours name the text models too, NVIDIA's script knows them by heart.
+# Parameters that name another model. This project's scripts also have the text models here; NVIDIA's hard-codes them.
 MODEL_KEYS = (
     "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "context_model_name", "generation_model_name",
     "preprocessing_model_name", "postprocessing_model_name",
 )  # fmt: skip
-# Folders of a model that are no versions.
+# Folders of a model that are not versions.
 _SKIPPED = ("warmup", "initial_state", "configs")
 
 
@@ -31,8 +31,8 @@ _SKIPPED = ("warmup", "initial_state", "configs")
 class Model:
     """One model folder.
 
-    role      engine, preprocessing, postprocessing, bls, disaggregated, llmapi, ensemble, or empty for another
-    versions  those that the version policy loads, the newest first
+    role      engine, preprocessing, postprocessing, bls, disaggregated, llmapi, ensemble, or empty for others
+    versions  versions that the version policy loads, the newest first
     config    None when config.pbtxt cannot be parsed
     """
 
@@ -71,11 +71,11 @@ class Model:
 
     @property
     def python_runtime(self) -> bool:
-        """Is this an engine model that runs by its script instead of the C++ backend?"""
+        """Whether this is an engine model that runs a Python script instead of the C++ backend."""
         return self.role == "engine" and self.backend in ("python", "")
 
     def version_files(self, name: str) -> list[Path]:
-        """The files of that name in its version folders."""
+        """Files of that name in the version folders."""
         return sorted(path for path in self.folder.glob(f"*/{name}") if path.parent.name.isdigit() and path.is_file())
 
     def inputs(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Model:
         return {tensor.name: tensor for tensor in self.config.output} if self.config is not None else {}
 
     def value(self, name: str) -> str | None:
-        """A parameter that is filled in; None when it is absent, empty, or still a placeholder."""
+        """Value of a parameter; None when it is absent, empty, or still a placeholder."""
         value = self.parameters.get(name, "").strip()
         return value if value and not PLACEHOLDER.fullmatch(value) else None
 
@@ -100,7 +100,7 @@ class Model:
 
 
 def read_models(repository: Path, report: Report) -> dict[str, Model]:
-    """Every model of the repository by its name; what is no model, or lacks a part, is reported."""
+    """Read all models of the repository by name; report folders that are no models or lack a part."""
     models: dict[str, Model] = {}
     bare: list[Path] = []
     for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
@@ -146,7 +146,7 @@ def read_models(repository: Path, report: Report) -> dict[str, Model]:
 
 
 def called(model: Model) -> set[str]:
-    """Models that another one's configuration names."""
+    """Names of the models that the model's configuration refers to."""
     if model.config is None:
         return set()
     steps = {step.model_name for step in model.config.ensemble_scheduling.step}
@@ -155,7 +155,7 @@ def called(model: Model) -> set[str]:
 
 def _role(model: Model) -> str:
     if model.config is None:
-        # What it was meant to be: its name says it, since nothing else can be read.
+        # The configuration cannot be read, so the role comes from the name.
         return model.name if model.name in ("preprocessing", "postprocessing", "ensemble") else ""
     names, outputs = set(model.inputs()), set(model.outputs())
     if model.config.HasField("ensemble_scheduling") or model.config.platform == "ensemble":
@@ -178,7 +178,7 @@ def _role(model: Model) -> str:
 
 
 def _version_folders(folder: Path) -> list[int]:
-    """Versions as Triton counts them: whole numbers without a leading zero, the newest first."""
+    """Version folders by Triton's rule: whole numbers without a leading zero; the newest first."""
     names = [path.name for path in folder.iterdir() if path.is_dir() and path.name not in _SKIPPED]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name)[::-1]
 
@@ -266,7 +266,7 @@ def _check_backend(model: Model, report: Report) -> None:
         return
     name = config.backend
     if not name and not config.platform and model.version_files(config.default_model_filename or SCRIPT):
-        return  # Triton finds the script and takes the Python backend.
+        return  # Triton selects the Python backend because of the script.
     found = PLACEHOLDER.search(name)
     if found:
         report.error(

@@ -1,4 +1,4 @@
-"""The `parameters` of config.pbtxt, key by key: does the model read it, and does it read what it says?"""
+"""Check of the `parameters` in config.pbtxt: whether the model reads each key, and reads the value as intended."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trtpipe.triton_repo.check.release import OLDEST, Release, release_key
 from trtpipe.triton_repo.check.scripts import Script
 from trtpipe.triton_repo.check.text import PLACEHOLDER, repeated_parameters
 
-# The C++ backend looks these up together; what it does when they are absent is one failure.
+# The C++ backend looks up these keys together; absent keys cause one failure.
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
-# Triton's own, and Python models', whatever the role.
+# Parameters of Triton and of its Python backend, valid for every role.
 _ANYWHERE = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH", "SHUTDOWN_TIMEOUT_SECONDS")
 _WITHOUT_ROLE = ("FORCE_CPU_ONLY_INPUT_TENSORS",)
-# Spelt as users mean it.
+# Words that users write for a boolean and that readers do not accept.
 _YES, _NO = ("yes", "on", "y", "t", "enable", "enabled"), ("no", "off", "n", "f", "disable", "disabled", "none")
 
 
@@ -51,7 +51,7 @@ def check_parameters(model: Model, script: Script, release: Release, report: Rep
         if fact is None:
             _check_unknown(model, name, known, script, report)
         elif not _check_place(model, name, fact, release, report):
-            # This project's own scripts insist on a word for a boolean; else every reader takes its default.
+            # This project's scripts require a value for a boolean; all other readers use their default.
             must = fact.required or (script.own and fact.kind == "bool")
             if PLACEHOLDER.fullmatch(text.strip()) and not must:
                 unfilled.append(name)
@@ -64,16 +64,16 @@ def check_parameters(model: Model, script: Script, release: Release, report: Rep
 
 
 def _check_present(model: Model, known: dict[str, Parameter], release: Release, report: Report) -> None:
-    """Required parameters, and those whose key a release looks up outside its try blocks."""
+    """Report missing parameters: required ones, and those whose key a release looks up outside its try blocks."""
     for name, fact in known.items():
         if not fact.required or (model.python_runtime and name == "gpt_model_type"):
             continue
         if name == "gpt_model_path" and model.value("encoder_model_path"):
-            continue  # an encoder alone
+            continue  # an encoder without a decoder
         text = model.parameters.get(name)
         if text is None:
             near = nearest(name, set(model.parameters) - set(known))
-            if near is None:  # else the misspelt key is told
+            if near is None:  # else the misspelt key is reported
                 report.error(
                     "missing-parameter",
                     model.path,
@@ -96,7 +96,7 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
         for name, fact in known.items()
         if fact.exists and name not in model.parameters and release.reaches(fact.exists)
     ]
-    # The Python runtime looks everything up with a default.
+    # The Python runtime has a default for every key.
     if absent and not model.python_runtime and model.role == "engine" and model.name not in report.outdated:
         many = len(absent) > 1
         report.error(
@@ -110,7 +110,7 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
 
 
 def _tell_unfilled(model: Model, names: list[str], report: Report) -> None:
-    """In one line: templates are used with most of them unfilled, and still somebody may have meant to fill one in."""
+    """Report all unfilled parameters in one warning: most are left unfilled in use, but one may be an oversight."""
     if names:
         many = len(names) > 1
         report.warning(
@@ -128,7 +128,7 @@ def _check_unknown(model: Model, name: str, known: dict[str, Parameter], script:
     if name in _ANYWHERE or (name in script.words and (model.role != "engine" or model.python_runtime)):
         return
     if script.unread:
-        return  # the script is blamed, and what it would read is not known
+        return  # the script is reported, and the keys that it reads are unknown
     where = model.at_parameter(name)
     live = [one for one, fact in known.items() if not fact.dead and not fact.limit]
     near = nearest(name, live, 0.82)
@@ -150,7 +150,7 @@ def _check_unknown(model: Model, name: str, known: dict[str, Parameter], script:
 
 
 def _check_place(model: Model, name: str, fact: Parameter, release: Release, report: Report) -> bool:
-    """Is the parameter one that this release and runtime do not read? Then its value does not matter."""
+    """Whether this release and runtime ignore the parameter, so that its value need not be checked."""
     value = model.value(name)
     where = model.at_parameter(name)
     if fact.limit:
@@ -164,7 +164,7 @@ def _check_place(model: Model, name: str, fact: Parameter, release: Release, rep
         )
         return True
     if fact.dead:
-        # The templates themselves carry some unfilled; and before the release that dropped it nothing is wrong.
+        # Unfilled ones are in the templates; and before the release that dropped the parameter it is no fault.
         old = release_key(fact.until)
         unknown = release.at_least is None and old is not None and old < OLDEST
         if value is None or not (unknown or release.has_left(fact.until)):
@@ -225,7 +225,7 @@ def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Sc
         )
         return
     if not text.strip():
-        return  # the default, as every reader takes it
+        return  # every reader uses its default for this value
     if fact.kind == "bool":
         _check_bool(model, name, text, fact, script, report)
     elif fact.kind in ("int", "size", "float"):
@@ -278,7 +278,7 @@ def _check_number(model: Model, name: str, text: str, fact: Parameter, report: R
     elif fact.kind == "float":
         read = values.read_float(text)
     elif model.role == "preprocessing":
-        # max_num_images: str.isdigit, else none.
+        # max_num_images: the reader tests str.isdigit, and takes None otherwise.
         read = values.Read(int(text), True) if text.isdigit() and text.isascii() else values.Read(None, False)
     else:
         read = values.read_int(text, values.SIZE if fact.kind == "size" else values.INT32)

@@ -1,4 +1,4 @@
-"""Paths in a configuration, which are the serving container's: found on this machine where that is possible."""
+"""Paths in a configuration: maps paths of the serving container to this machine where possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _REMOTE = re.compile(r"\w+://")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a path leads.
+    """Result of locating a path.
 
-    path    the file or folder on this machine; None when it is not here
-    absent  it should be here and is not: a relative path, or one inside the repository. An absolute one may exist in
-            the container alone
-    mapped  the repository is mounted somewhere else there, and this is its own folder
+    path    file or folder on this machine; None when it is not here
+    absent  whether it is missing: a relative path, or one inside the repository, must exist here; an absolute path may
+            exist only in the container
+    mapped  whether the path is a container's mount of the repository, and `path` is the folder in the repository
     why     what is absent, for a message
     """
 
@@ -31,8 +31,8 @@ class Place:
 
 
 def locate(text: str, repository: Path, models: dict[str, Model]) -> Place:
-    """Find what a parameter names. A relative path counts from where tritonserver is started: the repository or the
-    folder above it, most of the time, or here."""
+    """Locate the path of a parameter. A relative path is relative to the folder where tritonserver is started: usually
+    the repository or its parent folder, or the current folder."""
     if _REMOTE.match(text):
         return Place()
     try:
@@ -49,7 +49,7 @@ def locate(text: str, repository: Path, models: dict[str, Model]) -> Place:
 
 
 def may_be_hub_id(text: str, repository: Path) -> bool:
-    """Could this be a model's name on the hub? Not when its first part is a folder beside the models."""
+    """Whether `text` may be a model's name on the hub: its first part must not be a folder beside the models."""
     return HUB_ID.fullmatch(text) is not None and not (repository / text.split("/")[0]).exists()
 
 

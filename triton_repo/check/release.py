@@ -1,4 +1,4 @@
-"""Releases of TensorRT-LLM: compared, and guessed from what a repository says."""
+"""Releases of TensorRT-LLM: comparison, and inference from a repository's contents."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import re
 from dataclasses import dataclass
 
 Key = tuple[int, int, int]
-# The facts in configs/triton begin here.
+# Oldest release that the facts in configs/triton cover.
 OLDEST: Key = (0, 9, 0)
 
 
 def release_key(text: str | None) -> Key | None:
-    """A release's first three numbers: 1.2.0rc1 -> (1, 2, 0), 0.17.0.post1 -> (0, 17, 0). None for other words."""
+    """First three numbers of a release: 1.2.0rc1 -> (1, 2, 0), 0.17.0.post1 -> (0, 17, 0). None for other texts."""
     found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", (text or "").strip())
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """Which release serves a repository, as far as is known.
+    """Release that serves a repository, as far as it is known.
 
-    name    as it is told, and `source` who says so; None when nothing does
-    lowest  what the repository's own tensors and parameters show, when nothing says so
+    name    stated release, and `source` the origin of the statement; None when no release is stated
+    lowest  oldest release that has the repository's tensors and parameters, when none is stated
     """
 
     name: str | None = None
@@ -37,17 +37,17 @@ class Release:
         return self.key or self.lowest
 
     def lacks(self, since: str | None) -> bool:
-        """Is it known to be older than `since`?"""
+        """Whether the release is known to be older than `since`."""
         asked = release_key(since)
         return self.key is not None and asked is not None and self.key < asked
 
     def has_left(self, until: str | None) -> bool:
-        """Is it known to be newer than `until`?"""
+        """Whether the release is known to be newer than `until`."""
         asked = release_key(until)
         return self.at_least is not None and asked is not None and self.at_least > asked
 
     def reaches(self, since: str | None) -> bool:
-        """Is it known to be `since` or newer?"""
+        """Whether the release is known to be `since` or newer."""
         asked = release_key(since)
         return self.at_least is not None and asked is not None and self.at_least >= asked
 

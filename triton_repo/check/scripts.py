@@ -1,5 +1,5 @@
-"""The Python files of a model: read as syntax trees, never run. They tell which parameters and tensors are looked up
-without a default, and what is asked of other models."""
+"""Analysis of a model's Python files as syntax trees, without running them: parameters and tensors that they look up
+without a default, and outputs that they request from other models."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from trtpipe.triton_repo.check.models import SCRIPT, Model
 CLASS = "TritonPythonModel"
 # Marks this project's own scripts, which are stricter than NVIDIA's.
 OWN_MODULE = "trtpipe_text.py"
-# What NVIDIA's BLS decoder calls the outputs it asks each model for.
+# Attributes of NVIDIA's BLS decoder that list the outputs requested from each model.
 _ASKED = {"_preproc_outputs": "preprocessing", "_llm_outputs": "engine", "_postproc_outputs": "postprocessing"}
-# A file beyond this is no script of a model repository: NVIDIA's largest has 50 kB. A syntax tree takes up to 700 times
-# the memory of its text.
+# Largest script that is parsed: NVIDIA's largest has 50 kB, and a syntax tree takes up to 700 times the memory of its
+# text.
 _LARGEST = 1 << 18
 
 
 @dataclass
 class Script:
-    """What the files of a version folder say.
+    """Content of the Python files of a version folder.
 
-    words       every string in them
-    parameters  looked up as `parameters[name]` while the model is initialised
-    inputs, outputs  whose types are looked up in the configuration then
-    asked       outputs that are asked of other models, by role
-    real        it does something: an empty file stands for a script that is elsewhere
-    unread      it is missing or broken, so nobody knows what it reads
-    own         it is one of this project's
+    words       all strings in them
+    parameters  names that are looked up as `parameters[name]` while the model is initialised
+    inputs, outputs  tensors whose types are looked up in the configuration during initialisation
+    asked       outputs that are requested from other models, by role
+    real        whether the script has code: an empty file stands for a script that is elsewhere
+    unread      whether it is missing or broken, so that its lookups are unknown
+    own         whether it is a script of this project
     """
 
     words: set[str] = field(default_factory=set)
@@ -46,7 +46,7 @@ class Script:
 
 
 def read_script(model: Model, report: Report) -> Script:
-    """The scripts of a model's newest version; a missing or broken one is reported."""
+    """Read the scripts of a model's newest version; report a missing or broken one."""
     script = Script()
     folder = model.version_folder
     if folder is None or model.config is None or model.role == "ensemble":
@@ -81,7 +81,7 @@ def read_script(model: Model, report: Report) -> Script:
 
 
 def check_script(model: Model, script: Script, report: Report) -> None:
-    """What the script looks up without a default must be in the configuration."""
+    """Report what the script looks up without a default and the configuration lacks."""
     for name in sorted(script.parameters - set(model.parameters)):
         near = nearest(name, model.parameters)
         report.error(
@@ -111,7 +111,7 @@ def _tree(path: Path, report: Report) -> ast.Module | None:
             return None
         return ast.parse(read_bounded(path, _LARGEST))
     except SyntaxError as error:
-        # A newer Python allows more inside f-strings than this one.
+        # Not reported: a newer Python allows more inside f-strings than this one.
         if "f-string" not in str(error.msg):
             report.error(
                 "model-script", path, f"line {error.lineno}", "is no Python", why=str(error.msg), remedy="replace it"
@@ -161,7 +161,7 @@ def _collect(tree: ast.Module, script: Script) -> None:
 
 
 def _collect_initialize(function: ast.FunctionDef, script: Script) -> None:
-    """What is looked up on every start: statements under a condition may never run."""
+    """Collect unconditional lookups only, since statements under a condition may never run."""
     lists: dict[str, list[str]] = {}
     looked_up = _names(function, "get_output_config_by_name")
     for statement in function.body:
@@ -186,8 +186,8 @@ def _collect_initialize(function: ast.FunctionDef, script: Script) -> None:
 
 
 def _names(tree: ast.AST, word: str) -> bool:
-    """Whether an identifier or a string in `tree` contains `word`. A loop, unlike ast.dump: a sum of 1,000 terms is
-    nested 1,000 deep."""
+    """Whether an identifier or a string in `tree` contains `word`. This is a loop, because ast.dump is recursive and a
+    sum of 1,000 terms is nested 1,000 levels deep."""
     return any(isinstance(value, str) and word in value for node in ast.walk(tree) for value in vars(node).values())
 
 

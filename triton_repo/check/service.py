@@ -1,4 +1,4 @@
-"""What has to agree between the models of one repository: who calls whom, streaming, batches, GPUs."""
+"""Check of the consistency between the models of a repository: calls, streaming, batch sizes, GPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trtpipe.triton_repo.check.scripts import Script
 from trtpipe.triton_repo.serving import SHARED_ENGINE
 
 DEFAULT_ENGINE = "tensorrt_llm"
-# The whole memory of a GPU; the share a backend takes when it is told nothing.
+# The whole memory of a GPU; the share that a backend takes by default.
 _WHOLE, _DEFAULT_SHARE = 1.0, 0.9
 
 
 def check_callers(models: dict[str, Model], scripts: dict[str, Script], report: Report) -> None:
-    """Models that call others by a script: those must be there, be decoupled alike and take the same batches."""
+    """Check models whose scripts call other models: those must exist, be decoupled alike and take the same batches."""
     for model in models.values():
         if model.config is None:
             continue
@@ -81,7 +81,7 @@ def _word(decoupled: bool) -> str:
 
 
 def _check_asked(caller: Model, engine: Model | None, models: dict[str, Model], script: Script, report: Report) -> None:
-    """Outputs that the caller's script asks for must be declared; Triton refuses the request otherwise."""
+    """Report outputs that the caller's script requests and no model declares: Triton refuses such a request."""
     targets = {
         "engine": engine,
         "preprocessing": models.get("preprocessing"),
@@ -107,7 +107,7 @@ def _check_asked(caller: Model, engine: Model | None, models: dict[str, Model], 
 def check_instances(
     model: Model, engine: EngineFolder | None, script: Script, gpus: Sequence[Gpu] | None, report: Report
 ) -> None:
-    """Instances and the GPU and rank lists that keep them apart."""
+    """Check the instances, and the lists of GPUs and ranks that separate them."""
     if model.config is None:
         return
     if model.role == "postprocessing" and script.own and model.instances > 1:
@@ -134,7 +134,7 @@ def check_instances(
             why="every instance would load the engine on the same GPUs",
             remedy="list the GPUs of each instance, as in 0;1",
         )
-    if not read or any(len(set(group)) < len(group) for group in groups):  # told already
+    if not read or any(len(set(group)) < len(group) for group in groups):  # reported already
         groups = []
     if groups and model.instances > 1 and len(groups) != model.instances:
         report.error(
@@ -176,7 +176,7 @@ def _participants(model: Model) -> list[list[int]]:
 
 
 def check_sharing(models: dict[str, Model], report: Report) -> None:
-    """Several engines on one GPU: each takes its share of what the one before has left."""
+    """Report engines on one GPU whose memory shares exceed it: each takes a share of what the previous one left."""
     engines = [model for model in models.values() if model.role == "engine" and model.config is not None]
     for position, model in enumerate(engines):
         for other in engines[:position]:

@@ -1,4 +1,4 @@
-"""The tensors that models declare, against those that the backend and the templates' scripts read."""
+"""Check of the tensors that models declare against those that the backend and the templates' scripts read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trtpipe.triton_repo.check.scripts import Script
 from trtpipe.triton_repo.check.text import type_name
 
 LOGITS = ("context_logits", "generation_logits", "draft_logits")
-# The C++ backend maps unsigned numbers to signed ones of the same width; early templates used them.
+# The C++ backend maps unsigned types to signed types of the same width; early templates used unsigned types.
 _ALIKE = {"INT32": "UINT32", "UINT64": "INT64", "INT64": "UINT64"}
-# Two tensors of another release are a template of that release.
+# Number of tensors of another release from which on the template counts as one of that release.
 _MANY = 2
 
 
 def evidence(engine: Model) -> Key | None:
-    """The lowest release whose backend knows all that an engine model's configuration names."""
+    """The oldest release whose backend has all tensors and parameters of an engine model's configuration."""
     known = facts.tensors()["engine"]
     rows: list[str | None] = [
         fact.since
@@ -129,7 +129,7 @@ def _fits(dims: tuple[int, ...], known: tuple[int, ...]) -> bool:
 
 
 def _check_release(model: Model, known: facts.Tensors, release: Release, report: Report) -> None:
-    """Tensors that the serving release calls otherwise, or does not know yet."""
+    """Report tensors that have another name in the serving release, or that it does not have yet."""
     sides = (("input", model.inputs(), known.inputs), ("output", model.outputs(), known.outputs))
     gone = [
         (kind, name, side[name])
@@ -208,7 +208,7 @@ def _check_logits(model: Model, report: Report) -> None:
 
 
 def _check_client_names(model: Model, known: dict[str, Tensor], script: Script, report: Report) -> None:
-    """NVIDIA's BLS script reads its inputs by name: by the one of its own release."""
+    """Check input names of NVIDIA's BLS script, which reads inputs by the names of its own release."""
     for name, fact in known.items():
         if fact.renamed is None or fact.renamed not in known:
             continue

@@ -1,4 +1,4 @@
-"""config.pbtxt as text: parsed by Triton's own protobuf definition, with the place and a remedy for what is wrong."""
+"""Parser of config.pbtxt with Triton's own protobuf definition; a fault has its position and a remedy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trtpipe.engines.json_input import read_bounded
 from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 
 PLACEHOLDER = re.compile(r"\$\{[^}\s\"]*\}?")
-# NVIDIA's largest has 30 kB.
+# Bound of a config.pbtxt: NVIDIA's largest has 30 kB.
 MAX_BYTES = 1 << 20
 MAX_SEARCHED = 1 << 16
-# Protobuf's parser takes quadratic time for a row of them.
+# Bound for consecutive backslashes: protobuf's parser takes quadratic time for them.
 MAX_BACKSLASHES = 1000
-# How many placeholders one message names.
+# Most placeholders that one message names.
 NAMED = 4
 _QUOTED = re.compile(r"\b(key|name|value|model_name)\s*:\s*\"([^\"]*)\"")
 _PARAMETER = re.compile(
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(
 
 
 def read_text(path: Path) -> str:
-    """A config.pbtxt within limits. Raises OSError, or ValueError saying what is wrong with it."""
+    """Read a config.pbtxt within limits. Raises OSError, or ValueError for a text beyond them or not in UTF-8."""
     text = read_bounded(path, MAX_BYTES).decode("utf-8")
     if "\\" * MAX_BACKSLASHES in text:
         raise ValueError(f"it has {MAX_BACKSLASHES:,} backslashes in a row")
@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(path: Path, report: Report) -> tuple[str, Any | None]:
-    """(the file's text, its ModelConfig); None, with a fault, when Triton could not read it."""
+    """Parse to (text of the file, ModelConfig); report a fault and return None when Triton could not read it."""
     try:
         text = read_text(path)
     except UnicodeDecodeError as error:
@@ -71,12 +71,12 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
             remedy="fill it in (fill_template.py passes over names it does not know)",
         )
         return text, None
-    # Imported here: protobuf and its generated module cost 0.2 s, which `trtpipe --help` must not pay.
+    # Imported here: protobuf and its generated module take 0.2 s, which `trtpipe --help` must not spend.
     from google.protobuf import text_format
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", "invalid escape sequence")  # Python would let it pass, Triton does not
+            warnings.filterwarnings("error", "invalid escape sequence")  # Python accepts it, Triton does not
             return text, text_format.Parse(text, definitions().ModelConfig())
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
@@ -106,7 +106,7 @@ def definitions() -> Any:
 
 
 def type_name(value: int) -> str:
-    """What Triton calls a tensor's type; its number where that is none of them, which protobuf lets pass."""
+    """Triton's name of a tensor's type; the number where it has no name, which protobuf accepts."""
     types = definitions().DataType
     return str(types.Name(value)) if value in types.values() else str(value)
 
@@ -128,8 +128,8 @@ def _words(text: str) -> dict[tuple[str, str], int]:
 
 
 def line_of(text: str, pattern: str) -> str:
-    """`, line N` of the first line of code that matches; empty when none does, and for a text that is too long to be
-    searched again for each fault."""
+    """`, line N` of the first line of code that matches; empty when none matches, or when the text is too long to be
+    searched for each fault."""
     if len(text) > MAX_SEARCHED:
         return ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -139,7 +139,7 @@ def line_of(text: str, pattern: str) -> str:
 
 
 def repeated_parameters(text: str) -> dict[str, tuple[str, str]]:
-    """Parameters that the text gives twice, with both values; protobuf keeps the last without a word."""
+    """Parameters that the text has twice, with both values; protobuf silently keeps the last one."""
     code = "".join(line if not line.lstrip().startswith("#") else "" for line in text.splitlines(keepends=True))
     seen: dict[str, str] = {}
     out = {}
@@ -151,7 +151,7 @@ def repeated_parameters(text: str) -> dict[str, tuple[str, str]]:
 
 
 def _code(text: str) -> Iterator[tuple[int, str]]:
-    """The stretches of `text` outside comments and strings, each with its offset."""
+    """Parts of `text` outside comments and strings, each with its offset."""
     at = 0
     for found in re.finditer(r"#[^\n]*|\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?", text):
         yield at, text[at : found.start()]
@@ -165,7 +165,7 @@ def _place(text: str, offset: int) -> str:
 
 
 def _remedy(what: str) -> str:
-    """The nearest word that the definition knows, for a field or value that it does not."""
+    """Remedy for an unknown field or value: the nearest name in the definition."""
     from google.protobuf import descriptor_pool
     from google.protobuf.internal import enum_type_wrapper
 

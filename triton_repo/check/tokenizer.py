@@ -1,4 +1,4 @@
-"""The tokenizer folders of the text models."""
+"""Check of the tokenizer folders of the text models."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.paths import HUB_ID, locate, may_be_hub_id
 
-# Any of these is a tokenizer for AutoTokenizer; this project's own models read the first only.
+# Files that each suffice for AutoTokenizer; this project's models read only the first one.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "vocab.txt")
-# Also without a vocabulary of its own, a class may be named that brings one.
+# Files that may suffice without a vocabulary file, because they name a class that has a vocabulary.
 SETTINGS = ("tokenizer_config.json", "qwen.tiktoken", "tokenizer.tiktoken", "tiktoken.model")
-# The models that make tokens of text or text of tokens.
+# Roles of the models that convert between text and tokens.
 ROLES = ("preprocessing", "postprocessing", "bls")
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """How many tokens a tokenizer.json has, without those added to it."""
+    """Number of tokens in a tokenizer.json, without added tokens."""
 
     path: Path
     size: int
 
 
 def check_tokenizers(repository: Path, models: dict[str, Model], report: Report) -> list[Vocabulary]:
-    """Check each text model's tokenizer; returns the vocabularies that could be read."""
+    """Check the tokenizer of each text model; return the vocabularies that could be read."""
     found: dict[str, tuple[Model, Path]] = {}
     given: dict[str, tuple[Model, str]] = {}
     vocabularies = []
@@ -40,7 +40,7 @@ def check_tokenizers(repository: Path, models: dict[str, Model], report: Report)
         if model.role not in ROLES or text is None or "${" in text:
             continue
         given[model.role] = model, text
-        if text not in seen:  # a folder that several name is one cause
+        if text not in seen:  # a folder that several models name is reported once
             others = [
                 other.name
                 for other in models.values()
@@ -65,7 +65,7 @@ def _folder(
     where = model.at_parameter("tokenizer_dir")
     place = locate(text, repository, models)
     if place.absent and not may_be_hub_id(text, repository):
-        # The hub's oldest models have one word for a name, such as gpt2.
+        # The hub's oldest models have names of one word, such as gpt2.
         add = report.warning if text.isalnum() else report.error
         add("tokenizer-folder", model.path, where, f"{named}, which is not there", place.why)
     if place.path is None:
@@ -76,7 +76,7 @@ def _folder(
     names = {path.name for path in place.path.iterdir()}
     if names & {*FILES, *SETTINGS}:
         return place.path
-    if not place.mapped:  # there the container may have another folder mounted
+    if not place.mapped:  # the container may have another folder mounted there
         report.error(
             "tokenizer-folder",
             model.path,
@@ -113,7 +113,7 @@ def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | No
 
 
 def _json(path: Path, report: Report) -> dict[str, Any]:
-    """A JSON object that may be absent; {} when it is, or is damaged, which is reported."""
+    """Read a JSON object; {} when the file is absent, or damaged, which is reported."""
     if not path.is_file():
         return {}
     try:
@@ -140,7 +140,7 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
 
 
 def _check_same(found: dict[str, tuple[Model, Path]], given: dict[str, tuple[Model, str]], report: Report) -> None:
-    """Text that is encoded by one tokenizer and decoded by another is nonsense."""
+    """Report text models with different tokenizers: text encoded by one and decoded by another is nonsense."""
     first = next((role for role in ("preprocessing", "postprocessing", "bls") if role in given), None)
     for role in ("postprocessing", "bls"):
         if first is None or role == first or role not in given:
@@ -171,7 +171,7 @@ def _check_same(found: dict[str, tuple[Model, Path]], given: dict[str, tuple[Mod
 
 
 def _differ(left: Path, right: Path) -> bool:
-    """By the first file that both have; two folders may hold one tokenizer in different forms."""
+    """Whether the first file that both folders have differs; two folders may hold one tokenizer in different forms."""
     for name in FILES:
         if (left / name).is_file() and (right / name).is_file():
             return not filecmp.cmp(left / name, right / name, shallow=False)

@@ -1,5 +1,5 @@
-"""Parameter values as their readers understand them. Parameters are strings; the C++ backend parses them with
-std::stoi and its like, which stop at the first character they cannot use, and takes the default for the rest."""
+"""Parsers of parameter values that behave like their readers. Parameters are strings; the C++ backend parses them with
+std::stoi and similar functions, which stop at the first invalid character, and uses the default for other texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 INT32 = (-(2**31), 2**31 - 1)
 SIZE = (0, 2**64 - 1)
-# Exactly these; NVIDIA's own Python models take more, and this project's scripts any case.
+# Booleans of the C++ backend; NVIDIA's Python models accept more spellings, and this project's scripts any case.
 CPP_TRUE, CPP_FALSE = ("True", "true", "TRUE", "1"), ("False", "false", "FALSE", "0")
 TEXT_WORDS = ("true", "false", "1", "0", "t", "f", "y", "n", "yes", "no")
 BLS_WORDS = ("true", "yes", "1", "t", "false", "no", "0", "f", "n")
@@ -20,14 +20,14 @@ _GROUP = re.compile(r"\s*\{\s*\d+(?:\s*,\s*\d+)*\s*,?\s*\}\s*")
 
 @dataclass(frozen=True)
 class Read:
-    """What a reader makes of a text: the value, or None for its default; and whether that is what the text says."""
+    """Result of a reader: the value, or None for its default; and whether the value is what the text states."""
 
     value: float | None
     faithful: bool
 
 
 def read_int(text: str, bounds: tuple[int, int] = INT32) -> Read:
-    """By std::stoi or std::stoull, told apart by `bounds`."""
+    """Read a number like std::stoi or std::stoull, selected by `bounds`."""
     found = _INT.match(text)
     if not found:
         return Read(None, False)
@@ -38,12 +38,12 @@ def read_int(text: str, bounds: tuple[int, int] = INT32) -> Read:
 
 
 def read_float(text: str) -> Read:
-    """By std::stof."""
+    """Read a number like std::stof."""
     found = _FLOAT.match(text)
     if not found:
         return Read(None, False)
     value = float(found.group())
-    # `0.9f` is how C writes it.
+    # `0.9f` is C's notation.
     return Read(value, _said(text.strip().removesuffix("f").removesuffix("F")) == value)
 
 
@@ -62,7 +62,7 @@ def read_python_float(text: str) -> Read:
 
 
 def read_ints(text: str) -> tuple[list[int], bool]:
-    """A list with commas as csvStrToVecInt reads it, which ends at an empty entry; and whether it read all."""
+    """Read a comma-separated list like csvStrToVecInt, which stops at an empty entry; and whether all was read."""
     entries = [entry.strip() for entry in text.split(",")]
     if len(entries) > 1 and not entries[-1]:
         entries.pop()
@@ -76,7 +76,7 @@ def read_ints(text: str) -> tuple[list[int], bool]:
 
 
 def read_groups(text: str) -> tuple[list[list[int]], bool]:
-    """Lists of numbers between semicolons, and whether all of them could be read."""
+    """Read lists of numbers that semicolons separate; and whether all of them could be read."""
     parts = text.split(";")
     if len(parts) > 1 and not parts[-1].strip():
         parts.pop()
@@ -85,7 +85,7 @@ def read_groups(text: str) -> tuple[list[list[int]], bool]:
 
 
 def is_tree(text: str) -> bool:
-    """Is this a draft tree such as `{0}, {0, 0}, {1}`?"""
+    """Whether `text` is a draft tree such as `{0}, {0, 0}, {1}`."""
     rest = text.strip()
     while rest:
         found = _GROUP.match(rest)

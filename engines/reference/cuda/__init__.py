@@ -1,1 +1,1 @@
-"""Parts of the reference runtime that only a GPU needs."""
+"""GPU parts of the reference runtime: fused operations, CUDA graphs, kernels."""

@@ -1,7 +1,7 @@
-"""The small steps between matrix products, written as PyTorch has them.
+"""Operations between matrix products, written in PyTorch and compiled to one kernel each.
 
-In a step that is recorded as a CUDA graph each is one kernel, where there is a compiler: many small ones take as long
-as the products of few requests do. Every line rounds to the type it says, compiled or not.
+They are compiled for steps that are recorded as CUDA graphs, if there is a compiler: many small kernels would take as
+long as the products of few requests. Compiled or not, every line rounds to the type that it states.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.nn import functional
 
-# A function is compiled for each kind of layer and of size; beyond so many of them it would run as it is.
+# Limit of compilations of a function, one for each kind of layer and size; beyond it the function runs uncompiled.
 _KINDS = 64
-# A linear's `encode`.
+# The `encode` method of a linear.
 Encode = Callable[[torch.Tensor], Any]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,7 +30,7 @@ _recorded = ContextVar("recorded", default=False)
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """What runs in this block is recorded, or goes ahead of a recording to set up what is."""
+    """Context in which operations are compiled: the recording of a CUDA graph, or the warm-up before it."""
     token = _recorded.set(can_compile())
     try:
         yield
@@ -39,14 +39,15 @@ def recorded() -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether what is called now is compiled."""
+    """Whether functions of `one_kernel` run compiled now."""
     return _recorded.get()
 
 
 def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`function`, compiled while a step is recorded. Elsewhere a call of compiled code costs more than its kernels.
+    """Compile `function` for calls within `recorded`. Elsewhere a compiled call costs more than it saves in kernels.
 
-    The first dimension of its first tensor is the rows, and so is that of any other with as many and a second one.
+    The first dimension of the first tensor is the number of rows; tensors of two or more dimensions with the same
+    first size have rows too.
     """
     compiled: Callable[_P, _R] | None = None
 
@@ -56,10 +57,10 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not _recorded.get():
             return function(*args, **kwargs)
         if compiled is None:
-            # Rounding between two operations as they do one by one. How a sum is split must not be what was fastest
-            # when it was compiled: two ranks, or one server and the next, would differ in last bits.
+            # Intermediate results are rounded as in uncompiled code. The split of a sum must not depend on timings at
+            # compilation: two ranks, or two servers, would differ in the last bits.
             compiled = torch.compile(function, options={"emulate_precision_casts": True, "deterministic": True})
-        # For any number of rows, all else as it is: numbers that are not known cost a division for each element.
+        # Only the number of rows is dynamic: each other dynamic size would cost a division per element.
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
         for tensor in tensors:
             if len(tensor) == len(tensors[0]) > 1:
@@ -72,27 +73,27 @@ def one_kernel(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def can_compile() -> bool:
-    """Whether kernels can be made here: what starts them is C."""
+    """Whether kernels can be compiled here: their launchers are C code, which needs a compiler and Python.h."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         return False
     import torch._dynamo
     import torch._inductor.config
 
-    # They are few and small: a pool of processes to make them would cost more than it saves.
+    # The kernels are few and small: a pool of compiler processes would cost more than it saves.
     torch._inductor.config.compile_threads = 1
     return True
 
 
 @one_kernel
 def encoded(x: torch.Tensor, encode: Encode) -> Any:
-    """What a linear multiplies."""
+    """Apply a linear's `encode` to `x`."""
     return encode(x)
 
 
 @one_kernel
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Over the last dimension. The kernel computes in float32 whatever the type of x."""
+    """RMSNorm over the last dimension. The kernel computes in float32 for any type of `x`."""
     return functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
@@ -100,7 +101,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 def add_norm(
     hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, encoders: Sequence[Encode]
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The residual stream with an update, and its norm as each of those who take it encodes it."""
+    """Add an update to the residual stream; return the stream, and its norm encoded by each of `encoders`."""
     total = hidden if update is None else hidden + update
     normed = functional.rms_norm(total, weight.shape, weight, epsilon)
     return total, [encode(normed) for encode in encoders]
@@ -108,12 +109,12 @@ def add_norm(
 
 @one_kernel
 def swiglu(activated: torch.Tensor, gate: torch.Tensor, encode: Encode) -> Any:
-    """As the linear after it encodes it."""
+    """SwiGLU of `activated` and `gate`, encoded for the linear after it."""
     return encode(functional.silu(activated).mul_(gate))
 
 
 def rotated(x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The first `turned` of [..., heads, head_size], queries and keys, turned by their angles [..., 1, head_size]."""
+    """Rotate the first `turned` heads of [..., heads, head_size], queries and keys, by angles [..., 1, head_size]."""
     x, values = x[..., :turned, :], x[..., turned:, :]
     return torch.cat((torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin), values), dim=-2)
 
@@ -123,7 +124,7 @@ def rotate_and_keep(
     x: torch.Tensor, turned: int, cos: torch.Tensor, sin: torch.Tensor, encode: Encode | None, slots: torch.Tensor,
     pool: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """`rotated`, and its keys and values put at their slots [T, 1] of a pool [slots, heads of both, head_size]."""
+    """Apply `rotated`, and write keys and values to slots [T, 1] of a pool [slots, key and value heads, head_size]."""
     x = rotated(x, turned, cos, sin)
     new = x[:, -pool.shape[1] :]
     pool[slots[:, 0]] = new if encode is None else encode(new)

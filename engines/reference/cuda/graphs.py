@@ -1,7 +1,7 @@
-"""Steps that only decode, recorded as CUDA graphs: a GPU starts their kernels faster than a CPU can name them.
+"""CUDA graphs of steps that only decode, because a GPU starts recorded kernels faster than a CPU can launch them.
 
-A graph is of one batch size and one width of block tables. Steps are filled up to the next size: the rows and blocks
-that nobody asked for are those of a block that no request has.
+A graph has one batch size and one width of block tables. A step is padded to the next size; padding rows and blocks
+refer to a spare block that belongs to no request.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 from trtpipe.engines.reference.cuda.fused import recorded
 
-# Tokens that a table holds at least: a graph for every length of a short sequence would cost more than it saves.
+# Least number of tokens of a block table: a graph for every length of a short sequence would cost more than it saves.
 MIN_TOKENS = 256
 
 
 class Decode(NamedTuple):
-    """n requests' next token each, on the device; int64.
+    """Inputs of a step with one token of each of n requests, on the device; int64.
 
-    ids        [n] the tokens
-    positions  [n] their places in their sequences
-    slots      [n] where their keys and values go
+    ids        [n] token ids
+    positions  [n] positions of the tokens in their sequences
+    slots      [n] slots of the tokens' keys and values in the pool
     tables     [n * width] blocks of each request, in the order of its tokens
     """
 
@@ -33,14 +33,14 @@ class Decode(NamedTuple):
 
 
 class _Recorded:
-    """A graph, the tensors it reads, and the one it writes."""
+    """A CUDA graph with its input tensors and its output tensor."""
 
     def __init__(
         self, run: Callable[[Decode], torch.Tensor], rows: int, width: int, pool: Any, step: torch.Tensor
     ) -> None:
         self._inputs = step.cuda()
         inputs = Decode(*self._inputs.split([rows, rows, rows, rows * width]))
-        # Libraries choose and set up what they run when they first meet a size, which cannot be recorded.
+        # Warm-up: libraries select and set up kernels at the first use of a size, which cannot be recorded.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), recorded():
@@ -48,7 +48,7 @@ class _Recorded:
                 run(inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, such as NCCL's watchdog, may go on asking the driver.
+        # thread_local: other threads, such as NCCL's watchdog, may call the driver during the capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"), recorded():
             self._output = run(inputs)
 
@@ -59,19 +59,19 @@ class _Recorded:
 
 
 class Graphs:
-    """Records `run` for each size that comes up. Block `spare` is one that no request ever has."""
+    """Records `run` at the first use of each size. Block `spare` belongs to no request."""
 
     def __init__(self, run: Callable[[Decode], torch.Tensor], tokens_per_block: int, spare: int) -> None:
         self._run = run
         self._block = tokens_per_block
         self._spare = spare
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        # Graphs share their memory: no two run at once, and what one gives is used before the next.
+        # Graphs share their memory: no two run at once, and each graph's output is used before the next replay.
         self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
     def replay(self, ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Sequence[int]]) -> torch.Tensor:
-        """[n, vocab_size], valid until the next call, for tokens `ids` at `positions` of sequences in `blocks`."""
+        """Logits [n, vocab_size] of tokens `ids` at `positions` of sequences in `blocks`; valid until the next call."""
         step = fill_up(ids, positions, blocks, self._block, self._spare)
         rows = len(step.ids)
         key = rows, len(step.tables) // rows
@@ -81,14 +81,14 @@ class Graphs:
         return self._recorded[key].replay(together.pin_memory())[: len(ids)]
 
     def forget(self) -> None:
-        """Let all that is recorded go."""
+        """Delete all recorded graphs."""
         self._recorded.clear()
 
 
 def fill_up(
     ids: Sequence[int], positions: Sequence[int], blocks: Sequence[Sequence[int]], tokens_per_block: int, spare: int
 ) -> Decode:
-    """A step of a size that graphs are made for: further rows, and further blocks of each row, are `spare`."""
+    """Pad a step to a size of `size_for`: padding rows, and padding blocks of each row, refer to `spare`."""
     missing = size_for(len(ids)) - len(ids)
     needed = [position // tokens_per_block + 1 for position in positions]
     width = max(size_for(max(needed)), -(-MIN_TOKENS // tokens_per_block))
@@ -107,6 +107,6 @@ def fill_up(
 
 
 def size_for(count: int) -> int:
-    """The least of 1, 2, 3, 4, 6, 8, 12, 16, 24, .. that holds so many."""
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, .. that is at least `count`."""
     size = 1 << (count - 1).bit_length()
     return size * 3 // 4 if count <= size * 3 // 4 else size

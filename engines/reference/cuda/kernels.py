@@ -1,6 +1,6 @@
-"""Kernels of our own for a GPU, where PyTorch's move more than a decoding step needs: in Triton, the language.
+"""GPU kernels in the Triton language, for operations where PyTorch's kernels move more memory than decoding needs.
 
-With TRITON_INTERPRET=1 they run on a CPU, number by number.
+With TRITON_INTERPRET=1 they run on a CPU, one element at a time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from triton import language as tl
 from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.kv_codec import KvCodec
 
-# Cached tokens that a program of `paged_attention` sees at once, at most; the next ones come while it looks at these.
+# Most cached tokens in one iteration of a `paged_attention` program, and pipeline stages: loads overlap computation.
 _TOKENS, _STAGES = 128, 2
-# Rows that a tensor core multiplies at least.
+# Least number of rows of a product on tensor cores.
 _ROWS = 16
-# Numbers of a weight's row that a program of `row_product` reads at once.
+# Elements of a weight's row that a program of `row_product` reads at once.
 _COLUMNS = 2048
-# Of 32 threads, in a program of either.
+# Warps of 32 threads in a program of either kernel.
 _WARPS = 4
 
 
@@ -33,14 +33,14 @@ def paged_attention(
     kv_heads: int,
     tokens_per_block: int,
 ) -> torch.Tensor:
-    """What n decoding tokens see in the cache, themselves included: [n, heads, head_size] -> [n, heads * head_size].
+    """Attention of n decoding tokens over the cache, themselves included: [n, heads, head_size] -> [n, heads * size].
 
     query      the last dimension and heads contiguous, of the model's type
     pool       [blocks, tokens_per_block * 2 * kv_heads * head_size], each contiguous; codes where there is a codec
     tables     [n * width] int64, blocks of each request in the order of its tokens
-    positions  [n] int64, of the tokens themselves: what is behind them is not read
+    positions  [n] int64, positions of the decoding tokens; later positions are not read
 
-    Sums and softmax in float32; its weights are rounded to the model's type before they meet the values.
+    Sums and softmax are in float32; attention weights are rounded to the model's type before the product with values.
     """
     n, heads, size = query.shape
     group, columns = heads // kv_heads, max(_ROWS, triton.next_power_of_2(size))
@@ -58,7 +58,7 @@ def paged_attention(
 
 @functools.cache
 def _tokens_at_once(device: torch.device, nbytes: int) -> int:
-    """For keys, and values, of so many bytes each: as many as fit the memory of a multiprocessor."""
+    """Tokens per iteration, with keys and values of `nbytes` each per token, that fit a multiprocessor's memory."""
     tokens = _TOKENS
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def _tokens_at_once(device: torch.device, nbytes: int) -> int:
     return tokens
 
 
-# Compiled once, and not again for a width of tables that 16 divides.
+# do_not_specialize: no second compilation for a width of tables that is divisible by 16.
 @triton.jit(do_not_specialize=["width"])
 def _attend(  # type: ignore[no-untyped-def]
     query, query_stride, pool, pool_stride, scales, tables, width, positions, out, softmax_scale,
@@ -77,7 +77,7 @@ def _attend(  # type: ignore[no-untyped-def]
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + request)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    # The query heads that share a key head are the rows of one product.
+    # Query heads that share a key head are the rows of one product.
     wanted = (rows < GROUP)[:, None] & (columns < SIZE)[None, :]
     place = (head * GROUP + rows)[:, None] * SIZE + columns[None, :]
     q = tl.load(query + request * query_stride + place, mask=wanted, other=0.0)
@@ -108,10 +108,10 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [1, in] @ weight [out, in].T -> [1, out], at the speed at which memory gives the weight.
+    """x [1, in] @ weight [out, in].T -> [1, out], at the memory bandwidth of reading the weight.
 
-    Both of floats, e4m3 or int8, rows contiguous. Summed in float32, int8 in int32; times a scale [1] or [out], if
-    there is one, in float32; rounded once to `dtype`.
+    Both are floats, e4m3 or int8, with contiguous rows. Sums are in float32, for int8 in int32; a scale [1] or [out],
+    if given, is applied in float32; the result is rounded once to `dtype`.
     """
     features, columns = weight.shape
     out = torch.empty(1, features, dtype=dtype, device=x.device)
@@ -130,10 +130,10 @@ def _multiply(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sums = tl.zeros([AT_ONCE], SUM)
-    # Unrolled, so that all of a row is asked for before any of it is needed.
+    # Unrolled, so that all loads of a row are issued before the first value is needed.
     for first in tl.static_range(0, IN, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        # Nobody reads it again before the next step: the cache is for others.
+        # evict_first: the weight is not read again before the next step, so it should not occupy the cache.
         own = tl.load(weight + row * weight_stride + at, mask=at < IN, other=0.0, eviction_policy="evict_first")
         sums += own.to(SUM) * tl.load(x + at, mask=at < IN, other=0.0).to(SUM)
     total = tl.sum(sums)
