@@ -22,7 +22,7 @@ ROW = re.compile(
 
 
 def test_it_says_how_wrong_this_client_is() -> None:
-    command = [sys.executable, "-m", "pipeline", "bench", "selftest", "--protocol", "grpc,http", "--streams", "4"]
+    command = [sys.executable, "-m", "trtpipe", "bench", "selftest", "--protocol", "grpc,http", "--streams", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {row["protocol"]: row for row in ROW.finditer(done.stdout)}
@@ -41,7 +41,7 @@ def test_a_report_says_how_wrong_the_libraries_are(tmp_path: Path) -> None:
         words = ["--grpc-url", f"127.0.0.1:{server.grpc_port}", "--http-url", f"http://127.0.0.1:{server.http_port}",
                  "--protocol", "grpc,http", "--transport", "tritonclient", "--concurrency", "3", "--requests", "8",
                  "--output-tokens", "8", "--tokenizer", str(write_tokenizer(tmp_path))]  # fmt: skip
-        command = [sys.executable, "-m", "pipeline", "bench", *words, "--report", str(tmp_path / "report.json")]
+        command = [sys.executable, "-m", "trtpipe", "bench", *words, "--report", str(tmp_path / "report.json")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     finally:
         server.stop()

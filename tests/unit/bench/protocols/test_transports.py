@@ -745,11 +745,11 @@ ASKING = """
 import asyncio, sys
 from trtpipe.pipeline.bench.protocols.connect import Wiring, connect
 from trtpipe.pipeline.bench.protocols.http_setup import Site
-from trtpipe.pipeline.bench.loop.in_flight import Exchange
+from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 
 async def ask(protocol, url):
     client = await connect(protocol, url, "ensemble", str.split, Wiring(transport="tritonclient"))
-    exchange = Exchange("r", client.codec.encode("r", "p", 1, {}), input_tokens=1, max_tokens=1)
+    exchange = InFlightRequest("r", client.codec.encode("r", "p", 1, {}), input_tokens=1, max_tokens=1)
     ended = asyncio.Event()
     exchange.on_ended = lambda exchange: ended.set()
     client.sender.start([exchange])
