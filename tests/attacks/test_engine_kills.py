@@ -12,7 +12,7 @@ import pytest
 
 from tests.attacks.streams import Attacked, load, untold
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.clock]
 
 # Promised are two; what is looked for here is a client that waits for ever.
 SECONDS = 5.0

@@ -12,7 +12,7 @@ import pytest
 from tests.attacks.streams import Attacked
 from tests.e2e.conftest import Cli
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.clock]
 
 
 def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(server: Attacked, cli: Cli) -> None:

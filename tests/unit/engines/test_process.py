@@ -198,7 +198,9 @@ def test_a_child_that_has_ended_already(log: Path) -> None:
 
 
 def test_a_worker_gets_its_job_as_json(log: Path) -> None:
-    with pytest.raises(StageFailed, match=r"working failed \(exit status 1\): .*No module named trtpipe.engines.nothing"):
+    with pytest.raises(
+        StageFailed, match=r"working failed \(exit status 1\): .*No module named trtpipe.engines.nothing"
+    ):
         run_worker("trtpipe.engines.nothing", {"text": "a 'b' \"c\""}, log, what="working")
     words = shlex.split(log.read_text().splitlines()[0])
     assert words[-4:-1] == [sys.executable, str(process.LAUNCHER), "trtpipe.engines.nothing"]
