@@ -1,4 +1,4 @@
-"""Combination of several model repositories for one server, by renaming their models.
+"""Models of one or several repositories in one folder, for one server; with several, their models are renamed.
 
 Every repository has a `tensorrt_llm` and an `ensemble`, but names must be unique in a server. So each model's name gets
 a prefix, and so does each reference to a model: ensemble steps, parameters, paths relative to the repository's root.
@@ -22,9 +22,9 @@ def model_names(repository: Path) -> list[str]:
     return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
 
 
-def rename_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:
-    """Write the models of `repository` into the existing folder `out`, with names beginning with `prefix`; weights and
-    code are links. Returns name -> folder.
+def link_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:
+    """Write the models of `repository` into the existing folder `out`, with names beginning with `prefix`. Scripts are
+    copied: Python writes bytecode beside them. Weights and other files are links. Returns name -> folder.
 
     Raises InputDataError for a config.pbtxt that cannot be parsed; Triton cannot read it either.
     """
@@ -34,12 +34,13 @@ def rename_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:
         folder = made[prefix + name] = out / (prefix + name)
         folder.mkdir()
         for source in (repository / name).iterdir():
-            if source.name == "config.pbtxt":
-                (folder / source.name).write_text(_renamed_config(source, names, prefix), encoding="utf-8")
-            elif source.is_dir() and (source / SETTINGS).is_file():
-                _link_llmapi(source, folder / source.name, names, prefix)
+            target = folder / source.name
+            if source.name == "config.pbtxt" and prefix:
+                target.write_text(_renamed_config(source, names, prefix), encoding="utf-8")
+            elif source.is_dir() and source.name.isdigit():
+                _link_version(source, target, names, prefix)
             else:
-                (folder / source.name).symlink_to(source.resolve())
+                target.symlink_to(source.resolve())
     return made
 
 
@@ -69,20 +70,18 @@ def _is_inside(path: str, names: set[str]) -> bool:
     return bool(separator) and first in names
 
 
-def _link_llmapi(source: Path, out: Path, names: set[str], prefix: str) -> None:
-    """Link a version folder of an LLM API model. Its script reads settings beside itself, which locate the weights."""
+def _link_version(source: Path, out: Path, names: set[str], prefix: str) -> None:
+    """Write a version folder of a model. A script of the LLM API finds its weights by the settings beside it."""
     out.mkdir()
     for path in source.iterdir():
-        if (
-            path.name == "model.py"
-        ):  # copied: a linked script would look for its settings in the folder of the link's target
+        if path.suffix == ".py" and path.is_file():
             shutil.copyfile(path, out / path.name)
-        elif path.name != SETTINGS:
+        elif path.name == SETTINGS and prefix:
+            # Of repeated keys the last counts, as in the script.
+            settings = read_yaml(path, "model settings", repeats=True)
+            model = settings.get("model")
+            if isinstance(model, str) and _is_inside(model, names):
+                settings["model"] = prefix + model
+            (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        elif path.name != "__pycache__":
             (out / path.name).symlink_to(path.resolve())
-    settings = read_yaml(
-        source / SETTINGS, "model settings", repeats=True
-    )  # the last of repeated keys counts, as in the script
-    model = settings.get("model")
-    if isinstance(model, str) and _is_inside(model, names):
-        settings["model"] = prefix + model
-    (out / SETTINGS).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

@@ -28,7 +28,7 @@ from trtpipe.pipeline.serving.servers import Served, Server, end_watcher, find_r
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
-from trtpipe.triton_repo.combine import model_names, rename_models
+from trtpipe.triton_repo.combine import link_models, model_names
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.render import ENGINE_FOLDER
 
@@ -163,7 +163,7 @@ def launch(
         for target, repository in targets
     )
     gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
-    models = link_models(served, folder)
+    models = lay_out_models(served, folder)
     if not alone:
         _check_together(models, passport, note)
     warning = http_streams.warning(passports, http_streams.capacity())
@@ -259,7 +259,7 @@ def _container_reads(served: Sequence[Served], folder: Path, store: Store) -> li
     # The folder of all repositories, where one of them is in it: those that are loaded later must be visible as well.
     packages = (store.home / "artefacts" / "package").resolve()
     reads = {packages if packages in one.repository.resolve().parents else one.repository for one in served}
-    return sorted(reads | ({folder / "renamed"} if any(one.prefix for one in served) else set()))
+    return sorted(reads | {folder / "linked"})
 
 
 def _gateway_options(
@@ -297,18 +297,15 @@ def end(server: Server) -> None:
     tritonserver.end(server.pid)
 
 
-def link_models(served: Sequence[Served], folder: Path) -> Path:
+def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
     """Make `folder`/models, links to every model: the served path stays the same when its content changes."""
-    models, renamed = folder / "models", folder / "renamed"
+    models, linked = folder / "models", folder / "linked"
     models.mkdir(parents=True, exist_ok=True)
-    renamed.mkdir(exist_ok=True)
-    stale = list(renamed.iterdir())
+    linked.mkdir(exist_ok=True)
+    stale = list(linked.iterdir())
     wanted: dict[str, Path] = {}
     for one in served:
-        if one.prefix:
-            wanted |= rename_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=renamed)))
-        else:
-            wanted |= {name: one.repository / name for name in model_names(one.repository)}
+        wanted |= link_models(one.repository, one.prefix, Path(tempfile.mkdtemp(dir=linked)))
     for link in models.iterdir():
         if link.name not in wanted:
             link.unlink()
@@ -347,7 +344,7 @@ def reload(
         if one.name in fresh else one
         for one in server.served
     )  # fmt: skip
-    link_models(served, store.home / "servers" / server.name)
+    lay_out_models(served, store.home / "servers" / server.name)
     renewed = replace(server, served=served)
     loaded = [one for one in served if one.name in fresh]
     for one in loaded:

@@ -14,7 +14,7 @@ from tests.support.triton_repositories import MODEL_YAML, inflight, llmapi
 from trtpipe.engines.errors import InputDataError
 from trtpipe.triton_repo.check import check_repository
 from trtpipe.triton_repo.check.code import foreign_code
-from trtpipe.triton_repo.combine import rename_models
+from trtpipe.triton_repo.combine import link_models
 
 # Each took minutes, more than 700 MB, or ended in a traceback; a busy machine is not to be taken for that.
 SECONDS = 30
@@ -112,7 +112,7 @@ def test_settings_without_end_are_foreign_code_and_serve_with_no_other(tmp_path:
     assert any("cannot be read" in str(fault) for fault in foreign_code(tmp_path / "repository"))
     (tmp_path / "out").mkdir()
     with pytest.raises(InputDataError, match="more than 1,048,576 bytes"):
-        rename_models(tmp_path / "repository", "a-", tmp_path / "out")
+        link_models(tmp_path / "repository", "a-", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_configuration_that_cannot_be_read_is_not_combined(tmp_path: Path, tex
     (tmp_path / "repository" / "ensemble" / "config.pbtxt").write_bytes(text.encode("latin-1"))
     (tmp_path / "out").mkdir()
     with pytest.raises(InputDataError, match="is no model configuration"):
-        rename_models(tmp_path / "repository", "a-", tmp_path / "out")
+        link_models(tmp_path / "repository", "a-", tmp_path / "out")

@@ -14,7 +14,7 @@ from tests.support.factories import write_passport
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.serving.serve import require_alike
-from trtpipe.triton_repo.combine import model_names, rename_models
+from trtpipe.triton_repo.combine import link_models, model_names
 
 
 def write_config(repository: Path, model: str, text: str) -> None:
@@ -44,7 +44,7 @@ def test_all_that_names_a_model_is_renamed_and_nothing_else(tmp_path: Path) -> N
     write_config(repository, "tensorrt_llm", "".join(parameter(key, value) for key, value in given.items()))
     (repository / "tensorrt_llm" / "1" / "rank0.engine").write_bytes(b"weights")
     assert model_names(repository) == ["ensemble", "tensorrt_llm"]
-    made = rename_models(repository, "a.", out)
+    made = link_models(repository, "a.", out)
     assert sorted(made) == ["a.ensemble", "a.tensorrt_llm"]
     graph = read(out / "a.ensemble" / "config.pbtxt")
     assert (graph.name, graph.ensemble_scheduling.step[0].model_name) == ("a.ensemble", "a.tensorrt_llm")
@@ -57,7 +57,22 @@ def test_all_that_names_a_model_is_renamed_and_nothing_else(tmp_path: Path) -> N
         "batch_scheduler_policy": "tensorrt_llm",
     }
     assert (out / "a.tensorrt_llm" / "1" / "rank0.engine").read_bytes() == b"weights"
-    assert (out / "a.tensorrt_llm" / "1").is_symlink()
+    assert (out / "a.tensorrt_llm" / "1" / "rank0.engine").is_symlink()
+
+
+def test_bytecode_is_neither_taken_from_a_repository_nor_left_in_it(tmp_path: Path) -> None:
+    repository, out = tmp_path / "repository", tmp_path / "out"
+    out.mkdir()
+    write_config(repository, "preprocessing", 'backend: "python"')
+    version = repository / "preprocessing" / "1"
+    (version / "model.py").write_text("code", encoding="utf-8")
+    (version / "__pycache__").mkdir()
+    (version / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"other code")
+    made = link_models(repository, "", out)["preprocessing"]
+    assert sorted(path.name for path in (made / "1").iterdir()) == ["model.py"]
+    (made / "1" / "__pycache__").mkdir()
+    (made / "1" / "model.py").write_text("changed", encoding="utf-8")
+    assert (version / "model.py").read_text(encoding="utf-8") == "code"
 
 
 def test_the_settings_of_the_llm_api_follow(tmp_path: Path) -> None:
@@ -68,7 +83,7 @@ def test_the_settings_of_the_llm_api_follow(tmp_path: Path) -> None:
     (version / "model.py").write_text("code", encoding="utf-8")
     (version / "model.safetensors").write_bytes(b"weights")
     (version / "model.yaml").write_text("model: tensorrt_llm/1\nmax_batch_size: 8\n", encoding="utf-8")
-    rename_models(repository, "a.", out)
+    link_models(repository, "a.", out)
     made = out / "a.tensorrt_llm" / "1"
     assert yaml.safe_load((made / "model.yaml").read_text()) == {"model": "a.tensorrt_llm/1", "max_batch_size": 8}
     # It looks for its settings beside itself, wherever a link may lead.
@@ -80,7 +95,7 @@ def test_a_configuration_that_is_none(tmp_path: Path) -> None:
     write_config(tmp_path / "repository", "m", "nonsense: 1")
     (tmp_path / "out").mkdir()
     with pytest.raises(InputDataError, match="is no model configuration"):
-        rename_models(tmp_path / "repository", "a.", tmp_path / "out")
+        link_models(tmp_path / "repository", "a.", tmp_path / "out")
 
 
 @pytest.fixture
