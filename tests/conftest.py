@@ -37,7 +37,7 @@ settings.load_profile("trtpipe")
 SHARED_FIXTURES = {"target": "smollm2", "attacked": "attacked"}
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test its group, by what it shares or by its file: one worker runs it. The longest group is first."""
     for item in items:
