@@ -22,19 +22,20 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two at a time, in the groups of tests/conftest.py; tests that look at a clock have the machine to themselves.
-SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
+# Real servers, and tests that look at a clock, have the machine to themselves.
+ALONE := real or clock
+SHARED := -n auto --dist loadfile
 test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
-	$(BIN)/python -m pytest $(SHARED) -m 'not (clock or slow)'
-	$(BIN)/python -m pytest -m 'clock and not slow'
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
+	$(BIN)/python -m pytest -m '($(ALONE)) and not slow'
 
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest $(SHARED) -m 'not (real or clock or slow)' tests/unit
+	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
 test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, which `make test` runs for seconds
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
-	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not (real or clock)'
-	$(BIN)/python -m pytest --timeout 3600 -m 'slow and (real or clock)'
+	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not ($(ALONE))'
+	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu

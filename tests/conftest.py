@@ -33,20 +33,6 @@ settings.register_profile("thorough", deadline=None, max_examples=400)
 settings.load_profile("trtpipe")
 
 
-# What takes a minute to make: one worker makes it, for all tests that use it.
-SHARED_FIXTURES = {"target": "smollm2", "attacked": "attacked"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test its group, by what it shares or by its file: one worker runs it. The longest group is first."""
-    for item in items:
-        names = set(getattr(item, "fixturenames", ())) & SHARED_FIXTURES.keys()
-        group = SHARED_FIXTURES[min(names)] if names else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: "smollm2" not in str(item.get_closest_marker("xdist_group")))
-
-
 class Guarded(AssertionError):
     """A unit test tried to reach the outside."""
 
