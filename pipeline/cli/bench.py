@@ -258,7 +258,7 @@ def compare(
     reports: Annotated[
         list[Path],
         typer.Argument(
-            help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf, GenAI-Perf "
+            help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf "
             "or `vllm bench serve --save-result`; or folders with one."
         ),
     ],

@@ -59,8 +59,8 @@ def folder_of_files(folder: Path) -> None:
     """A file of each kind that the load tester reads."""
     bench_reports.saved(folder / "a", bench_reports.lines(6, seed=1), bench_reports.lines(6, seed=2))
     bench_reports.saved(folder / "b", bench_reports.lines(6, seed=3), bench_reports.lines(6, seed=4))
-    for source in ("aiperf/profile_export_aiperf.json", "aiperf/profile_export.jsonl", "genai_perf/chat.json",
-                   "genai_perf/kserve.json", "vllm/chat.json", "vllm/completions.json", "vllm/rate.json"):  # fmt: skip
+    for source in ("aiperf/profile_export_aiperf.json", "aiperf/profile_export.jsonl",
+                   "vllm/chat.json", "vllm/completions.json", "vllm/rate.json"):  # fmt: skip
         (folder / source).parent.mkdir(exist_ok=True)
         shutil.copy(BENCH / source, folder / source)
     (folder / "tokenizer.json").write_text("{}")
@@ -222,7 +222,6 @@ READERS = {
         ("aiperf/profile_export_aiperf.json", "aiperf/profile_export.jsonl"),
         share=2,
     ),
-    "genai_perf": Reader(compared("genai_perf/chat.json", "genai_perf/kserve.json"), ("genai_perf/chat.json",)),
     "vllm": Reader(compared("vllm/completions.json", "vllm/rate.json"), ("vllm/completions.json",), share=2),
     "vllm chat": Reader(compared("vllm/rate.json", "vllm/chat.json"), ("vllm/chat.json",)),
     "again": Reader(lambda folder: read_again(folder / "again.json"), ("again.json",), share=2),

@@ -4,5 +4,5 @@ comparison   two or more reports against the first; pairing finds the load point
 differences  what differs between the runs besides the results
 conditions   `--fail-if` expressions
 bootstrap    confidence intervals from every request, read by request_files
-importers/   results of AIPerf, GenAI-Perf and vLLM as reports like ours
+importers/   results of AIPerf and vLLM as reports like ours
 """

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare.importers import (
     aiperf,
-    genai_perf,
     vllm,
 )
 from trtpipe.pipeline.bench.compare.json_files import read_lines, read_objects
@@ -61,8 +60,8 @@ TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
 # Most metrics of a load point: each is a row of every table.
 MOST_METRICS = 1000
 # File names that are looked for in a folder of results.
-USUAL_NAMES = ("report.json", "profile_export_aiperf.json", "profile_export_genai_perf.json")
-TOOLS: tuple[_Tool, ...] = (aiperf, genai_perf, vllm)
+USUAL_NAMES = ("report.json", "profile_export_aiperf.json")
+TOOLS: tuple[_Tool, ...] = (aiperf, vllm)
 KNOWN = "known are report.json of trtpipe bench and the results of " + ", ".join(
     f"{tool.NAME} ({tool.VERSIONS})" for tool in TOOLS
 )

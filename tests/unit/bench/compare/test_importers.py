@@ -1,6 +1,6 @@
 """Results of other tools. The files in data/bench were written by the tools' own code, and shortened: AIPerf 0.13.0 and
 `vllm bench serve` 0.25.0 against a server that waits 20 ms, then sends a token every 4 ms, and refuses every seventh
-request; GenAI-Perf 0.0.16 from requests with a first token after 20, 22, ... 28 ms and 5, 5.5, ... 7 ms between tokens.
+request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 
 BENCH = DATA / "bench"
 AIPERF = BENCH / "aiperf" / "profile_export_aiperf.json"
-CHAT, KSERVE = BENCH / "genai_perf" / "chat.json", BENCH / "genai_perf" / "kserve.json"
 VLLM_CHAT, VLLM_RATE, VLLM = (BENCH / "vllm" / f"{name}.json" for name in ("chat", "rate", "completions"))
-ALL = (AIPERF, CHAT, KSERVE, VLLM_CHAT, VLLM_RATE, VLLM)
+ALL = (AIPERF, VLLM_CHAT, VLLM_RATE, VLLM)
 
 
 def only_level(value: dict[str, Any]) -> dict[str, Any]:
@@ -161,38 +160,6 @@ def test_aiperf_leaves_out_counts_of_what_did_not_happen(tmp_path: Path) -> None
 def test_an_aiperf_run_that_ended_early_is_partial(tmp_path: Path, changes: dict[str, bool]) -> None:
     assert read_report(AIPERF)["partial"] is False
     assert read_report(changed(tmp_path, AIPERF, **changes))["partial"] is True
-
-
-def test_genai_perf() -> None:
-    value = read_report(CHAT)
-    assert value["tool"] == {"name": "genai-perf", "version": None}
-    assert value["notes"] == ["GenAI-Perf does not say how many requests failed"]
-    assert value["seed"] == 7
-    found = only_level(value)
-    assert (found["protocol"], found["label"]) == ("chat", "10 requests/s")
-    assert found["load"] == {"kind": "open", "arrivals": "constant", "rate": 10.0}
-    assert (found["requests"]["succeeded"], found["requests"]["failed"], found["requests"]["warmup"]) == (5, None, 2)
-    metrics = found["metrics"]
-    assert (metrics["time_to_first_token"]["mean"], metrics["time_to_first_token"]["p50"]) == (24, 24)
-    assert (metrics["request_latency"]["min"], metrics["request_latency"]["max"]) == (35, 49)
-    # Its inter_token_latency is one mean a request.
-    assert "inter_token_latency" not in metrics
-    assert metrics["time_per_output_token"]["mean"] == 6
-    assert "error_rate" not in metrics
-    # 20 tokens from the first request, sent at 0, to the last response, at 400 + 28 + 3 * 7 ms.
-    assert metrics["output_token_throughput_whole_run"]["value"] == pytest.approx(20 / 0.449)
-    assert read_records(CHAT, value) is None
-
-
-def test_genai_perf_over_grpc_says_what_it_takes_for_a_token() -> None:
-    value = read_report(KSERVE)
-    assert (only_level(value)["protocol"], only_level(value)["load"]) == ("grpc", {"kind": "closed", "concurrency": 1})
-    assert any("empty response" in note for note in value["notes"])
-
-
-def test_a_goodput_that_genai_perf_could_not_compute_is_unknown(tmp_path: Path) -> None:
-    path = changed(tmp_path, CHAT, request_goodput={"unit": "requests/sec", "avg": -1.0})
-    assert only_level(read_report(path))["metrics"]["request_goodput_whole_run"]["value"] is None
 
 
 def test_vllm_s_completions_have_our_names() -> None:
