@@ -278,7 +278,7 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
         ('{"schema": "trtpipe.bench/2"}', "is damaged: the report has no levels; measure again"),
         (
             '{"a": 1}',
-            "we know; known are report.json of trtpipe bench and the results of aiperf (0.13 (schema 1)), gen",
+            "we know; known are report.json of trtpipe bench and the results of aiperf (0.13 (schema 1)), vllm",
         ),
         ('{"aiperf_version": "1", "schema_version": "2.0"}', "is no benchmark result that we know"),
         ('{"aiperf_version": "1", "schema_version": "1.0"}', "looks like a result of aiperf but cannot be read"),
