@@ -116,8 +116,9 @@ def _announce(spec: BuildSpec) -> None:
 
     console.note(f"target {spec.target}")
     chosen = [value for value in spec.values if value.source != "default"]
+    width = max((len(value.name) for value in chosen), default=0)
     for value in chosen:
-        console.note(f"  {value.name:<28} {value.value}  ({value.source})")
+        console.note(f"  {value.name:<{width}}  {value.value}  ({value.source})")
     console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
 
 
