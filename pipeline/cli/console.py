@@ -285,73 +285,71 @@ class ClusterReporter:
             note(f"{target}:   {text}")
 
 
+# Statistics of a distribution in a benchmark's table.
+POINTS = ("p50", "p90", "p99")
+
+
 def bench_table(report: BenchReport) -> None:
-    """Print one row for each load point; times in milliseconds as p50/p90/p99."""
+    """Print one row for each load point; distributions as p50/p90/p99."""
+    from trtpipe.pipeline.bench.results.metrics import tabled
 
-    def spread(row: dict[str, Any], key: str) -> str | None:
-        points = [row[f"{key}_{point}"] for point in ("p50", "p90", "p99")]
-        return None if None in points else "/".join(f"{value:.1f}" for value in points)
-
-    def rate(value: float | None) -> str | None:
-        return None if value is None else f"{value:.1f}"
-
-    rows = report.rows()
+    judged = any(result.slo is not None for result in report.results)
+    metrics = [metric for metric in tabled() if any(metric.name in result.metrics for result in report.results)]
     # A search for goodput asks how many requests keep the objectives, not whether the load point as a whole does.
     by_share = any(one.search.goal == "max-goodput" for one in report.searches)
 
-    def kept(row: dict[str, Any]) -> str | None:
-        if by_share:
-            return None if row["attainment"] is None else f"{100 * row['attainment']:.1f}%"
-        return "met" if row["slo"] else "missed"
+    def figures(found: dict[str, Any], points: tuple[str, ...]) -> str | None:
+        values = [found[point] for point in points]
+        return None if None in values else "/".join(f"{value:.1f}" for value in values)
 
-    judged = any(row["slo"] is not None for row in rows)
-    cells = [
+    def kept(slo: dict[str, Any] | None) -> str | None:
+        if by_share:
+            return None if slo is None or slo["attainment"] is None else f"{100 * slo['attainment']:.1f}%"
+        return "met" if slo is not None and slo["met"] else "missed"
+
+    rows = [
         (
-            *(row[key] for key in ("protocol", "load", "requests", "failed")),
-            *(spread(row, key) for key in ("ttft", "itl", "tpot", "e2e")),
-            rate(row["tokens_per_s"]),
-            rate(row["requests_per_s"]),
-            *((rate(row["goodput_per_s"]), kept(row)) if judged else ()),
-            *(() if report.valid else ("" if row["valid"] else "INVALID",)),
+            result.protocol,
+            result.label,
+            result.requests["succeeded"],
+            result.requests["failed"],
+            *(figures(result.metrics[metric.name], metric.figures(POINTS)) for metric in metrics),
+            *((kept(result.slo),) if judged else ()),
+            *(() if report.valid else ("" if result.verdict["valid"] else "INVALID",)),
         )
-        for row in rows
+        for result in report.results
     ]
-    times = ("TTFT ms", "ITL ms", "TPOT ms", "latency ms")
-    rates = ("tokens/s", "requests/s", *(("good/s", "SLO") if judged else ()), *(() if report.valid else ("verdict",)))
-    columns = ("protocol", "load", "requests", "failed", *times, *rates)
-    table(columns, cells, numeric=[name for name in columns[2:] if name not in ("SLO", "verdict")], figures=True)
+    last = (*(("SLO",) if judged else ()), *(() if report.valid else ("verdict",)))
+    columns = ("protocol", "load", "requests", "failed", *(metric.heading() for metric in metrics), *last)
+    table(columns, rows, numeric=[name for name in columns[2:] if name not in last], figures=True)
     repeated = [one for one in report.repeats() if one["valid"] > 1]
     if repeated:
         _bench_repeats(repeated)
 
 
-REPEATED = (
-    ("TTFT p50 ms", "time_to_first_token", "p50"),
-    ("TTFT p99 ms", "time_to_first_token", "p99"),
-    ("ITL p50 ms", "inter_token_latency", "p50"),
-    ("ITL p99 ms", "inter_token_latency", "p99"),
-    ("latency p50 ms", "request_latency", "p50"),
-    ("tokens/s", "output_token_throughput", "value"),
-    ("requests/s", "request_throughput", "value"),
-)
-
-
 def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
     """Print a row for each load measured more than once: means over its runs, with half of their 95% interval."""
+    from trtpipe.pipeline.bench.results.metrics import tabled
 
     def cell(entry: dict[str, Any] | None) -> str | None:
         return None if entry is None else f"{entry['mean']:.1f} ±{entry['mean'] - entry['interval'][0]:.1f}"
 
+    figures = [
+        (metric, point)
+        for metric in tabled()
+        if any(metric.name in one["metrics"] for one in repeated)
+        for point in metric.figures(("p50", "p99"))
+    ]
     rows = [
         (
             one["protocol"],
             one["label"],
             one["valid"],
-            *(cell(one["metrics"][name][point]) for _, name, point in REPEATED),
+            *(cell(one["metrics"].get(metric.name, {}).get(point)) for metric, point in figures),
         )
         for one in repeated
     ]
-    columns = ("protocol", "load", "runs", *(column for column, _, _ in REPEATED))
+    columns = ("protocol", "load", "runs", *(metric.heading(point) for metric, point in figures))
     table(columns, rows, numeric=columns[2:], figures=True)
 
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trtpipe.pipeline.bench.compare.request_files import values
-from trtpipe.pipeline.bench.results.metrics import Values, is_bounded, rate_terms
+from trtpipe.pipeline.bench.compare.rows import WHOLE_RUN
+from trtpipe.pipeline.bench.results.metrics import Rate, Values, find
 from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.statistics import is_bounded, rate_terms
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,12 +160,11 @@ class Resampler:
 
     def _rate(self, metric: str, value: float) -> Floats | None:
         """A rate scales with the quotient of the sums of its `rate_terms`; None without such terms."""
-        name = metric.removesuffix("_whole_run")
-        terms = rate_terms(name, self._found, closed=self._closed)
-        if terms is None:
+        rate = find(metric.removesuffix(WHOLE_RUN))
+        if not isinstance(rate, Rate) or (terms := rate_terms(rate, self._found, closed=self._closed)) is None:
             return None
         counted, against = terms
-        if name == "error_rate":
+        if not rate.windowed:
             return self._ratio(counted, against)
         if not counted.sum() > 0 or not against.sum() > 0:
             return None

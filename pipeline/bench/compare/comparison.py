@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.pipeline.bench.compare import conditions
 from trtpipe.pipeline.bench.compare.bootstrap import COVERAGE, RESAMPLES
-from trtpipe.pipeline.bench.compare.conditions import VALUE, Condition, Kind
+from trtpipe.pipeline.bench.compare.conditions import Condition, Kind
 from trtpipe.pipeline.bench.compare.differences import differences
-from trtpipe.pipeline.bench.compare.pairing import COST, Place, Side, add_whole_run_rates, match
+from trtpipe.pipeline.bench.compare.pairing import Place, Side, add_whole_run_rates, match
+from trtpipe.pipeline.bench.compare.rows import COST, POINTS, VALUE, better, rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,32 +28,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Rows of the table: alternative metrics of one quantity, the best one first, with their names in the table.
-SHOWN: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
-    ({"time_to_first_token": "TTFT", "time_to_first_chunk": "time to first chunk"}, ("p50", "p99")),
-    (
-        {
-            "inter_token_latency": "ITL",
-            "inter_chunk_latency": "chunk gap",
-            "inter_chunk_latency_with_role_chunk": "chunk gap with role",
-        },
-        ("p50", "p99"),
-    ),
-    (
-        {"time_per_output_token": "TPOT", "time_per_output_token_from_first_chunk": "TPOT from first chunk"},
-        ("p50", "p99"),
-    ),
-    ({"request_latency": "latency", "request_latency_to_last_chunk": "latency to last chunk"}, ("p50", "p99")),
-    ({"output_token_throughput": "output", "output_token_throughput_whole_run": "output, whole run"}, (VALUE,)),
-    ({"request_throughput": "requests", "request_throughput_whole_run": "requests, whole run"}, (VALUE,)),
-    ({"request_goodput": "goodput", "request_goodput_whole_run": "goodput, whole run"}, (VALUE,)),
-    ({"error_rate": "errors"}, (VALUE,)),
-    ({COST: "cost"}, (VALUE,)),
-)
 # Statistics that are compared.
 STATISTICS = ("mean", "p50", "p90", "p99")
-_HIGHER_IS_BETTER = {"tokens/s", "requests/s"}
-_LOWER_IS_BETTER = {"ms", "/1M tokens"}
 # Most load points named for one condition.
 _NAMED = 3
 
@@ -140,13 +117,14 @@ class Comparison:
         """(name, row) of the rows in the printed table."""
         found = {(row.place, row.metric, row.statistic): row for row in self.rows}
         for place in dict.fromkeys(row.place for row in self.rows):
-            for names, statistics in SHOWN:
+            for ours, names in rows():
+                statistics = ours.figures(POINTS)
                 metric = next((one for one in names if any((place, one, each) in found for each in statistics)), "")
                 for statistic in statistics:
                     row = found.get((place, metric, statistic))
                     if row is not None:
-                        told = "" if statistic == VALUE else f" {statistic}"
-                        yield f"{names[row.metric]}{told} {row.unit or '%'}", row
+                        name = names[row.metric]
+                        yield name if statistic == VALUE else f"{name} {statistic} {row.unit}", row
 
     def summary(self) -> list[str]:
         """Sentences about each report as a whole, from the intervals."""
@@ -210,7 +188,7 @@ def compare(
     known, unlike = _known(sides)
     parsed = [conditions.parse(text, known) for text in fail_if]
     places, missing, warnings = match(sides)
-    rows = [row for place in places for row in _rows(place, sides, known)]
+    compared = [row for place in places for row in _rows(place, sides, known)]
     judgements = [judgement for condition in parsed for judgement in _judge(condition, places, sides, known)]
     for condition in parsed if places else ():
         for place, letter in missing:  # a server that died has not passed
@@ -219,7 +197,7 @@ def compare(
     return Comparison(
         paths={letter: str(side.path) for letter, side in sides.items()},
         warnings=(*differences({letter: side.report for letter, side in sides.items()}), *unlike, *warnings),
-        rows=tuple(rows),
+        rows=tuple(compared),
         judgements=tuple(judgements),
         from_records={letter: side.has_records for letter, side in sides.items()},
         repeated=all(len(levels) > 1 for place in places for levels in place.levels.values()),
@@ -238,14 +216,14 @@ def _known(sides: Mapping[str, Side]) -> tuple[dict[str, Kind], list[str]]:
                 if out.setdefault(name, kind) != kind:
                     unlike[name] = None
     if all(side.price is not None for side in sides.values()):
-        out[COST] = Kind(unit="/1M tokens", is_rate=True)
+        out[COST.name] = Kind(unit=COST.unit, is_rate=True)
     warnings = [f"{name}: not compared, since its unit differs" for name in unlike]
     return {name: kind for name, kind in out.items() if name not in unlike}, [*warnings, *_only_alike(sides)]
 
 
 def _only_alike(sides: Mapping[str, Side]) -> Iterator[str]:
     """Kinds of metric that every report has, but no two reports under the same name."""
-    for names, _ in SHOWN:
+    for _, names in rows():
         mine = {letter: [metric for metric in names if side.has(metric)] for letter, side in sides.items()}
         if all(mine.values()) and not set.intersection(*map(set, mine.values())):
             told = ", ".join(f"{letter} has {found[0]}" for letter, found in mine.items())
@@ -302,9 +280,8 @@ def _significance(ours: Floats | None, theirs: Floats | None) -> tuple[tuple[flo
 
 
 def _direction(metric: str, unit: str, difference: float) -> bool | None:
-    if unit in _HIGHER_IS_BETTER:
-        return difference > 0
-    return difference < 0 if unit in _LOWER_IS_BETTER or metric == "error_rate" else None
+    direction = better(metric, unit)
+    return (difference > 0) == (direction == "higher") if direction else None
 
 
 def _judge(

@@ -18,23 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.pipeline.bench.compare.rows import VALUE, aliases
 
-# Short names -> metrics in order of preference: the first that both reports have is used.
-ALIASES = {
-    "ttft": ("time_to_first_token",),
-    "itl": ("inter_token_latency",),
-    "icl": ("inter_chunk_latency",),
-    "tpot": ("time_per_output_token",),
-    "e2e": ("request_latency",),
-    "latency": ("request_latency",),
-    "throughput": ("output_token_throughput", "output_token_throughput_whole_run"),
-    "request_throughput": ("request_throughput", "request_throughput_whole_run"),
-    "goodput": ("request_goodput", "request_goodput_whole_run"),
-    "cost": ("cost_per_million_output_tokens",),
-}
 STATISTICS = ("mean", "std", "min", "max", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p99.9")
-# Stands for a statistic where the metric is a rate.
-VALUE = "value"
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -119,16 +105,17 @@ def _name(text: str, name: str, known: Mapping[str, Kind]) -> tuple[str | None, 
     """(statistic, metrics) of a name. A metric's own name may begin like a statistic."""
     head, _, rest = name.partition("_")
     statistic = None
-    if name not in known and name not in ALIASES and (head in STATISTICS or re.fullmatch(r"p[\d.]+", head)):
+    short = aliases()
+    if name not in known and name not in short and (head in STATISTICS or re.fullmatch(r"p[\d.]+", head)):
         if head not in STATISTICS:
             raise UsageError(
                 f"'{text}' asks for {head}", why="reports do not have it", remedy=suggestion(head, STATISTICS)
             )
         statistic, name = head, rest
-    wanted = ALIASES.get(name, (name,))
+    wanted = short.get(name, (name,))
     metrics = tuple(metric for metric in wanted if metric in known)
     if not metrics:
-        choices = {alias for alias, stands_for in ALIASES.items() if set(stands_for) & set(known)} | set(known)
-        why = "no report has it" if name in ALIASES else ""
+        choices = {alias for alias, stands_for in short.items() if set(stands_for) & set(known)} | set(known)
+        why = "no report has it" if name in short else ""
         raise UsageError(f"'{text}' is about {name or 'nothing'}", why=why, remedy=suggestion(name, choices))
     return statistic, metrics

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import Resampler, repeats
-from trtpipe.pipeline.bench.compare.conditions import ALIASES, VALUE
 from trtpipe.pipeline.bench.compare.differences import level_differences, load_differences
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
+from trtpipe.pipeline.bench.compare.rows import COST, VALUE, WHOLE_RUN
 from trtpipe.pipeline.bench.results.records import Records
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-THROUGHPUTS = ALIASES["throughput"]
-COST = "cost_per_million_output_tokens"
+# Rates that a cost is computed from, the better one first.
+THROUGHPUTS = ("output_token_throughput", "output_token_throughput" + WHOLE_RUN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Side:
 
     def value(self, numbers: Sequence[int], metric: str, statistic: str) -> float | None:
         """Mean over repeats."""
-        if metric == COST:
+        if metric == COST.name:
             name = self._throughput_name(numbers)
             cost: float | None = None if name is None else self._cost(self.value(numbers, name, VALUE))
             return cost
@@ -93,7 +93,7 @@ class Side:
         return self._draws[key]
 
     def _drawn(self, numbers: Sequence[int], metric: str, statistic: str) -> Floats | None:
-        if metric == COST:
+        if metric == COST.name:
             rate = self._throughput_name(numbers)
             rates = None if rate is None else self.draws(numbers, rate, VALUE)
             return None if rates is None or not (rates > 0).all() else self._cost(rates)
@@ -130,8 +130,7 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
         name: entry
         for side in sides
         for name, entry in side.report["metrics"].items()
-        if name
-        in ("request_throughput_whole_run", "output_token_throughput_whole_run", "total_token_throughput_whole_run")
+        if name in request_files.whole_run_names()
     }
     if not theirs:
         return

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.pipeline.bench.compare.rows import SAME_FORMULA, WHOLE_RUN
 from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS
-from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Values
+from trtpipe.pipeline.bench.results.metrics import Distribution, Values, find, rates
 from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
 
 # Most load points of a report.
@@ -21,12 +22,6 @@ _NUMBERS = {
     **dict.fromkeys(("due_ns", "sent_ns", "end_ns"), _MOMENT),
     **dict.fromkeys(("slot", "session", "turn", "input_tokens", "output_tokens", "max_tokens"), _COUNT),
 }
-# Other tools' metrics that need stamps only -> our metric with the same formula.
-ALIKE = {
-    "time_to_first_chunk": "time_to_first_token",
-    "inter_chunk_latency_with_role_chunk": "inter_chunk_latency",
-}
-_FORMULAS = {metric.name: metric.values for metric in DISTRIBUTIONS}
 
 
 def by_level(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
@@ -81,14 +76,17 @@ def _told(value: Any) -> str:
 
 def values(found: Records, metric: str) -> Values | None:
     """Values of `metric`; None for one that cannot be computed from requests."""
-    formula = _FORMULAS.get(ALIKE.get(metric, metric))
-    return None if formula is None else formula(found)
+    ours = find(SAME_FORMULA.get(metric, metric))
+    return ours.values(found) if isinstance(ours, Distribution) else None
+
+
+def whole_run_names() -> set[str]:
+    """Rates that `whole_run_rates` can compute."""
+    return {rate.name + WHOLE_RUN for rate in rates() if rate.windowed and rate.counted}
 
 
 def whole_run_rates(found: Records) -> dict[str, float]:
     """Rates over the whole run, as tools without a window take them: from first request sent to last response."""
-    import numpy as np
-
     good = found.good()
     sent = found.sent[found.sent != NONE]
     if not good.any() or not len(sent):
@@ -96,11 +94,8 @@ def whole_run_rates(found: Records) -> dict[str, float]:
     seconds = float(found.stamps[found.offsets[1:][good] - 1].max() - sent.min()) / 1e9
     if seconds <= 0:
         return {}
-    output, prompts = (
-        float(np.where(column == NONE, 0, column)[good].sum()) for column in (found.output_tokens, found.input_tokens)
-    )
     return {
-        "request_throughput_whole_run": float(good.sum()) / seconds,
-        "output_token_throughput_whole_run": output / seconds,
-        "total_token_throughput_whole_run": (output + prompts) / seconds,
+        rate.name + WHOLE_RUN: float(rate.counted(found)[good].sum()) / seconds
+        for rate in rates()
+        if rate.windowed and rate.counted
     }

@@ -16,10 +16,10 @@ from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.json_input import load_json
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.results.digest import digest
-from trtpipe.pipeline.bench.results.metrics import PERCENTILES, definitions, percentile_name
+from trtpipe.pipeline.bench.results.metrics import definitions
 from trtpipe.pipeline.bench.results.page import render
 from trtpipe.pipeline.bench.results.report import SCHEMA, BenchReport
-from trtpipe.pipeline.bench.results.slo import GOODPUT
+from trtpipe.pipeline.bench.results.statistics import PERCENTILES, percentile_name
 from trtpipe.pipeline.store.folders import write_together
 
 
@@ -82,7 +82,7 @@ def _table(report: BenchReport) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(("protocol", "load", "repeat", "metric", "unit", *statistics))
-    units = {name: entry["unit"] for name, entry in {**definitions(), **GOODPUT}.items()}
+    units = {name: entry["unit"] for name, entry in definitions().items()}
     for result in report.results:
         for name, summary in result.metrics.items():
             cells: list[Any] = [summary.get(statistic) for statistic in statistics]

@@ -1,4 +1,4 @@
-"""Metrics computed from records. Every metric has a name, a unit, a formula and a case in which it is undefined.
+"""Metrics computed from records: each one's name, unit, formula, undefined case, and where it is shown.
 
 Names are aiperf's where it has the metric; the formula states any difference. Latencies leave out warm-up requests and
 failed requests. An undefined value is None, never 0.
@@ -6,10 +6,8 @@ failed requests. An undefined value is None, never 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.bench.results.records import NONE, Records
@@ -21,17 +19,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
-INTERVALS = ("mean", "p50", "p90", "p99")
-RESAMPLES = 200
-# Most cells of the table of requests by blocks of values.
-BLOCK_CELLS = 1 << 22
-STATISTICS = (
-    "Percentiles are taken from all raw values with linear interpolation between the two nearest ranks "
-    "(Hyndman and Fan type 7); std is the population's (divided by n); n is the number of values. Intervals are of "
-    f"95%, by {RESAMPLES} bootstrap resamples of whole requests, since the values of one request are alike; that of a "
-    "throughput by what the requests of a resample brought, in a closed loop in the time that they took."
-)
 WINDOW = (
     "Closed loop: from the moment the last place ended its warm-up until its duration is over; where a number of "
     "requests ends it, until the last measured one ended, or, where a place rests that finds none left, until the "
@@ -61,26 +48,69 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distribution:
-    """A metric with any number of values per request."""
+class Metric:
+    """What a metric means and where it is shown. Tables, CSV, pages, comparisons, `--slo` and `--fail-if` follow it.
+
+    name        key in reports, name in the CSV
+    unit        empty for a share, which tables show in percent
+    formula     how it is computed
+    undefined   when it has no value
+    short       name in tables and on pages; a rate's includes its unit
+    better      "lower", "higher", or "" where neither is better
+    aliases     its other names in `--slo` and `--fail-if`
+    tabled      whether tables have it; their columns have the order of METRICS
+    instead_of  the metric that comparisons and pages show it for, where a report lacks that one
+    """
 
     name: str
     unit: str
     formula: str
     undefined: str
-    values: Callable[[Records], Values]
+    short: str = ""
+    better: str = ""
+    aliases: tuple[str, ...] = ()
+    tabled: bool = False
+    instead_of: str = ""
+
+    def figures(self, points: tuple[str, ...]) -> tuple[str, ...]:
+        """Statistics of it that a table shows: `points` of a distribution, the value of a rate."""
+        return ("value",)
+
+    def heading(self, statistic: str = "") -> str:
+        """Heading of a column or a row of figures: "TTFT p99 ms", "tokens/s"."""
+        return self.short or self.name.replace("_", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rate:
-    """A metric with one value per load point; one that is not `windowed` has a value without a window, too."""
+class Distribution(Metric):
+    """A metric with any number of values per request.
 
-    name: str
-    unit: str
-    formula: str
-    undefined: str
+    drawn   whether the page draws its histogram, and its p99 against throughput
+    judged  the metric that an objective (`--slo`) means by an alias of this one
+    """
+
+    values: Callable[[Records], Values]
+    drawn: bool = False
+    judged: str = ""
+
+    def figures(self, points: tuple[str, ...]) -> tuple[str, ...]:
+        return points
+
+    def heading(self, statistic: str = "") -> str:
+        return " ".join(part for part in (super().heading(), statistic, self.unit) if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate(Metric):
+    """A metric with one value per load point.
+
+    windowed  whether it has no value without a window; one that is not is a share of requests
+    counted   what each request adds to the numerator, for the interval; None for a rate without one
+    """
+
     value: Callable[[Records, Any], float | None]
     windowed: bool = True
+    counted: Callable[[Records], Floats] | None = None
 
 
 # Distributions
@@ -162,10 +192,16 @@ def _per_user(records: Records) -> Values:
 
 
 _NOBODY = "no successful request"
-DISTRIBUTIONS = (
+_DISTRIBUTIONS = (
     Distribution(
         name="time_to_first_token",
         unit="ms",
+        short="TTFT",
+        better="lower",
+        aliases=("ttft",),
+        tabled=True,
+        drawn=True,
+        judged="time_to_first_token_from_due",
         formula="first response with tokens - request sent",
         undefined=_NOBODY,
         values=_from("sent", _first),
@@ -173,6 +209,7 @@ DISTRIBUTIONS = (
     Distribution(
         name="time_to_first_token_from_due",
         unit="ms",
+        better="lower",
         formula="first response with tokens - request due (what the client itself delayed is included)",
         undefined=_NOBODY,
         values=_from("due", _first),
@@ -180,6 +217,11 @@ DISTRIBUTIONS = (
     Distribution(
         name="inter_chunk_latency",
         unit="ms",
+        short="chunk gap",
+        better="lower",
+        aliases=("icl",),
+        instead_of="inter_token_latency",
+        drawn=True,
         formula="gap between consecutive responses with tokens; one value a gap",
         undefined="no successful request with two such responses",
         values=_chunk_gaps,
@@ -187,6 +229,11 @@ DISTRIBUTIONS = (
     Distribution(
         name="inter_token_latency",
         unit="ms",
+        short="ITL",
+        better="lower",
+        aliases=("itl",),
+        tabled=True,
+        drawn=True,
         formula=(
             "gap before a response / tokens in that response; one value a token, tokens of the first response left "
             "out. (NVIDIA's inter_token_latency, one mean a request, is time_per_output_token here.)"
@@ -197,6 +244,10 @@ DISTRIBUTIONS = (
     Distribution(
         name="time_per_output_token",
         unit="ms",
+        short="TPOT",
+        better="lower",
+        aliases=("tpot",),
+        tabled=True,
         formula="(request_latency - time_to_first_token) / (output tokens - 1); one value a request",
         undefined="no successful request with two tokens",
         values=_time_per_output_token,
@@ -204,6 +255,12 @@ DISTRIBUTIONS = (
     Distribution(
         name="request_latency",
         unit="ms",
+        short="latency",
+        better="lower",
+        aliases=("latency", "e2e"),
+        tabled=True,
+        drawn=True,
+        judged="request_latency_from_due",
         formula="last response with tokens - request sent (an empty final response is not waited for)",
         undefined=_NOBODY,
         values=_from("sent", _last),
@@ -211,6 +268,7 @@ DISTRIBUTIONS = (
     Distribution(
         name="request_latency_from_due",
         unit="ms",
+        better="lower",
         formula="last response with tokens - request due (what the client itself delayed is included)",
         undefined=_NOBODY,
         values=_from("due", _last),
@@ -218,6 +276,7 @@ DISTRIBUTIONS = (
     Distribution(
         name="dispatch_delay",
         unit="ms",
+        better="lower",
         formula="request sent - request due: the client's own lateness, waiting for a free place included",
         undefined=_NOBODY,
         values=_per_request(lambda records, owners: (records.sent - records.due)[owners] / 1e6, "due", "sent"),
@@ -225,6 +284,7 @@ DISTRIBUTIONS = (
     Distribution(
         name="output_token_throughput_per_user",
         unit="tokens/s",
+        better="higher",
         formula="output tokens / request_latency; one value a request",
         undefined=_NOBODY,
         values=_per_user,
@@ -284,30 +344,52 @@ def _error_rate(records: Records) -> float | None:
     return None if measured == 0 else float((records.failed & records.measured()).sum()) / measured
 
 
-RATES = (
+def _own_tokens(records: Records, column: Ints) -> Floats:
+    """Tokens of each request, 0 where it failed or nobody knows."""
+    import numpy as np
+
+    return np.where(records.failed | (column == NONE), 0, column).astype(np.float64)
+
+
+def _own_output(records: Records) -> Floats:
+    return _own_tokens(records, records.output_tokens)
+
+
+_RATES = (
     Rate(
         name="output_token_throughput",
         unit="tokens/s",
+        short="tokens/s",
+        better="higher",
+        aliases=("throughput",),
+        tabled=True,
         formula=(
             "tokens that arrived within the window, of successful requests, those of warm-up too / seconds of the "
             "window. Where nobody counts the tokens of each response, an answer's are spread evenly over its responses."
         ),
         undefined="no window",
         value=lambda records, window: _output_tokens(records, window) / window.seconds,
+        counted=_own_output,
     ),
     Rate(
         name="total_token_throughput",
         unit="tokens/s",
+        better="higher",
         formula="output tokens as above, and prompts of requests that ended within the window / seconds of the window",
         undefined="no window",
         value=lambda records, window: _total_tokens(records, window) / window.seconds,
+        counted=lambda records: _own_output(records) + _own_tokens(records, records.input_tokens),
     ),
     Rate(
         name="request_throughput",
         unit="requests/s",
+        short="requests/s",
+        better="higher",
+        tabled=True,
         formula="successful requests, those of warm-up too, whose stream ended within the window / its seconds",
         undefined="no window",
         value=lambda records, window: float(_ended_inside(records, window).sum()) / window.seconds,
+        counted=lambda records: (~records.failed).astype("float64"),
     ),
     Rate(
         name="effective_concurrency",
@@ -319,12 +401,63 @@ RATES = (
     Rate(
         name="error_rate",
         unit="",
+        short="errors %",
+        better="lower",
         formula="failed measured requests / measured requests",
         undefined="no measured request",
         value=lambda records, window: _error_rate(records),
         windowed=False,
+        counted=lambda records: records.failed.astype("float64"),
     ),
 )
+
+
+# Needs objectives: `slo.judge` computes it.
+_GOODPUT = (
+    Metric(
+        name="request_goodput",
+        unit="requests/s",
+        short="goodput/s",
+        better="higher",
+        aliases=("goodput",),
+        tabled=True,
+        formula="good requests whose stream ended within the window / seconds of the window",
+        undefined="no window, or no objective",
+    ),
+    Metric(
+        name="token_goodput",
+        unit="tokens/s",
+        better="higher",
+        formula="output tokens of those requests / seconds of the window",
+        undefined="no window, or no objective",
+    ),
+)
+# Every metric, in the order of reports and tables. To add one, add it here.
+METRICS: tuple[Metric, ...] = (*_DISTRIBUTIONS, *_RATES, *_GOODPUT)
+
+
+def distributions() -> list[Distribution]:
+    return [metric for metric in METRICS if isinstance(metric, Distribution)]
+
+
+def rates() -> list[Rate]:
+    return [metric for metric in METRICS if isinstance(metric, Rate)]
+
+
+def tabled() -> list[Metric]:
+    return [metric for metric in METRICS if metric.tabled]
+
+
+def find(name: str) -> Metric | None:
+    return next((metric for metric in METRICS if metric.name == name), None)
+
+
+def definitions() -> dict[str, dict[str, Any]]:
+    """Unit, formula and undefined case of each metric, for the report."""
+    return {
+        metric.name: {"unit": metric.unit, "formula": metric.formula, "undefined": metric.undefined}
+        for metric in METRICS
+    }
 
 
 def closed_window(records: Records, concurrency: int, until_ns: int | None = None) -> Window | None:
@@ -339,153 +472,3 @@ def closed_window(records: Records, concurrency: int, until_ns: int | None = Non
     rests = min(int(records.end[records.slot == slot].max()) for slot in slots)
     stop = min(rests, int(records.end[mine].max())) if until_ns is None else until_ns
     return Window(start_ns=start, stop_ns=stop) if stop > start else None
-
-
-def rate_terms(name: str, records: Records, *, closed: bool) -> tuple[Floats, Floats] | None:
-    """(numerator, denominator) of a rate per request: the rate scales with the quotient of their sums, so resampled
-    requests show its uncertainty. The denominator is the requests' time in a closed loop, and their number where the
-    schedule determines how many there are. None for a name that is no such rate."""
-    import numpy as np
-
-    failed = records.failed
-    every = np.ones(len(records))
-    if name == "error_rate":
-        return failed.astype(np.float64), every
-    output, prompts = (
-        np.where(failed | (column == NONE), 0, column).astype(np.float64)
-        for column in (records.output_tokens, records.input_tokens)
-    )
-    counted = {
-        "output_token_throughput": output,
-        "total_token_throughput": output + prompts,
-        "request_throughput": np.where(failed, 0.0, 1.0),
-    }.get(name)
-    if counted is None:
-        return None
-    timed = (records.end != NONE) & (records.sent != NONE)
-    return counted, np.where(timed, records.end - records.sent, 0.0) if closed else every
-
-
-def rate_interval(name: str, records: Records, value: float) -> list[float] | None:
-    """95% interval of a rate from resampled measured requests; None for fewer than two, and where all are alike."""
-    import numpy as np
-
-    terms = rate_terms(name, records, closed=bool((records.slot >= 0).any()))
-    mine = records.measured()
-    if terms is None or mine.sum() < 2:
-        return None
-    weights = _weights(int(mine.sum()))
-    (counted, against), (drawn, over) = (
-        [weigh(term[mine]) for term in terms] for weigh in (np.sum, lambda term: weights @ term)
-    )
-    if not (counted > 0 and over.min() > 0):
-        return None
-    low, high = np.percentile(value * (drawn / over) / (counted / against), (2.5, 97.5))
-    return [float(low), float(high)] if high > low else None
-
-
-def percentile_name(percent: float) -> str:
-    return f"p{percent:g}"
-
-
-def summarise(found: Values, *, intervals: bool = True) -> dict[str, Any]:
-    """n, mean, std, min, max, PERCENTILES and bootstrap intervals; all but n are None when there are no values."""
-    import numpy as np
-
-    names = ["mean", "std", "min", "max", *(percentile_name(percent) for percent in PERCENTILES)]
-    array = found.values
-    if len(array) == 0:
-        return {"n": 0, **dict.fromkeys(names), "interval": None}
-    numbers = [array.mean(), array.std(), array.min(), array.max(), *np.percentile(array, PERCENTILES)]
-    out: dict[str, Any] = {"n": len(array)}
-    out |= {name: float(number) for name, number in zip(names, numbers, strict=True)}
-    return {**out, "interval": bootstrap(found) if intervals else None}
-
-
-def is_bounded(share: float, values: int) -> bool:
-    """Whether this many values bound the percentile at `share` with 95% confidence.
-
-    The percentile lies above all values with probability share ** values, and below all with (1 - share) ** values.
-    Where one of these is more than 2.5%, as for p99 below 368 values, an interval that ends among them is too short.
-    """
-    return max(share, 1 - share) ** values <= 0.025
-
-
-def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
-    """95% intervals of INTERVALS, from resampled requests; None for fewer than two requests, and for a percentile that
-    so few values do not bound."""
-    import numpy as np
-
-    known = np.bincount(found.owners) > 0
-    owners = int(known.sum())
-    if owners < 2:
-        return None
-    position = (np.cumsum(known) - 1)[found.owners]
-    weights = _weights(owners)
-    # Each resample draws as many requests as there are. A request drawn k times weighs its values k times, so a
-    # weighted rank over values sorted once stands for sorting every resample: first among blocks of values, whose
-    # weights in all resamples are one product of matrices, then within the one block.
-    order = np.argsort(found.values, kind="stable")
-    ranked = found.values[order]
-    # This many blocks make the tables (requests x blocks, resamples x values of a block) about equal in size.
-    blocks = max(1, min(math.isqrt(RESAMPLES * len(ranked) // owners), len(ranked), BLOCK_CELLS // owners))
-    size = -(-len(ranked) // blocks)
-    sorted_position = position[order]
-    cells = np.bincount(sorted_position * blocks + np.arange(len(ranked)) // size, minlength=owners * blocks)
-    below = np.cumsum(weights @ cells.reshape(owners, blocks).astype(np.float64), axis=1)
-    totals = below[:, -1]
-    draws = np.empty((RESAMPLES, len(INTERVALS)))
-    draws[:, 0] = weights @ np.bincount(position, weights=found.values, minlength=owners) / totals
-    rows = np.arange(RESAMPLES)
-    for column, name in enumerate(INTERVALS[1:], 1):
-        targets = float(name[1:]) / 100 * totals
-        block = (below < targets[:, None]).sum(axis=1)
-        before = np.where(block > 0, below[rows, block - 1], 0.0)
-        # The last block may be shorter: ranks beyond it are set to its last value's.
-        ranks = np.minimum(block[:, None] * size + np.arange(size), len(ranked) - 1)
-        inside = before[:, None] + np.cumsum(weights[rows[:, None], sorted_position[ranks]], axis=1)
-        draws[:, column] = ranked[ranks[rows, (inside < targets[:, None]).sum(axis=1)]]
-    low, high = np.percentile(draws, (2.5, 97.5), axis=0)
-    return {
-        name: None
-        if name != "mean" and not is_bounded(float(name[1:]) / 100, len(ranked))
-        else [float(low[i]), float(high[i])]
-        for i, name in enumerate(INTERVALS)
-    }
-
-
-@lru_cache(maxsize=1)  # most metrics have values of the same requests
-def _weights(owners: int) -> Floats:
-    """How often each resample has drawn each request: shape [RESAMPLES, owners]."""
-    import numpy as np
-
-    drawn = np.random.default_rng(0).integers(0, owners, (RESAMPLES, owners))
-    drawn += owners * np.arange(RESAMPLES)[:, None]
-    return np.bincount(drawn.ravel(), minlength=RESAMPLES * owners).reshape(RESAMPLES, owners).astype(np.float64)
-
-
-def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:
-    """All metrics of one load point: a summary for each distribution, {"value": number or None} for each rate."""
-    import numpy as np
-
-    out: dict[str, dict[str, Any]] = {}
-    known: list[tuple[Values, dict[str, Any]]] = []
-    for metric in DISTRIBUTIONS:
-        found = metric.values(records)
-        # Metrics with equal values share a summary: gaps where each response has one token, times where nothing waited.
-        same = [told for one, told in known if np.array_equal(one.values, found.values)]
-        out[metric.name] = same[0] if same else summarise(found)
-        known.append((found, out[metric.name]))
-    for rate in RATES:
-        found_rate = None if window is None and rate.windowed else rate.value(records, window)
-        interval = None if found_rate is None else rate_interval(rate.name, records, found_rate)
-        out[rate.name] = {"value": found_rate, "interval": interval}
-    return out
-
-
-def definitions() -> dict[str, dict[str, Any]]:
-    """Unit, formula and undefined case of each metric, for the report."""
-    return {
-        metric.name: {"unit": metric.unit, "formula": metric.formula, "undefined": metric.undefined}
-        for metric in (*DISTRIBUTIONS, *RATES)
-    }

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages import render as pages
 from trtpipe.pipeline.pages.plots import Figure
@@ -17,20 +18,8 @@ from trtpipe.pipeline.pages.plots import Figure
 UNKNOWN = "–"
 # Figures of load points are folded up where there are more than this.
 FOLDED = 8
-# Metrics of the table with their short names, and its rates.
-TIMES = {
-    "time_to_first_token": "TTFT",
-    "inter_token_latency": "ITL",
-    "time_per_output_token": "TPOT",
-    "request_latency": "latency",
-}
+# Statistics of a distribution in tables.
 POINTS = ("p50", "p90", "p99")
-RATES = {
-    "output_token_throughput": "tokens/s",
-    "request_throughput": "requests/s",
-    "request_goodput": "goodput requests/s",
-}
-SHORT = {**TIMES, "inter_chunk_latency": "chunk gap"}
 # Time series of a load point: panels by their titles, lines by their names.
 PANELS = (
     ("requests in flight", {"in_flight": "in flight"}),
@@ -62,6 +51,28 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Row]
     groups: Sequence[tuple[str, int]] = ()
+
+
+def _figures() -> Iterator[tuple[metrics.Metric, str]]:
+    """(metric, statistic) of each figure in a row of a table."""
+    for metric in metrics.tabled():
+        for statistic in metric.figures(POINTS):
+            yield metric, statistic
+
+
+def _short(name: str) -> str:
+    metric = metrics.find(name)
+    return name if metric is None else metric.short or name
+
+
+def _headings() -> tuple[list[tuple[str, int]], list[str]]:
+    """Groups and columns of the figures of a row."""
+    groups, columns = list[tuple[str, int]](), list[str]()
+    for metric in metrics.tabled():
+        points = metric.figures(POINTS)
+        groups.append((metric.heading(), len(points)) if len(points) > 1 else ("", 1))
+        columns += points if len(points) > 1 else [metric.heading()]
+    return groups, columns
 
 
 def render(report: dict[str, Any]) -> str:
@@ -137,25 +148,22 @@ class _View:
 
     @property
     def table(self) -> Table:
-        groups = [("", 1), *((f"{short} ms", len(POINTS)) for short in TIMES.values()), ("", len(RATES) + 1)]
-        columns = ["requests", *(POINTS * len(TIMES)), *RATES.values(), "failed"]
+        groups, columns = _headings()
+        groups, columns = [("", 1), *groups, ("", 1)], ["requests", *columns, "failed"]
         rows = [Row(name=name, cells=list(self._cells(level)), bad=_faults(level)) for name, level in self._each()]
         return Table(columns=columns, rows=rows, groups=groups)
 
     def _cells(self, level: dict[str, Any]) -> Iterator[Cell]:
-        requests, metrics = level["requests"], level["metrics"]
+        requests, found = level["requests"], level["metrics"]
         yield Cell(text=number(requests["measured"]))
-        for metric in TIMES:
-            for point in POINTS:
-                yield self._cell(metrics, metric, point)
-        for metric in RATES:
-            yield self._cell(metrics, metric, "value")
-        rate = metrics.get("error_rate", {}).get("value")
+        for metric, statistic in _figures():
+            yield self._cell(found, metric.name, statistic)
+        rate = found.get("error_rate", {}).get("value")
         told = "" if rate is None else f" ({100 * rate:.3g} %)"
         yield Cell(text=number(requests["failed"]) + (told if requests["failed"] else ""))
 
-    def _cell(self, metrics: dict[str, Any], metric: str, statistic: str) -> Cell:
-        entry = metrics.get(metric) or {}
+    def _cell(self, found: dict[str, Any], metric: str, statistic: str) -> Cell:
+        entry = found.get(metric) or {}
         value = entry.get(statistic)
         if value is None:
             undefined = self._report["metrics"].get(metric, {}).get("undefined")
@@ -170,15 +178,11 @@ class _View:
         rows = []
         for one in self._report.get("repeats") or []:
             cells = [Cell(text=str(one["valid"]))]
-            for metric, points in [
-                *((metric, POINTS) for metric in TIMES),
-                *((metric, ("value",)) for metric in RATES),
-            ]:
-                for point in points:
-                    cells.append(_over_runs(one["metrics"].get(metric, {}).get(point)))
+            for metric, statistic in _figures():
+                cells.append(_over_runs(one["metrics"].get(metric.name, {}).get(statistic)))
             rows.append(Row(name=f"{one['protocol']}, {one['label']}", cells=cells))
-        groups = [("", 1), *((name, len(POINTS)) for name in TIMES.values()), ("", len(RATES))]
-        columns = ["runs", *(POINTS * len(TIMES)), *RATES.values()]
+        groups, columns = _headings()
+        groups, columns = [("", 1), *groups], ["runs", *columns]
         return Table(columns=columns, rows=rows, groups=groups) if rows else None
 
     @property
@@ -226,28 +230,30 @@ class _View:
     def trade_offs(self) -> list[Figure]:
         """Latency over throughput, a curve for each protocol and kind of load, and the Pareto front of them all."""
         out = []
-        for metric in ("request_latency", "time_to_first_token", "inter_token_latency"):
+        for metric in metrics.distributions():
+            if not metric.drawn or metric.instead_of:
+                continue
             found = [curve for curve in self._curves("output_token_throughput", metric, "p99") if curve.points]
             if found:
-                title = f"{SHORT[metric]} p99 against throughput"
+                title = f"{metric.short} p99 against throughput"
                 front = _front([point for curve in found for point in curve.points if not point.hollow])
                 if len(front) > 1:
                     title += "; the band is the Pareto front"
                 drawing = plots.curves(
-                    found, x="output tokens/s", y=f"{SHORT[metric]} p99, ms", described=title, band=front
+                    found, x="output tokens/s", y=f"{metric.short} p99, {metric.unit}", described=title, band=front
                 )
                 out.append(Figure(title=title, drawing=drawing, legend=_legend(found)))
         return out
 
-    def _curves(self, across: str, up: str, statistic: str) -> Iterator[plots.Curve]:
+    def _curves(self, across: str, up: metrics.Distribution, statistic: str) -> Iterator[plots.Curve]:
         for (protocol, kind), members in self._by_load().items():
             points = []
             for name, level in members:
                 x = level["metrics"].get(across, {}).get("value")
-                y = level["metrics"].get(up, {}).get(statistic)
+                y = level["metrics"].get(up.name, {}).get(statistic)
                 if x is not None and y is not None:
                     invalid = level["verdict"]["valid"] is False
-                    title = f"{name}: {number(x)} tokens/s, {SHORT[up]} {statistic} {number(y)} ms"
+                    title = f"{name}: {number(x)} tokens/s, {up.short} {statistic} {number(y)} {up.unit}"
                     points.append(
                         plots.Point(
                             x=x, y=y, label=_load(level), title=title + (", INVALID" if invalid else ""), hollow=invalid
@@ -260,23 +266,22 @@ class _View:
     def distributions(self) -> list[Figure]:
         out = []
         told = {metric for level in self.levels for metric in level["histograms"]}
-        for metric in SHORT:
-            # The gaps of tokens are shown instead of those of responses where both are known.
-            if metric == "inter_chunk_latency" and "inter_token_latency" in told:
+        for metric in metrics.distributions():
+            if metric.instead_of in told:
                 continue
             rows = [spread for name, level in self._each() for spread in self._spread(metric, name, level)]
             if rows:
-                title = f"{SHORT[metric]} of each level"
-                drawing = plots.spreads(rows, x=f"{SHORT[metric]}, ms", described=title)
+                title = f"{metric.short} of each level"
+                drawing = plots.spreads(rows, x=f"{metric.short}, {metric.unit}", described=title)
                 out.append(Figure(title=title, drawing=drawing, legend=self._protocol_legend()))
         return out
 
-    def _spread(self, metric: str, name: str, level: dict[str, Any]) -> Iterator[plots.Spread]:
-        found = level["histograms"].get(metric)
-        entry = level["metrics"].get(metric, {})
+    def _spread(self, metric: metrics.Distribution, name: str, level: dict[str, Any]) -> Iterator[plots.Spread]:
+        found = level["histograms"].get(metric.name)
+        entry = level["metrics"].get(metric.name, {})
         if found and sum(found["counts"]):
             marks = [(point, entry[point]) for point in ("p50", "p99") if entry.get(point) is not None]
-            told = ", ".join(f"{point} {number(value)} ms" for point, value in marks)
+            told = ", ".join(f"{point} {number(value)} {metric.unit}" for point, value in marks)
             yield plots.Spread(
                 label=name,
                 title=f"{name}: {number(sum(found['counts']))} values; {told}",
@@ -309,8 +314,7 @@ class _View:
         if asked is None:
             return None
         columns = [
-            f"{SHORT.get(one['metric'], one['metric'])} {one['statistic']} < {number(one['limit'])} {one['unit']}"
-            for one in asked
+            f"{_short(one['metric'])} {one['statistic']} < {number(one['limit'])} {one['unit']}" for one in asked
         ]
         rows = []
         for name, level in self._each():

@@ -12,12 +12,13 @@ from typing import Any
 
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.monitors.server import SERVER_METRICS
-from trtpipe.pipeline.bench.results.metrics import STATISTICS, WINDOW, Window, definitions, level_metrics
+from trtpipe.pipeline.bench.results.metrics import WINDOW, Window, definitions
 from trtpipe.pipeline.bench.results.records import Records
 from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
 from trtpipe.pipeline.bench.results.repeats import repeats
 from trtpipe.pipeline.bench.results.series import histograms, series
-from trtpipe.pipeline.bench.results.slo import GOODPUT, Objective, judge
+from trtpipe.pipeline.bench.results.slo import Objective, judge
+from trtpipe.pipeline.bench.results.statistics import STATISTICS, level_metrics
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 from trtpipe.pipeline.bench.search import Found, Search
 
@@ -37,7 +38,7 @@ class LoadPointResult:
     window_s            seconds over which the rates are taken; None if there was no such time
     token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
     wrong_length        successful requests whose number of tokens differs from the requested one
-    metrics             as `metrics.level_metrics` gives them, and goodput
+    metrics             as `statistics.level_metrics` gives them, and goodput
     slo                 None where no objective was given
     client, verdict     as `verdict.examine` gives them
     server              as `monitors.server.ServerMonitor` gives it; None where neither metrics nor GPUs are at hand
@@ -190,7 +191,7 @@ class BenchReport:
             "client": client_versions(),
             "host": host(),
             "hosts": self.hosts,
-            "metrics": {**definitions(), **GOODPUT},
+            "metrics": definitions(),
             "statistics": STATISTICS,
             "window": WINDOW,
             "records": records,
@@ -202,29 +203,6 @@ class BenchReport:
             "searches": [search.to_json() for search in self.searches],
             "levels": [vars(result) for result in self.results],
         }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat table row per load point: times in ms, throughput in tokens/s and requests/s, None if undefined."""
-        short = {
-            "ttft": "time_to_first_token",
-            "itl": "inter_token_latency",
-            "tpot": "time_per_output_token",
-            "e2e": "request_latency",
-        }
-        rows = []
-        for result in self.results:
-            row: dict[str, Any] = {"protocol": result.protocol, "load": result.label, "repeat": result.repeat}
-            row |= {"requests": result.requests["succeeded"], "failed": result.requests["failed"]}
-            for key, name in short.items():
-                row |= {f"{key}_{point}": result.metrics[name][point] for point in ("p50", "p90", "p99")}
-            row["tokens_per_s"] = result.metrics["output_token_throughput"]["value"]
-            row["requests_per_s"] = result.metrics["request_throughput"]["value"]
-            row["goodput_per_s"] = result.metrics.get("request_goodput", {"value": None})["value"]
-            row["slo"] = None if result.slo is None else result.slo["met"]
-            row["attainment"] = None if result.slo is None else result.slo["attainment"]
-            row["valid"] = result.verdict["valid"]
-            rows.append(row)
-        return rows
 
 
 def level_result(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS
+from trtpipe.pipeline.bench.results.metrics import distributions
 from trtpipe.pipeline.bench.results.records import NONE, Records
 
 STEPS = 120
 BINS = 60
-HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency")
 
 
 def series(records: Records) -> dict[str, Any] | None:
@@ -52,8 +51,8 @@ def histograms(records: Records) -> dict[str, Any]:
     import numpy as np
 
     out = {}
-    for metric in DISTRIBUTIONS:
-        if metric.name not in HISTOGRAMS or len(values := metric.values(records).values) == 0:
+    for metric in distributions():
+        if not metric.drawn or len(values := metric.values(records).values) == 0:
             continue
         low, high = float(values.min()), float(values.max())
         if low > 0 and high / low > 20:

@@ -14,19 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtpipe.engines.errors import UsageError, suggestion
-from trtpipe.pipeline.bench.results.metrics import DISTRIBUTIONS, Window
+from trtpipe.pipeline.bench.results.metrics import Distribution, Window, distributions
 from trtpipe.pipeline.bench.results.records import Records
 
-# Times count from the moment a request was due, since a request that waits for a slot is not served faster.
-ALIASES = {
-    "ttft": "time_to_first_token_from_due",
-    "itl": "inter_token_latency",
-    "icl": "inter_chunk_latency",
-    "tpot": "time_per_output_token",
-    "latency": "request_latency_from_due",
-    "e2e": "request_latency_from_due",
-}
-_TIMES = {metric.name: metric for metric in DISTRIBUTIONS if metric.unit == "ms"}
 _STATISTIC = re.compile(r"mean|max|p\d{1,2}(?:\.\d+)?")
 _FORM = re.compile(
     rf"(?P<metric>[a-z0-9_]+)(?::(?P<statistic>{_STATISTIC.pattern}))?\s*[<:]\s*(?P<limit>\d+(?:\.\d+)?)(?P<unit>ms|s)"
@@ -43,8 +33,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if self.metric not in _TIMES:
-            raise UsageError(f"'{self.metric[:60]}' is no time", remedy=suggestion(self.metric, [*ALIASES, *_TIMES]))
+        if self.metric not in _times():
+            raise _unknown(self.metric)
         if _STATISTIC.fullmatch(self.statistic) is None:
             raise UsageError(f"'{self.statistic[:60]}' is no statistic", remedy="give mean, max, or one such as p99")
         if not 0 <= self.limit_ms < math.inf:
@@ -65,9 +55,9 @@ def parse_objective(text: str) -> Objective:
     found = _FORM.fullmatch(text.strip())
     if found is None:
         raise UsageError(f"'{text}' is no objective", remedy="give one such as ttft:p99<200ms or itl:30ms")
-    metric = ALIASES.get(found["metric"], found["metric"])
-    if metric not in _TIMES:
-        raise UsageError(f"'{found['metric']}' is no time", remedy=suggestion(found["metric"], [*ALIASES, *_TIMES]))
+    metric = aliases().get(found["metric"], found["metric"])
+    if metric not in _times():
+        raise _unknown(found["metric"])
     limit = float(found["limit"]) * (1000 if found["unit"] == "s" else 1)
     objective = Objective(metric, found["statistic"] or "p99", limit)
     if limit == 0 or objective.percent == 0:
@@ -75,18 +65,19 @@ def parse_objective(text: str) -> Objective:
     return objective
 
 
-GOODPUT = {
-    "request_goodput": {
-        "unit": "requests/s",
-        "formula": "good requests whose stream ended within the window / seconds of the window",
-        "undefined": "no window, or no objective",
-    },
-    "token_goodput": {
-        "unit": "tokens/s",
-        "formula": "output tokens of those requests / seconds of the window",
-        "undefined": "no window, or no objective",
-    },
-}
+def _times() -> dict[str, Distribution]:
+    """Times that an objective can name, by their names."""
+    return {metric.name: metric for metric in distributions() if metric.unit == "ms"}
+
+
+def _unknown(metric: str) -> UsageError:
+    return UsageError(f"'{metric[:60]}' is no time", remedy=suggestion(metric, [*aliases(), *_times()]))
+
+
+def aliases() -> dict[str, str]:
+    """Short names of objectives -> metrics. Times count from the moment a request was due where that is known, since a
+    request that waits for a slot is not served faster."""
+    return {alias: metric.judged or metric.name for metric in _times().values() for alias in metric.aliases}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +103,7 @@ def judge(records: Records, window: Window | None, objectives: list[Objective]) 
     failing = float(records.failed[records.measured()].mean()) if records.measured().any() else 0.0
     rows = []
     for objective in objectives:
-        found = _TIMES[objective.metric].values(everything)
+        found = _times()[objective.metric].values(everything)
         value = _statistic(found.values[records.measured()[found.owners]], objective)
         met = value is not None and value < objective.limit_ms and failing <= objective.spares
         rows.append(

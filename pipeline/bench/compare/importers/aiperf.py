@@ -10,6 +10,7 @@ from typing import Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare.importers import schema
 from trtpipe.pipeline.bench.compare.json_files import read_lines
+from trtpipe.pipeline.bench.compare.rows import WHOLE_RUN
 
 # Most characters of a command.
 LONGEST_COMMAND = 100_000
@@ -132,7 +133,7 @@ def _metrics(
         if tag == "inter_token_latency" and per_chunk_usage:
             name, formula = _AFTER_FIRST_CHUNK
         if tag in _WHOLE_RUN:
-            name, formula = _RENAMED.get(tag, tag) + schema.WHOLE_RUN, _WHOLE_RUN[tag] + _DURATION
+            name, formula = _RENAMED.get(tag, tag) + WHOLE_RUN, _WHOLE_RUN[tag] + _DURATION
         percent = name == "error_rate"
         definitions[name] = schema.definition("" if percent else entry["unit"], formula)
         if "p50" in entry and tag not in _WHOLE_RUN:

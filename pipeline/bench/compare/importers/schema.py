@@ -7,8 +7,6 @@ from typing import Any
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p99.9")
 COUNTS = ("measured", "succeeded", "failed", "warmup", "warmup_failed", "cut")
-# Suffix of rates over the whole run; our own rates are taken over the time in which the load was complete.
-WHOLE_RUN = "_whole_run"
 # Units of other tools -> ours.
 UNITS = {
     "requests/sec": "requests/s",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.pipeline.bench.compare.importers import schema
+from trtpipe.pipeline.bench.compare.rows import WHOLE_RUN
 
 NAME = "vllm bench serve"
 VERSIONS = "0.25 to 0.32"
@@ -88,8 +89,8 @@ def _level(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dic
             definitions[name] = schema.definition("ms", formula)
     for tag, (ours, unit, formula) in _RATES.items():
         if tag in value:
-            metrics[ours + schema.WHOLE_RUN] = schema.rate(value[tag])
-            definitions[ours + schema.WHOLE_RUN] = schema.definition(unit, formula + _DURATION)
+            metrics[ours + WHOLE_RUN] = schema.rate(value[tag])
+            definitions[ours + WHOLE_RUN] = schema.definition(unit, formula + _DURATION)
     for name, tag in _LENGTHS.items():
         metrics[name] = schema.distribution({"n": completed, "mean": value[tag] / completed if completed else None})
         definitions[name] = schema.definition("tokens", f"{tag} / successful requests")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.support.bench_reports import GOOD, LATE, level, lines, report, save, saved
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.compare.comparison import compare
-from trtpipe.pipeline.bench.compare.conditions import ALIASES, Kind, parse
+from trtpipe.pipeline.bench.compare.conditions import Kind, parse
+from trtpipe.pipeline.bench.compare.rows import aliases
 
 KNOWN = {
     "time_to_first_token": Kind(unit="ms", is_rate=False),
@@ -78,7 +79,7 @@ def test_what_is_no_condition_gets_its_own_line(text: str, says: str) -> None:
         st.builds(
             "{}{}{}{}{}".format,
             st.sampled_from(["", "p99_", "p50", "mean_", "_", "p9999_"]),
-            st.sampled_from([*ALIASES, *KNOWN, "x", ""]),
+            st.sampled_from([*aliases(), *KNOWN, "x", ""]),
             st.sampled_from([" > ", "<", "<=", "=", ""]),
             st.sampled_from(["1", "1.5", ".5", "-1", "nan", ""]),
             st.sampled_from(["", "x", "ms", "%", "tok/s", "parsec"]),

@@ -12,7 +12,7 @@ from trtpipe.pipeline.bench.load.files import names
 from trtpipe.pipeline.bench.load.loads import ARRIVALS, Closed, Open, Replay, Staged
 from trtpipe.pipeline.bench.load.prompt_files import LENGTHS, PROMPTS, SAMPLING
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
-from trtpipe.pipeline.bench.results.slo import ALIASES
+from trtpipe.pipeline.bench.results.slo import aliases
 
 PAGE = (ROOT / "docs" / "loads.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", PAGE))))
@@ -26,7 +26,7 @@ def test_every_key_of_a_load_file(kind: type) -> None:
 
 
 def test_every_key_of_a_prompt_file_and_every_word_of_an_objective() -> None:
-    assert {*PROMPTS, *LENGTHS, *SAMPLING, *ALIASES, *ARRIVALS} <= NAMED
+    assert {*PROMPTS, *LENGTHS, *SAMPLING, *aliases(), *ARRIVALS} <= NAMED
 
 
 def test_every_load_that_is_shipped() -> None:

@@ -28,8 +28,9 @@ from tests.support.driving import (
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer
-from trtpipe.pipeline.bench.results.metrics import closed_window, level_metrics
+from trtpipe.pipeline.bench.results.metrics import closed_window
 from trtpipe.pipeline.bench.results.records import settle
+from trtpipe.pipeline.bench.results.statistics import level_metrics
 
 
 def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.AbstractEventLoop) -> None:

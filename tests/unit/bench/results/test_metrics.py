@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 
 from tests.support.bench_records import MS, Row, made
 from trtpipe.pipeline.bench.results.metrics import (
-    DISTRIBUTIONS,
-    INTERVALS,
-    PERCENTILES,
-    RATES,
     Values,
     Window,
-    bootstrap,
     closed_window,
     definitions,
+    distributions,
+    rates,
+)
+from trtpipe.pipeline.bench.results.records import Records
+from trtpipe.pipeline.bench.results.statistics import (
+    INTERVALS,
+    PERCENTILES,
+    bootstrap,
     level_metrics,
     percentile_name,
     summarise,
 )
-from trtpipe.pipeline.bench.results.records import Records
 
 # Due at 8, sent at 10; six tokens in three responses at 60, 80 and 110 ms; the stream ends at 116.
 STREAM = Row(stamps=(60, 80, 110), tokens=(1, 2, 3), due=8, sent=10, end=116)
@@ -34,13 +36,13 @@ POINTS = [percentile_name(percent) for percent in PERCENTILES]
 
 
 def values(records: Records, name: str) -> list[float]:
-    (metric,) = (metric for metric in DISTRIBUTIONS if metric.name == name)
+    (metric,) = (metric for metric in distributions() if metric.name == name)
     found: list[float] = metric.values(records).values.tolist()
     return found
 
 
 def owners(records: Records, name: str) -> list[int]:
-    (metric,) = (metric for metric in DISTRIBUTIONS if metric.name == name)
+    (metric,) = (metric for metric in distributions() if metric.name == name)
     found: list[int] = metric.values(records).owners.tolist()
     return found
 
@@ -75,7 +77,7 @@ def test_each_number_of_one_request(name: str, value: list[float]) -> None:
 
 
 def test_every_distribution_is_in_the_test_above() -> None:
-    assert {name for name, _ in NUMBERS} == {metric.name for metric in DISTRIBUTIONS}
+    assert {name for name, _ in NUMBERS} == {metric.name for metric in distributions()}
 
 
 def test_unequal_chunks_weigh_by_their_tokens() -> None:
@@ -123,7 +125,7 @@ def test_gaps_are_within_a_request_and_never_between_two() -> None:
     assert owners(records, "inter_token_latency") == [0, 0, 3]
 
 
-@pytest.mark.parametrize("metric", DISTRIBUTIONS, ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", distributions(), ids=lambda metric: metric.name)
 def test_warm_up_and_failed_requests_are_in_no_distribution(metric: Any) -> None:
     stream: dict[str, Any] = {"stamps": (800, 850, 900), "tokens": (1, 1, 1)}
     records = made(
@@ -147,10 +149,10 @@ LEVEL = (
 )
 
 
-def rates(*rows: Row, places: int = 2) -> dict[str, float | None]:
+def rate_values(*rows: Row, places: int = 2) -> dict[str, float | None]:
     records = made(*rows)
     found = level_metrics(records, closed_window(records, places))
-    return {rate.name: found[rate.name]["value"] for rate in RATES}
+    return {rate.name: found[rate.name]["value"] for rate in rates()}
 
 
 def test_the_window_of_a_closed_loop_is_where_every_place_is_measured() -> None:
@@ -190,7 +192,7 @@ def test_a_failed_request_occupies_its_place_like_any_other() -> None:
 
 
 def test_rates_count_what_arrived_within_the_window_over_its_seconds() -> None:
-    found = rates(*LEVEL)
+    found = rate_values(*LEVEL)
     # 4 + 4 of the first, 1 + 9 of the second, 3 of the third, in 0.2 s. The warm-up's token at 200 is outside.
     assert found["output_token_throughput"] == pytest.approx(21 / 0.2)
     # And the prompts of the two that ended within it, of 7 and 11 tokens.
@@ -215,7 +217,7 @@ def test_a_window_is_open_at_its_start_and_closed_at_its_end() -> None:
 def test_a_failed_request_brings_no_tokens_but_occupies_its_place() -> None:
     rows = list(LEVEL)
     rows[3] = Row(due=200, sent=200, end=400, slot=1, failed="ConnectionLost")
-    found = rates(*rows)
+    found = rate_values(*rows)
     assert found["output_token_throughput"] == pytest.approx(11 / 0.2)
     assert found["request_throughput"] == pytest.approx(1 / 0.2)
     assert found["effective_concurrency"] == pytest.approx(2)
@@ -282,9 +284,9 @@ def test_a_throughput_may_be_off_by_what_its_requests_brought(slot: int) -> None
 def test_undefined_is_none_and_never_zero_or_nan() -> None:
     nothing = level_metrics(made(), None)
     empty = dict.fromkeys(("mean", "std", "min", "max", *POINTS, "interval"))
-    for metric in DISTRIBUTIONS:
+    for metric in distributions():
         assert nothing[metric.name] == {"n": 0, **empty}
-    for rate in RATES:
+    for rate in rates():
         assert nothing[rate.name] == {"value": None, "interval": None}
 
 
@@ -432,7 +434,7 @@ def test_token_gaps_add_up_to_the_time_from_first_to_last_token(gaps: list[tuple
 
 def test_every_metric_says_its_unit_its_formula_and_when_it_is_undefined() -> None:
     said = definitions()
-    assert set(said) == set(level_metrics(made(), None))
+    assert set(said) == {*level_metrics(made(), None), "request_goodput", "token_goodput"}
     for name, entry in said.items():
         assert set(entry) == {"unit", "formula", "undefined"}
         assert entry["formula"], name

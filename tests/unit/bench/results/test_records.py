@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.bench_records import Row, made
 from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer
-from trtpipe.pipeline.bench.results.metrics import level_metrics
 from trtpipe.pipeline.bench.results.records import NONE, SERVER, TOKENIZER, USAGE, Records, read_objects, settle
 from trtpipe.pipeline.bench.results.report import level_result
+from trtpipe.pipeline.bench.results.statistics import level_metrics
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 
 MS = 1_000_000
