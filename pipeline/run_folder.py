@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.json_input import load_json
-from trtpipe.pipeline.spec import BuildSpec
+from trtpipe.engines.json_input import load_json, read_json
+from trtpipe.pipeline.spec import BuildSpec, read_spec
 from trtpipe.pipeline.stages import MAKES, Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record
@@ -40,6 +40,11 @@ class RunFolder:
         name = hashlib.sha256(os.fsencode(absolute)).hexdigest()
         write_whole(roots / f"{name[:KEY_DIGITS]}.json", json.dumps({"run": absolute}))
         sync(self.path.parent)
+
+    def spec(self) -> BuildSpec:
+        """The spec of the target. Raises InputDataError where its file is absent or damaged."""
+        path = self.path / "plan.json"
+        return read_spec(read_json(path, "plan"), f"plan {path}")
 
     def last(self, stage: str) -> Record | None:
         """The record of the stage's last artefact; None where there is none that this version can read."""

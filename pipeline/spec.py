@@ -17,7 +17,7 @@ from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_source import ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
@@ -115,6 +115,14 @@ class BuildSpec:
             "settings": self.settings,
             "values": [{"name": v.name, "value": v.value, "source": v.source} for v in self.values],
         }
+
+
+def read_spec(value: Any, where: str) -> BuildSpec:
+    """The spec that `BuildSpec.to_json` wrote, for its model as it was then. Raises InputDataError naming `where`."""
+    try:
+        return resolve([("export", value["settings"])], model=ModelRef.from_json(value["model"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputDataError(f"{where} is damaged", why=f"{type(error).__name__}: {error}") from None
 
 
 def recipe_layer(path: str) -> Layer:

@@ -14,8 +14,8 @@ from typing import Any
 from trtpipe import __version__
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, TrtpipeError
-from trtpipe.pipeline.registry.package import plan_of
 from trtpipe.pipeline.runner import satisfy
+from trtpipe.pipeline.spec import read_spec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Artefact, Store
@@ -88,7 +88,7 @@ def run_stage(order: Order, tell: Tell) -> Answer:
             if not found:
                 raise HostError(f"{node} does not find the {name}", remedy="run again")
             inputs[name] = found
-        plan = plan_of(order.plan)
+        plan = read_spec(order.plan, "the order")
         stage = next(one for one in stages_of(plan) if one.name == order.stage)
         last = None if order.last is None else Record(**order.last)
         result = satisfy(stage, plan, inputs, last, store=store, reporter=_Remote(tell))

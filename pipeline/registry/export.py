@@ -10,24 +10,21 @@ import contextlib
 import hashlib
 import io
 import json
-import lzma
 import os
 import tarfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError, UsageError
-from trtpipe.engines.json_input import parse_json, read_json
+from trtpipe.engines.json_input import open_regular, parse_json
 from trtpipe.pipeline.registry.package import (
     check_index,
     check_provenance,
     describe,
     files_of,
     link,
-    plan_of,
     planned,
     receive,
 )
@@ -93,7 +90,8 @@ def unpack(
     without the required signature, or with files other than data.
     """
     try:
-        with tarfile.open(path) as tar:
+        # Not compressed, as `pack` writes it: a small file could expand to any size.
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             index = _read_index(tar, path)
             plan = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
@@ -104,7 +102,7 @@ def unpack(
             artefacts = {
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
             }
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # tarfile raises all of these
         raise InputDataError(f"{path} is no whole export", why=str(error), remedy="copy it again") from None
     except OSError as error:
         raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
@@ -115,8 +113,7 @@ def unpack(
 def imported(target: str, store: Store) -> Bundle:
     """Result of an earlier `unpack` for a target. Raises UsageError, or InputDataError if it is gone."""
     run = RunFolder.of(target)
-    path = run.path / "plan.json"
-    plan = plan_of(read_json(path, "plan")) if path.is_file() else None
+    plan = run.spec() if (run.path / "plan.json").is_file() else None
     if plan is None or not run.origins():
         raise UsageError(
             f"'{target}' is neither an export nor an imported target", remedy="name a .tar of `trtpipe export`"
@@ -143,7 +140,7 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
 
 def _read_index(tar: tarfile.TarFile, path: Path) -> dict[str, Any]:
     first = tar.next()
-    stream = tar.extractfile(first) if first is not None and first.name == INDEX else None
+    stream = tar.extractfile(first) if first is not None and first.name == INDEX and first.isreg() else None
     if stream is None:
         raise InputDataError(f"{path} is no export of trtpipe", why=f"it does not begin with {INDEX}")
     try:

@@ -60,7 +60,8 @@ class FileRegistry:
     def has(self, blob: Blob) -> bool:
         with translated(self.url):
             try:
-                return int(self._system.info(self._blob(blob))["size"]) == blob.size
+                found = self._system.info(self._blob(blob))
+                return bool(found["type"] == "file" and int(found["size"]) == blob.size)
             except FileNotFoundError:
                 return False
 
@@ -75,6 +76,8 @@ class FileRegistry:
                 self._copy(path, place, moved)
 
     def read(self, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        if start < blob.size and not self.has(blob):
+            raise missing(blob, self)
         for position in range(start, blob.size, CHUNK):
             stop = min(position + CHUNK, blob.size)
             with translated(self.url):
@@ -111,6 +114,8 @@ class FileRegistry:
     def index(self, target: str) -> Any:
         with translated(self.url):
             try:
+                if self._system.info(self._index(target))["type"] != "file":
+                    raise InputDataError(f"{target} at {self.url} is damaged", why="it is not a regular file")
                 text = self._system.cat_file(self._index(target), start=0, end=MAX_INDEX_BYTES + 1)
             except FileNotFoundError:
                 raise unknown_target(target, self) from None

@@ -15,14 +15,12 @@ from typing import Any
 from trtpipe import __version__
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
-from trtpipe.engines.json_input import read_json
-from trtpipe.engines.model_source import ModelRef
 from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
 from trtpipe.pipeline.registry.trust import ENVELOPE
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import BuildSpec, resolve
+from trtpipe.pipeline.spec import BuildSpec, read_spec
 from trtpipe.pipeline.stages import Stage, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport
 from trtpipe.pipeline.store.digests import combined
@@ -52,8 +50,7 @@ def describe(
     run = RunFolder.of(target)
     if not run.path.is_dir():
         raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
-    raw = read_json(run.path / "plan.json", "plan")
-    plan = plan_of(raw)
+    plan = run.spec()
     made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(plan) if stage.makes in wanted}
     checkpoint = made.get("checkpoint") or _made(
         next(stage for stage in stages_of(plan) if stage.makes == "checkpoint"), run, store, False
@@ -63,8 +60,8 @@ def describe(
         "format": FORMAT,
         "trtpipe": __version__,
         "target": target,
-        "model": raw["model"],
-        "settings": raw["settings"],
+        "model": plan.model.to_json(),
+        "settings": plan.settings,
         "passport": dataclasses.asdict(passport),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
         "provenance": signed(statement(run, store), sign_key),
@@ -95,10 +92,7 @@ def planned(index: Index, where: str) -> BuildSpec:
 
     Raises InputDataError otherwise, because paths are made from these names.
     """
-    try:
-        plan = plan_of(index)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputDataError(f"{where} is damaged", why=f"{type(error).__name__}: {error}") from None
+    plan = read_spec(index, where)
     if plan.target != index["target"]:
         raise InputDataError(f"{where} is damaged", why=f"it is of {plan.target}, and says {index['target']}")
     makers = {stage.makes: stage.name for stage in stages_of(plan)}
@@ -139,10 +133,6 @@ def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> Non
 def passport_of(index: Index) -> Passport:
     """The passport in a checked index."""
     return passport_from(index["passport"])
-
-
-def plan_of(index: Mapping[str, Any]) -> BuildSpec:
-    return resolve([("export", index["settings"])], model=ModelRef.from_json(index["model"]))
 
 
 def files_of(index: Index) -> list[dict[str, Any]]:

@@ -42,12 +42,10 @@ Statement = dict[str, Any]
 
 def statement(run: RunFolder, store: Store) -> Statement:
     """The provenance of a target in ./runs. Raises InputDataError where the record of a stage is missing."""
-    from trtpipe.pipeline.registry.package import plan_of
-
-    raw = read_json(run.path / "plan.json", "plan")
+    spec = run.spec()
     told = stages(unwrapped(read_json(run.path / FILE, "provenance"))) if (run.path / FILE).is_file() else {}
     known = dict(told)
-    for stage in stages_of(plan_of(raw)):
+    for stage in stages_of(spec):
         record = run.last(stage.name)
         if record is None:
             continue
@@ -64,7 +62,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
             )
     if not known:
         raise InputDataError(f"{run.path} has no artefacts", remedy="run `trtpipe build` first")
-    makers = {stage.makes for stage in stages_of(plan_of(raw))}
+    makers = {stage.makes for stage in stages_of(spec)}
     for makes, entry in known.items():
         untold = (entry["annotations"]["record"]["inputs"].keys() & makers) - known.keys()
         if untold:
@@ -81,7 +79,7 @@ def statement(run: RunFolder, store: Store) -> Statement:
         "predicate": {
             "buildDefinition": {
                 "buildType": BUILD_TYPE,
-                "externalParameters": {"model": raw["model"], "settings": raw["settings"]},
+                "externalParameters": {"model": spec.model.to_json(), "settings": spec.settings},
                 "resolvedDependencies": _dependencies(known),
             },
             "runDetails": {

@@ -35,7 +35,7 @@ def _runs(store: Store) -> Iterator[RunFolder]:
             run.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _unreadable(run.path, error, f"make it readable, or remove {root} if that run is gone") from None
         yield run
 

@@ -8,6 +8,7 @@ changes the ctime too, and `linked` and `remove_tree` follow that.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from typing import BinaryIO
 
 from filelock import FileLock
 
-from trtpipe.engines.json_input import load_json
+from trtpipe.engines.json_input import load_json, open_regular
 from trtpipe.pipeline.store.folders import write_whole
 
 BLOCK_BYTES = 1 << 20
@@ -142,8 +143,13 @@ def _read(memory: Path) -> dict[str, _Known]:
 
 
 def sha256_file(path: Path) -> str:
+    """The digest of a regular file. Raises OSError, also for a pipe or a device."""
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    try:
+        opened = open_regular(path)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with opened as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trtpipe.engines.json_input import load_json
@@ -33,6 +35,13 @@ class Record:
     settings: dict[str, Any]
     tools: dict[str, str]
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError, since a record may be read from a file."""
+        _require(self, stage=str, stage_version=int, settings=dict)
+        _require_path(self.stage)
+        for name in ("inputs", "tools"):
+            _require_texts(self, name)
+
     @property
     def key(self) -> str:
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, sort_keys=True, separators=(",", ":"))
@@ -49,6 +58,9 @@ class Origin:
 
     source: str
     content: str
+
+    def __post_init__(self) -> None:
+        _require(self, source=str, content=str)
 
     @property
     def key(self) -> str:
@@ -67,6 +79,10 @@ class FileRecord:
     sha256: str
     mtime_ns: int
 
+    def __post_init__(self) -> None:
+        _require(self, path=str, size=int, sha256=str, mtime_ns=int)
+        _require_path(self.path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -84,6 +100,14 @@ class Manifest:
     started: str
     seconds: float
     origin: Origin | None = None
+
+    def __post_init__(self) -> None:
+        _require(self, content=str, notes=dict, started=str, seconds=(int, float))
+        _require_texts(self, "host")
+        datetime.fromisoformat(self.started)
+        notices = self.notes.get("notices", [])
+        if not (math.isfinite(self.seconds) and isinstance(notices, list) and all(type(n) is str for n in notices)):
+            raise ValueError("its seconds or its notices are malformed")
 
     @property
     def size(self) -> int:
@@ -110,6 +134,27 @@ def read_manifest(path: Path) -> Manifest | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
     return manifest if manifest.record.key == key else None
+
+
+def _require(holder: Any, **kinds: type | tuple[type, ...]) -> None:
+    """Raises TypeError unless each named attribute is of its kind."""
+    for name, kind in kinds.items():
+        value = getattr(holder, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"its {name} is a {type(value).__name__}")
+
+
+def _require_texts(holder: Any, name: str) -> None:
+    _require(holder, **{name: dict})
+    if not all(isinstance(text, str) for pair in getattr(holder, name).items() for text in pair):
+        raise TypeError(f"its {name} is not a mapping of texts")
+
+
+def _require_path(text: str) -> None:
+    """Raises ValueError for a text that is not a path inside a folder."""
+    path = PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in text:
+        raise ValueError(f"{text[:100]!r} is not a path inside a folder")
 
 
 def differences(last: Record, wanted: Record) -> list[str]:

@@ -32,9 +32,8 @@ from tests.support.paths import ROOT
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.pipeline.cluster.driver import Cluster
 from trtpipe.pipeline.cluster.work import Answer, Order, Tell
-from trtpipe.pipeline.registry.package import plan_of
 from trtpipe.pipeline.runner import wanted_record
-from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, read_spec, resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.manifest import Record
 from trtpipe.pipeline.store.store import Store
@@ -51,7 +50,7 @@ GPUS, DTYPES, RANKS = ("h100", "a100"), ("bf16", "int8"), (1, 2, 4)
 
 def simulated(scale: float, order: Order, tell: Tell) -> Answer:
     """A stage that takes its time and leaves a file."""
-    store, plan = Store(Path(order.home)), plan_of(order.plan)
+    store, plan = Store(Path(order.home)), read_spec(order.plan, "the order")
     stage = next(one for one in stages_of(plan) if one.name == order.stage)
     digests = {}
     for name, raw in order.inputs.items():

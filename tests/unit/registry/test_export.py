@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shutil
@@ -164,6 +165,40 @@ def test_a_copy_cut_short(made: tuple[BuildSpec, Store], tmp_path: Path) -> None
         for store in (Store(tmp_path / "elsewhere"), made[1]):
             with pytest.raises(InputDataError, match="copy it again"):
                 export.unpack(path, store)
+
+
+def gzipped(path: Path) -> None:
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def linked_index(path: Path) -> None:
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("trtpipe.json")
+        link.type, link.linkname = tarfile.LNKTYPE, "nowhere"
+        tar.addfile(link)
+
+
+@pytest.mark.parametrize("spoil", [gzipped, endless, linked_index])
+def test_a_file_that_is_no_plain_tar_of_files_is_refused(
+    made: tuple[BuildSpec, Store], tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    path = export.pack(made[0].target, made[1], tmp_path / "out.tar")
+    spoil(path)
+    with pytest.raises(InputDataError, match=r"is no (whole )?export"):
+        export.unpack(path, Store(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"settings": {"gpu": 7}, "model": "x"}'])
+def test_a_damaged_plan_is_told(made: tuple[BuildSpec, Store], tmp_path: Path, content: str) -> None:
+    target = made[0].target
+    (RunFolder.of(target).path / "plan.json").write_text(content)
+    with pytest.raises(InputDataError, match=r"plan runs/.*/plan\.json is damaged"):
+        export.pack(target, made[1], tmp_path / "out.tar")
 
 
 def test_what_is_not_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:

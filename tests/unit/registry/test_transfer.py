@@ -373,6 +373,17 @@ def test_a_file_that_somebody_has_removed(
         b"".join(registry().read(Blob("0" * 64, 5)))
 
 
+@pytest.mark.parametrize("place", ["blobs", "targets"])
+def test_a_pipe_in_a_folder_is_not_waited_for(made: Store, tmp_path: Path, place: str) -> None:
+    shelf = tmp_path / "shelf"
+    transfer.push(TARGET, open_registry(str(shelf)), made)
+    for file in (shelf / place).iterdir():
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(InputDataError, match=r"lacks the file|is damaged: it is not a regular file"):
+        transfer.pull(TARGET, open_registry(str(shelf)), Store(tmp_path / "elsewhere"))
+
+
 def test_what_a_killed_push_left_is_swept_by_a_later_one(made: Store, tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
     transfer.push(TARGET, open_registry(str(shelf)), made)

@@ -130,7 +130,7 @@ def the_record_of_a_server(store: Store) -> Path:
     return store.home / "servers" / "x.json"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"download": {"stage": 1}}', "7"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"download": {"stage": 1}}', "7", '{"run": "a\\u0000b"}'])
 @pytest.mark.parametrize("place", [a_root, the_record_of_a_run, the_record_of_a_server])
 def test_nothing_goes_while_what_refers_to_it_cannot_be_read(
     store: Store, model: Path, place: Callable[[Store], Path], content: str

@@ -77,7 +77,7 @@ def test_a_record_holds_what_is_hashed_and_nothing_of_the_machine() -> None:
     assert [field.name for field in dataclasses.fields(Record)] == [
         "stage", "stage_version", "inputs", "settings", "tools",
     ]  # fmt: skip
-    elsewhere = dataclasses.replace(MADE, host={"system": "other"}, started="x", seconds=9.0, notes={})
+    elsewhere = dataclasses.replace(MADE, host={"system": "other"}, started="2026-11-25", seconds=9.0, notes={})
     assert elsewhere.record.key == RECORD.key
 
 
@@ -95,6 +95,15 @@ RECORDS = st.builds(
 
 def without_none(value: dict[str, Any]) -> dict[str, Any]:
     return {key: inner for key, inner in value.items() if inner is not None}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"stage": ["build"]}, {"stage": "../build"}, {"stage_version": "3"}, {"inputs": {"convert": 1}}, {"tools": []}],
+)
+def test_a_record_from_a_file_has_fields_of_these_types(field: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Record(**{**dataclasses.asdict(RECORD), **field})
 
 
 @given(RECORDS, RECORDS)
@@ -147,6 +156,15 @@ def test_a_manifest_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         lambda raw: raw.pop("files"),
         lambda raw: raw.update(files=[{"path": "x"}]),
         lambda raw: raw.update(files=None),
+        lambda raw: raw["files"][0].update(path=["x"]),
+        lambda raw: raw["files"][0].update(path="../x"),
+        lambda raw: raw["files"][0].update(size="5"),
+        lambda raw: raw.update(notes="none"),
+        lambda raw: raw.update(notes={"notices": 7}),
+        lambda raw: raw.update(host={"system": 1}),
+        lambda raw: raw.update(started="yesterday"),
+        lambda raw: raw.update(seconds="1.5"),
+        lambda raw: raw.update(origin={"source": "x", "content": None}),
         lambda raw: raw.update(extra=1),
         lambda raw: raw.update(record=[]),
         lambda raw: raw["record"].pop("tools"),

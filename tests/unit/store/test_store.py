@@ -150,6 +150,12 @@ def lose(files: Path) -> None:
     (files / "deep" / "er" / "x").unlink()
 
 
+def pipe(files: Path) -> None:
+    """In place of an empty file: it has the same size, and a reader would wait for a writer."""
+    (files / "deep" / "er" / "x").unlink()
+    os.mkfifo(files / "deep" / "er" / "x")
+
+
 def spoil_manifest(files: Path) -> None:
     (files.parent / "manifest.json").write_text("{")
 
@@ -172,6 +178,7 @@ def swap_manifest(files: Path) -> None:
         (truncate, "rank0.safetensors has 6999 bytes instead of 7000"),
         (alter, "rank0.safetensors has changed"),
         (lose, "deep/er/x is missing"),
+        (pipe, "deep/er/x cannot be read (it is not a regular file)"),
         (spoil_manifest, "it has no readable manifest"),
         (lose_manifest, "it has no readable manifest"),
         (swap_manifest, "it has no readable manifest"),
