@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
@@ -19,6 +18,9 @@ from tests.e2e.conftest import Served
 from tests.e2e.test_serve import ACTIVE, USED, until
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.supervisor import Gateway
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.real
 
@@ -40,6 +42,8 @@ def gateway(served: Served, smollm2_hf: Path) -> Iterator[Gateway]:
 
 @pytest.fixture
 def client(gateway: Gateway) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
@@ -138,6 +142,8 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_client_s_own_classes(served: Served, client: openai.OpenAI, smollm2_hf: Path) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match=f"does not exist; served: {MODEL}"):
         client.chat.completions.create(model="gpt-4", messages=hello())
     with pytest.raises(openai.BadRequestError, match="tokens; this model takes 512"):
@@ -164,6 +170,8 @@ def test_errors_are_the_client_s_own_classes(served: Served, client: openai.Open
 
 def test_requests_that_the_engine_refuses_leave_the_server_well(served: Served, smollm2_hf: Path) -> None:
     """Asked for gRPC statuses (`triton_grpc_error`), tritonserver 2.51 says so at each, and crashes at some."""
+    import openai
+
     log = served.cli.home / "logs" / f"serve-{served.name}.log"
     before = log.read_text(errors="replace").count("HandleCancellation")
     gateway = Gateway.start(options(served, smollm2_hf, models=(ServedModel(name=MODEL, tokenizer=smollm2_hf),)))
@@ -179,6 +187,8 @@ def test_requests_that_the_engine_refuses_leave_the_server_well(served: Served, 
 
 
 def test_api_keys(served: Served, smollm2_hf: Path, tmp_path: Path) -> None:
+    import openai
+
     (tmp_path / "keys").write_text("the-key\n")
     gateway = Gateway.start(options(served, smollm2_hf, api_keys_file=tmp_path / "keys"))
     try:

@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 
 from tests.e2e.conftest import SIZES, TEXTS, Cli
 from trtpipe.triton_repo.check import check_repository
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.real
 
@@ -35,6 +37,8 @@ class Both:
         return str(httpx.post(url, json=ask, timeout=120).json()["text_output"])
 
     def openai(self) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.record['openai']}/v1", api_key="none", max_retries=0, timeout=120)
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import httpx
-import openai
 import pytest
 from hpack import Decoder, Encoder
 from hypothesis import given
@@ -905,6 +904,8 @@ def test_what_happened_is_told_in_the_order_in_which_requests_came() -> None:
 
 @pytest.mark.loopback
 def test_openai_s_own_client() -> None:
+    import openai
+
     async def scenario() -> list[Truth]:
         async with serving(size=2) as server:
             url = f"http://127.0.0.1:{server.http_port}/v1"

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.worker import work
 
-mtq = pytest.importorskip("modelopt.torch.quantization")
-
 # ModelOpt, and torch under it, warn of many things that are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,6 +73,7 @@ def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[s
 @pytest.fixture(scope="module")
 def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """(case, folder with `trtllm` and `hf` written by ModelOpt), calibrated with the whole model in memory."""
+    mtq = pytest.importorskip("modelopt.torch.quantization")
     from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
     from transformers import LlamaForCausalLM
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.cuda import fused
@@ -30,7 +29,6 @@ WIDTH = HEADS * SIZE
 # What compiles for a GPU compiles for a CPU too, by another compiler behind the same front.
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.skipif(not fused.can_compile(), reason="there is no compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
 ]
 
@@ -42,6 +40,9 @@ def slow(value: object) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    # Asked here, not when tests are collected: the answer takes seconds to import.
+    if not fused.can_compile():
+        pytest.skip("there is no compiler")
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("kernels")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
@@ -119,6 +120,8 @@ def test_compiled_they_compute_the_same(rows: int, cache: Path) -> None:
 
 
 def test_only_a_recorded_step_is_compiled_and_once_for_any_number_of_rows() -> None:
+    from torch._dynamo.utils import counters
+
     @one_kernel
     def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * weight
