@@ -36,7 +36,7 @@ BEYOND: dict[str, Callable[[], bytes]] = {
     "more entries": lambda: joined(lambda n: f'"{n:x}":{n}', MAX_VALUES, "{}"),
     "more texts": lambda: joined(lambda n: f'"{FACE}{n:x}"', 2 * MAX_VALUES, "[]"),
     "a number": lambda: b"9" * MAX_BYTES,
-    "a deep one": lambda: b"[" * 20_000_000,
+    "a deep one": lambda: b"[" * (MAX_VALUES - 10),
     "a wide one": lambda: f'"{FACE}'.encode() + b"a" * (MAX_BYTES - 10) + b'"',
 }
 # The others are not read, so that nothing is known to be wrong with them.
