@@ -11,8 +11,9 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import load_json, read_json
+from trtpipe.pipeline import stages
 from trtpipe.pipeline.spec import BuildSpec, read_spec
-from trtpipe.pipeline.stages import MAKES, Stage
+from trtpipe.pipeline.stages import Stage
 from trtpipe.pipeline.store.folders import sync, write_whole
 from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
@@ -58,7 +59,8 @@ class RunFolder:
 
     def origins(self) -> dict[str, Origin]:
         """Origins of the target's imported artefacts, by what their stages make; artefacts made here have none."""
-        return {MAKES[stage]: origin for stage, (_, origin) in self._entries().items() if origin and stage in MAKES}
+        origins = {stage: origin for stage, (_, origin) in self._entries().items() if origin is not None}
+        return {stage.makes: origins[stage.name] for stage in stages.STAGES if stage.name in origins}
 
     def imports(self) -> list[str]:
         """A phrase for each artefact of the target that was made elsewhere."""
@@ -92,8 +94,9 @@ class RunFolder:
         stale = [stage for stage, (_, origin) in self._entries().items() if origin and origin.source != keep]
         raw = {stage: entry for stage, entry in self._raw().items() if stage not in stale}
         write_whole(self.path / "run.json", json.dumps(raw, indent=2) + "\n")
-        for stage in stale:
-            (self.path / MAKES[stage]).unlink(missing_ok=True)
+        for stage in stages.STAGES:
+            if stage.name in stale:
+                (self.path / stage.makes).unlink(missing_ok=True)
 
     def stages(self) -> list[str]:
         """The stages with a record that this version can read."""

@@ -74,7 +74,7 @@ def execute(
     before a failure is kept.
     """
     made = dict(given or {})
-    stages = _still_needed(stages_until(stages_of(plan), until), made)
+    stages = _still_needed(plan, stages_until(stages_of(plan), until), made)
     run = RunFolder.of(plan.target)
     here = perform is None
     if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
@@ -89,7 +89,7 @@ def execute(
             reporter.note(f"{name}: {artefact.origin.describe()}")
     results: dict[str, StageResult] = {}
     for stage in stages:
-        inputs = {name: made[name] for name in stage.inputs}
+        inputs = {name: made[name] for name in stage.inputs(plan)}
         result = perform(stage, plan, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
@@ -117,7 +117,7 @@ def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, .
     return stages[: names.index(until) + 1]
 
 
-def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
+def _still_needed(plan: BuildSpec, stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
     """The stages without those whose artefacts are in `made`, and without those that only these needed."""
     if not made:
         return stages
@@ -126,7 +126,7 @@ def _still_needed(stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tu
     for stage in reversed(stages):
         if stage.makes in needed and stage.makes not in made:
             out.insert(0, stage)
-            needed.update(stage.inputs)
+            needed.update(stage.inputs(plan))
     return tuple(out)
 
 
@@ -231,12 +231,12 @@ def status(plan: BuildSpec, store: Store) -> list[StageStatus]:
             known[stage.makes] = brought.manifest.content
             out.append(StageStatus(stage.name, "imported", brought.origin.describe(), brought.path))
             continue
-        stale = [maker.name for maker in stages if maker.makes in stage.inputs and maker.makes not in known]
+        stale = [maker.name for maker in stages if maker.makes in stage.inputs(plan) and maker.makes not in known]
         if stale:
             out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
             continue
         try:
-            record = wanted_record(stage, plan, {name: known[name] for name in stage.inputs}, store)
+            record = wanted_record(stage, plan, {name: known[name] for name in stage.inputs(plan)}, store)
         except TrtpipeError as error:
             out.append(StageStatus(stage.name, "unknown", str(error), None))
             continue

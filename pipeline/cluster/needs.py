@@ -7,18 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trtpipe.engines import load_backend
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import Stage
-
-# Stages that compute with torch: on a GPU where the cluster has one.
-ON_TORCH = ("calibrate", "quantize", "verify")
-# Cores that a stage uses, where it is more than one.
-CORES = {"convert": 2, "build": 2, **dict.fromkeys(ON_TORCH, 4)}
-GIB = 2**30
-# Memory in addition to what a stage maps of its input.
-MEMORY = {"convert": GIB, **dict.fromkeys(ON_TORCH, 8 * GIB)}
+from trtpipe.pipeline.stages.base import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +38,12 @@ class Needs:
 
 def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
     """`largest` is the most that one machine of the cluster has of each: nothing asks for more, except for GPUs."""
-    cpus = min(CORES.get(stage.name, 1), int(largest.get("CPU", 1)))
-    memory = min(MEMORY.get(stage.name, GIB // 4), int(largest.get("memory", GIB)) // 2)
-    if stage.name == "build" and load_backend(plan.runtime).COMPILED:
+    uses = stage.resources(plan)
+    cpus = min(uses.cores, int(largest.get("CPU", 1)))
+    memory = min(uses.memory, int(largest.get("memory", GIB)) // 2)
+    if uses.gpu == "target":
         return Needs(cpus=cpus, memory=memory, gpus=1, accelerator=accelerator(plan.gpu))
-    gpus = 1 if stage.name in ON_TORCH and largest.get("GPU", 0) >= 1 else 0
+    gpus = 1 if uses.gpu == "faster" and largest.get("GPU", 0) >= 1 else 0
     return Needs(cpus=cpus, memory=memory, gpus=gpus)
 
 

@@ -21,7 +21,7 @@ from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signe
 from trtpipe.pipeline.registry.trust import ENVELOPE
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import BuildSpec, read_spec
-from trtpipe.pipeline.stages import Stage, stages_of
+from trtpipe.pipeline.stages import Stage, carried, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport
 from trtpipe.pipeline.store.digests import combined
 from trtpipe.pipeline.store.folders import write_whole
@@ -30,7 +30,6 @@ from trtpipe.pipeline.store.store import Artefact, Store
 
 FORMAT = 1
 # Artefacts of a target that are transported. The repository is made again where it is served.
-CARRIED = ("checkpoint", "scales", "tokenizer", "accuracy", "engine")
 # Files that an artefact may hold: data that is parsed. Code is refused under any name.
 DATA_SUFFIXES = (".engine", ".html", ".jinja", ".json", ".safetensors", ".yaml")
 
@@ -187,10 +186,10 @@ def link(plan: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told:
 
 def refuse_code(name: str, entry: dict[str, Any], where: str) -> None:
     """Raises ArtefactRefused for an artefact that is not for transport, or that holds anything but data."""
-    if name not in CARRIED:
+    if name not in carried():
         raise ArtefactRefused(
             f"{where} holds a {name}", why="what a server runs is made here, from an engine and a tokenizer",
-            remedy=f"of a target these travel: {', '.join(CARRIED)}",
+            remedy=f"of a target these travel: {', '.join(carried())}",
         )  # fmt: skip
     for file in entry["files"]:
         if PurePosixPath(file["path"]).suffix not in DATA_SUFFIXES:

@@ -21,7 +21,6 @@ from trtpipe.pipeline.registry.export import Bundle
 from trtpipe.pipeline.registry.fetch import Counter, Fetch, damaged
 from trtpipe.pipeline.registry.index_schema import NAME
 from trtpipe.pipeline.registry.package import (
-    CARRIED,
     Index,
     check_index,
     check_provenance,
@@ -34,6 +33,7 @@ from trtpipe.pipeline.registry.package import (
     refuse_settings,
 )
 from trtpipe.pipeline.registry.provenance import unwrapped
+from trtpipe.pipeline.stages import carried
 from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Store
 
@@ -73,8 +73,8 @@ def choose(only: str | None) -> tuple[str, ...] | None:
         return None
     words = tuple(word.strip() for word in only.split(","))
     for word in words:
-        if word not in CARRIED:
-            raise UsageError(f"nothing of a target is called '{word}'", remedy=suggestion(word, CARRIED))
+        if word not in carried():
+            raise UsageError(f"nothing of a target is called '{word}'", remedy=suggestion(word, carried()))
     return words
 
 

@@ -1,22 +1,24 @@
-"""Protocol of a stage, and the job that a stage receives."""
+"""Base class of a stage, and the job that a stage receives."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal
 
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import Digests
 
 # Called with (bytes done, bytes in all).
 Progress = Callable[[int, int], None]
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One stage's work: its slice of the plan, the folders of the stages it reads, and an empty folder to fill.
+    """One stage's work: its slice of the spec, the folders of the stages it reads, and an empty folder to fill.
 
     digests   content digests of the artefacts it reads, under the names of `inputs`
     progress  called with (bytes done, bytes in all)
@@ -32,29 +34,65 @@ class Job:
     show: Callable[[str], None]
 
 
-class Stage(Protocol):
-    """A step of the pipeline. `version` is raised by hand when the output for the same input changes.
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What a stage uses of a machine.
 
-    makes   name of its artefact, in the run folder and for the stages that read it
-    inputs  names of the artefacts that it reads
+    cores   CPU cores that it keeps busy
+    memory  bytes, in addition to what it maps of its input
+    gpu     "faster": it uses a GPU where there is one; "target": it needs the GPU that the spec names
     """
 
-    name: str
-    makes: str
-    version: int
-    inputs: tuple[str, ...]
+    cores: int = 1
+    memory: int = GIB // 4
+    gpu: Literal["", "faster", "target"] = ""
 
-    def settings(self, plan: BuildSpec) -> Any:
-        """The stage's part of the plan: a frozen dataclass, the only settings that the stage sees."""
+
+# Of a stage that computes with torch.
+ON_TORCH = Resources(cores=4, memory=8 * GIB, gpu="faster")
+
+
+class Stage(ABC):
+    """A step of the pipeline. To add one, write a module here and name it in STAGES.
+
+    name     what a user calls it, as in `--until`
+    makes    name of its artefact, in the run folder and for the stages that read it
+    version  raised by hand when the output for the same input changes
+    travels  whether `export` and `push` may carry its artefact: only data does, never code
+    """
+
+    name: ClassVar[str]
+    makes: ClassVar[str]
+    version: int
+    travels: ClassVar[bool] = False
+
+    def applies(self, spec: BuildSpec) -> bool:
+        """Whether the pipeline of this spec has the stage."""
+        return True
+
+    @abstractmethod
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        """Names of the artefacts that it reads."""
+
+    def resources(self, spec: BuildSpec) -> Resources:
+        return Resources()
+
+    def settings(self, spec: BuildSpec) -> Any:
+        """The stage's part of the spec: a frozen dataclass, the only settings that the stage sees."""
+        return None
 
     def hashed(self, settings: Any) -> dict[str, Any]:
         """The settings that the output depends on, as plain JSON values."""
+        return {}
 
     def sources(self, settings: Any, digests: Digests) -> dict[str, str]:
         """Digests of inputs from outside the store: name -> digest. May ask the network for a commit."""
+        return {}
 
     def tools(self, settings: Any) -> dict[str, str]:
         """Versions of the programs and libraries that produce the bytes."""
+        return {}
 
+    @abstractmethod
     def run(self, job: Job) -> dict[str, Any]:
         """Fill `job.out`; return notes for the manifest."""

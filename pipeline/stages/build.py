@@ -19,8 +19,7 @@ from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import disabled_features
 from trtpipe.pipeline.execution.executors import LocalExecutor
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
-from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.stages.base import Job, Resources, Stage
 from trtpipe.pipeline.store.store import Artefact
 
 # Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
@@ -39,22 +38,27 @@ class Settings:
     executor: str
 
 
-class Build:
+class Build(Stage):
     name = "build"
     makes = "engine"
     version = 3
+    travels = True
 
-    def __init__(self, inputs: tuple[str, ...]) -> None:
-        self.inputs = inputs
+    def resources(self, spec: BuildSpec) -> Resources:
+        return Resources(cores=2, gpu="target" if load_backend(spec.runtime).COMPILED else "")
 
-    def settings(self, plan: BuildSpec) -> Settings:
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        # A quantized checkpoint is built after it has passed the accuracy gate.
+        return ("checkpoint",) if spec.precision.recipe is None else ("checkpoint", "accuracy")
+
+    def settings(self, spec: BuildSpec) -> Settings:
         return Settings(
-            runtime=plan.runtime,
-            target=plan.engine_target,
-            sms=plan.sms,
-            dtype=plan.precision.dtype,
-            build=plan.build,
-            executor=plan.executor,
+            runtime=spec.runtime,
+            target=spec.engine_target,
+            sms=spec.sms,
+            dtype=spec.precision.dtype,
+            build=spec.build,
+            executor=spec.executor,
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
@@ -70,9 +74,6 @@ class Build:
             "pp_size": mapping.pp_size,
             "build": {name: choices[name] for name in known if name not in NOT_IN_ENGINE},
         }
-
-    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        return {}
 
     def tools(self, settings: Settings) -> dict[str, str]:
         return load_backend(settings.runtime).tool_versions(settings.target.toolchain)
@@ -130,6 +131,4 @@ def _rank_bytes(checkpoint: Path, form: str) -> int:
     return max(sizes) if form == "trtllm" else sum(sizes)
 
 
-BUILD = Build(("checkpoint",))
-# A quantized checkpoint is built after it has passed the accuracy gate.
-BUILD_VERIFIED = Build(("checkpoint", "accuracy"))
+BUILD = Build()

@@ -12,7 +12,7 @@ from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.store.digests import Digests
 
 SCALES = "scales.safetensors"
@@ -27,16 +27,25 @@ class Settings:
     mapping: Mapping
 
 
-class Calibrate:
+class Calibrate(Stage):
     name = "calibrate"
     makes = "scales"
     version = 1
-    inputs: tuple[str, ...] = ("model",)
+    travels = True
 
-    def settings(self, plan: BuildSpec) -> Settings:
-        assert plan.precision.recipe is not None
+    def applies(self, spec: BuildSpec) -> bool:
+        return spec.quantization.calibrated
+
+    def resources(self, spec: BuildSpec) -> Resources:
+        return ON_TORCH
+
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ("model",)
+
+    def settings(self, spec: BuildSpec) -> Settings:
+        assert spec.precision.recipe is not None
         return Settings(
-            recipe=plan.precision.recipe, dtype=plan.precision.dtype, calibration=plan.calibration, mapping=plan.mapping
+            recipe=spec.precision.recipe, dtype=spec.precision.dtype, calibration=spec.calibration, mapping=spec.mapping
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from trtpipe.engines.checkpoint.layout import notices
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
-from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +25,31 @@ class Settings:
     toolchain: str
 
 
-class Convert:
+class Convert(Stage):
     name = "convert"
     makes = "checkpoint"
     version = 3
-    inputs: tuple[str, ...] = ("model",)
+    travels = True
 
-    def settings(self, plan: BuildSpec) -> Settings:
+    def applies(self, spec: BuildSpec) -> bool:
+        return spec.precision.recipe is None
+
+    def resources(self, spec: BuildSpec) -> Resources:
+        return Resources(cores=2, memory=GIB)
+
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ("model",)
+
+    def settings(self, spec: BuildSpec) -> Settings:
         return Settings(
-            form=load_backend(plan.runtime).FORM,
-            dtype=plan.precision.dtype,
-            mapping=plan.mapping,
-            toolchain=plan.toolchain.name,
+            form=load_backend(spec.runtime).FORM,
+            dtype=spec.precision.dtype,
+            mapping=spec.mapping,
+            toolchain=spec.toolchain.name,
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return {"dtype": settings.dtype.value, **hashed_form(settings.form, settings.mapping, settings.toolchain)}
-
-    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        return {}
-
-    def tools(self, settings: Settings) -> dict[str, str]:
-        return {}
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings

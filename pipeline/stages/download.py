@@ -16,20 +16,22 @@ from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, Py
 from trtpipe.engines.process import python_command, run, run_worker
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 
 GGUF_READERS = ("transformers", "gguf", "torch")
 
 
-class Download:
+class Download(Stage):
     name = "download"
     makes = "model"
     version = 1
-    inputs: tuple[str, ...] = ()
 
-    def settings(self, plan: BuildSpec) -> Source:
-        return plan.model.source
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ()
+
+    def settings(self, spec: BuildSpec) -> Source:
+        return spec.model.source
 
     def hashed(self, settings: Source) -> dict[str, Any]:
         # The location of the bytes is not part of the key: their content is in `sources`.

@@ -11,8 +11,7 @@ from trtpipe.engines.base import Engine
 from trtpipe.engines.passport import read_passport, require_target
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
-from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.triton_repo.check import check_repository, require_sound
 from trtpipe.triton_repo.render import render
 from trtpipe.triton_repo.serving import ServingConfig
@@ -25,23 +24,19 @@ class Settings:
     target: Target
 
 
-class Package:
+class Package(Stage):
     name = "package"
     makes = "repository"
     version = 5
-    inputs: tuple[str, ...] = ("tokenizer", "engine")
 
-    def settings(self, plan: BuildSpec) -> Settings:
-        return Settings(serving=plan.serving, runtime=plan.runtime, target=plan.engine_target)
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ("tokenizer", "engine")
+
+    def settings(self, spec: BuildSpec) -> Settings:
+        return Settings(serving=spec.serving, runtime=spec.runtime, target=spec.engine_target)
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return dataclasses.asdict(settings.serving)
-
-    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        return {}
-
-    def tools(self, settings: Settings) -> dict[str, str]:
-        return {}
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings

@@ -12,10 +12,9 @@ from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization
 from trtpipe.pipeline.stages.convert import hashed_form
-from trtpipe.pipeline.store.digests import Digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +26,30 @@ class Settings:
     toolchain: str
 
 
-class Quantize:
+class Quantize(Stage):
     name = "quantize"
     makes = "checkpoint"
     version = 2
+    travels = True
 
-    def __init__(self, inputs: tuple[str, ...]) -> None:
-        self.inputs = inputs
+    def applies(self, spec: BuildSpec) -> bool:
+        return spec.precision.recipe is not None
 
-    def settings(self, plan: BuildSpec) -> Settings:
-        assert plan.precision.recipe is not None
+    def resources(self, spec: BuildSpec) -> Resources:
+        return ON_TORCH
+
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        # Scales that depend on the weights alone need no calibration before.
+        return ("model", "scales") if spec.quantization.calibrated else ("model",)
+
+    def settings(self, spec: BuildSpec) -> Settings:
+        assert spec.precision.recipe is not None
         return Settings(
-            recipe=plan.precision.recipe,
-            form=load_backend(plan.runtime).FORM,
-            dtype=plan.precision.dtype,
-            mapping=plan.mapping,
-            toolchain=plan.toolchain.name,
+            recipe=spec.precision.recipe,
+            form=load_backend(spec.runtime).FORM,
+            dtype=spec.precision.dtype,
+            mapping=spec.mapping,
+            toolchain=spec.toolchain.name,
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
@@ -51,12 +58,6 @@ class Quantize:
             **hashed_form(settings.form, settings.mapping, settings.toolchain),
             **hashed_quantization(settings.recipe),
         }
-
-    def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
-        return {}
-
-    def tools(self, settings: Settings) -> dict[str, str]:
-        return {}
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
@@ -75,6 +76,4 @@ class Quantize:
         return {"notices": notices(read_model_config(job.inputs["model"]))}
 
 
-# A recipe whose scales depend on the weights alone needs no calibration before.
-QUANTIZE = Quantize(("model",))
-QUANTIZE_CALIBRATED = Quantize(("model", "scales"))
+QUANTIZE = Quantize()

@@ -7,27 +7,17 @@ from typing import Any
 
 from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
-from trtpipe.pipeline.store.digests import Digests
+from trtpipe.pipeline.stages.base import Job, Stage
 
 
-class Tokenizer:
+class Tokenizer(Stage):
     name = "tokenizer"
     makes = "tokenizer"
     version = 1
-    inputs: tuple[str, ...] = ("model",)
+    travels = True
 
-    def settings(self, plan: BuildSpec) -> None:
-        return None
-
-    def hashed(self, settings: None) -> dict[str, Any]:
-        return {}
-
-    def sources(self, settings: None, digests: Digests) -> dict[str, str]:
-        return {}
-
-    def tools(self, settings: None) -> dict[str, str]:
-        return {}
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ("model",)
 
     def run(self, job: Job) -> dict[str, Any]:
         source = job.inputs["model"]

@@ -10,7 +10,7 @@ from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.pipeline.accuracy import gate, page
 from trtpipe.pipeline.sources import calibration
 from trtpipe.pipeline.spec import BuildSpec
-from trtpipe.pipeline.stages.base import Job
+from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.store.digests import Digests
 
 
@@ -21,15 +21,24 @@ class Settings:
     accept: bool
 
 
-class Verify:
+class Verify(Stage):
     name = "verify"
     makes = "accuracy"
     version = 1
-    inputs: tuple[str, ...] = ("model", "checkpoint")
+    travels = True
 
-    def settings(self, plan: BuildSpec) -> Settings:
-        assert plan.precision.recipe is not None
-        return Settings(recipe=plan.precision.recipe, dtype=plan.precision.dtype, accept=plan.accept_accuracy)
+    def applies(self, spec: BuildSpec) -> bool:
+        return spec.precision.recipe is not None
+
+    def resources(self, spec: BuildSpec) -> Resources:
+        return ON_TORCH
+
+    def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
+        return ("model", "checkpoint")
+
+    def settings(self, spec: BuildSpec) -> Settings:
+        assert spec.precision.recipe is not None
+        return Settings(recipe=spec.precision.recipe, dtype=spec.precision.dtype, accept=spec.accept_accuracy)
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
         return {
@@ -41,9 +50,6 @@ class Verify:
 
     def sources(self, settings: Settings, digests: Digests) -> dict[str, str]:
         return {"heldout": calibration.digest(calibration.HELDOUT, digests)}
-
-    def tools(self, settings: Settings) -> dict[str, str]:
-        return {}
 
     def run(self, job: Job) -> dict[str, Any]:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""

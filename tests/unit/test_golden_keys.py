@@ -44,6 +44,6 @@ def test_the_key_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         plan = resolve([("option", {"model": str(model), **options}), set_layer(SIZES)])
         keys[name] = {}
         for stage in stages_of(plan):
-            inputs = {makes: hashlib.sha256(makes.encode()).hexdigest() for makes in stage.inputs}
+            inputs = {makes: hashlib.sha256(makes.encode()).hexdigest() for makes in stage.inputs(plan)}
             keys[name][stage.name] = wanted_record(stage, plan, inputs, store).key
     check_golden("keys.json", json.dumps(keys, indent=2) + "\n")

@@ -102,11 +102,12 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     ],
 )
 def test_the_order_of_the_stages(model: Path, dtype: str, names: list[str]) -> None:
-    stages = stages_of(plan(model, dtype=dtype))
+    spec = plan(model, dtype=dtype)
+    stages = stages_of(spec)
     assert [stage.name for stage in stages] == names
     made: set[str] = set()
     for stage in stages:
-        assert set(stage.inputs) <= made
+        assert set(stage.inputs(spec)) <= made
         made.add(stage.makes)
 
 
