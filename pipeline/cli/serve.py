@@ -264,7 +264,7 @@ def monitoring(
       trtpipe monitoring -o monitoring
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.deploy.dashboards import TARGETS, write_monitoring
+    from trtpipe.pipeline.deploy.monitoring import TARGETS, write_monitoring
     from trtpipe.pipeline.serving import serve
 
     _, repository = serve.find_repository(target)
