@@ -19,10 +19,13 @@ class ConfigError(InputDataError):
     """A YAML file with a syntax error, an unknown key, or a value of the wrong type."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file, {} for an empty file. Raises ConfigError."""
+def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
+    """Read the mapping in a YAML file, {} for an empty file. Raises ConfigError.
+
+    repeats  accept a key that a mapping has twice, with the last value
+    """
     try:
-        value = load_yaml(path)
+        value = load_yaml(path, repeats=repeats)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     except ValueError as error:

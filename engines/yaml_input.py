@@ -10,7 +10,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.json_input import MAX_DEPTH, MAX_DIGITS, read_bounded
 
 # Bound of a YAML text: the largest file of configs/ has 20 kB.
@@ -54,19 +53,6 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
 def load_yaml(path: Path, *, repeats: bool = False) -> Any:
     """Parse a YAML file. Raises OSError, or ValueError as `parse_yaml` does and for a path that is no regular file."""
     return parse_yaml(read_bounded(path, MAX_BYTES), repeats=repeats)
-
-
-def read_yaml(path: Path, what: str, *, repeats: bool = False) -> dict[str, Any]:
-    """Read the mapping in the YAML file `path`. Raises InputDataError naming the file for anything else."""
-    try:
-        value = load_yaml(path, repeats=repeats)
-    except OSError as error:
-        raise InputDataError(f"{what} {path} cannot be read", why=error.strerror or str(error)) from None
-    except ValueError as error:
-        raise InputDataError(f"{what} {path} is not YAML", why=str(error), remedy="replace it") from None
-    if not isinstance(value, dict):
-        raise InputDataError(f"{what} {path} holds a {type(value).__name__}, not a mapping", remedy="replace it")
-    return value
 
 
 def _check_events(text: str) -> None:

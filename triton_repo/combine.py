@@ -11,8 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from trtpipe.configs.read import read_yaml
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.yaml_input import read_yaml
 from trtpipe.triton_repo.check.text import read_text
 from trtpipe.triton_repo.llmapi import SETTINGS
 
@@ -78,7 +78,7 @@ def _link_version(source: Path, out: Path, names: set[str], prefix: str) -> None
             shutil.copyfile(path, out / path.name)
         elif path.name == SETTINGS and prefix:
             # Of repeated keys the last counts, as in the script.
-            settings = read_yaml(path, "model settings", repeats=True)
+            settings = read_yaml(path, repeats=True)
             model = settings.get("model")
             if isinstance(model, str) and _is_inside(model, names):
                 settings["model"] = prefix + model

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ENGINE_MODEL = "tensorrt_llm"
+# Only rank 0 answers requests.
+SILENT = ("--allow-http=false", "--allow-grpc=false", "--allow-metrics=false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +43,29 @@ def server_command(options: ServerOptions, *, world_size: int = 1) -> list[str]:
     """Command and arguments for `world_size` ranks on one machine."""
     if world_size == 1:
         return [options.program, *_arguments(options, list(options.models), 0)]
-    words = ["mpirun", *_mpi_options(options)]
-    for rank in range(world_size):
-        models = list(options.models) if rank == 0 else [ENGINE_MODEL]
-        silent = [f"--allow-{name}=false" for name in ("http", "grpc", "metrics")] if rank else []
-        words += ["-n", "1", options.program, *_arguments(options, models, rank), *silent]
-        words += [":"] if rank + 1 < world_size else []
-    return words
+    ranks = [[options.program, *_arguments(options, list(options.models), 0)]]
+    ranks += [[options.program, *_arguments(options, [ENGINE_MODEL], rank), *SILENT] for rank in range(1, world_size)]
+    root = ["--allow-run-as-root"] if options.root else []
+    return mpi_command(ranks, kill_seconds=options.exit_timeout, options=root)
 
 
-def _mpi_options(options: ServerOptions) -> list[str]:
-    return [
+def mpi_command(ranks: Sequence[Sequence[str]], *, kill_seconds: int, options: Sequence[str] = ()) -> list[str]:
+    """The command of mpirun that starts a process for each of `ranks`, which are commands; `options` are mpirun's.
+
+    kill_seconds  seconds that mpirun waits before it ends the ranks, and again before it kills them
+    """
+    words = [
+        "mpirun",
         # mpirun's default binds each of two ranks, with all threads of its server, to one core.
         "--bind-to", "none",
         # mpirun's default is 1: in-flight requests would be killed a second after the server is asked to end.
-        "--mca", "odls_base_sigkill_timeout", str(options.exit_timeout),
-        *(["--allow-run-as-root"] if options.root else []),
+        "--mca", "odls_base_sigkill_timeout", str(kill_seconds),
+        *options,
     ]  # fmt: skip
+    for rank, command in enumerate(ranks):
+        words += [":"] if rank else []
+        words += ["-n", "1", *command]
+    return words
 
 
 def region_prefix(http: int) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from trtpipe.configs.read import read_yaml
 from trtpipe.engines.backends.trtllm_pytorch import FILE
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
-from trtpipe.engines.yaml_input import read_yaml
 from trtpipe.triton_repo.serving import ServingConfig
 from trtpipe.triton_repo.tensors import ANY, Tensor
 
@@ -54,7 +54,7 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
-    settings = read_yaml(engine.path / FILE, "engine's settings")
+    settings = read_yaml(engine.path / FILE)
     (version / SETTINGS).write_text(yaml.safe_dump(_settings(settings, serving), sort_keys=False), encoding="utf-8")
     return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
 

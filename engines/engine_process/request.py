@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.sampling import SamplingParams
 
 # Why a request is over: end_id was drawn, a stop word was completed, max_tokens was reached, or cancel() was called.
 Finish = Literal["end_id", "stop_words", "length", "cancelled"]
@@ -17,30 +18,6 @@ FloatArray = npt.NDArray[np.float32]
 
 class RequestRefused(UsageError):
     """A request that this engine can never run, at any load."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters of a request. None means unset for every field.
-
-    temperature         divides the logits, before the penalties as in TensorRT-LLM; 0 means greedy
-    top_k               number of candidates, at most 1024; unset or 0 with top_p unset or 0 is greedy
-    top_p               probability mass of the candidates; 1 or more disables this limit
-    repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output
-    presence_penalty    subtracted from the logits of tokens in the output
-    frequency_penalty   subtracted once for each time a token is in the output
-    min_tokens          number of tokens before which neither end_id nor a stop word ends the request
-    seed                unset means 0, TensorRT-LLM's default: equal requests get equal tokens
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

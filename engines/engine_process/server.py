@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trtpipe.engines.engine_process.protocol import TAKEN, Connection, peer
-from trtpipe.engines.engine_process.request import Output, Request, RequestRefused, SamplingParams
+from trtpipe.engines.engine_process.request import Output, Request, RequestRefused
 from trtpipe.engines.errors import TrtpipeError
+from trtpipe.engines.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime

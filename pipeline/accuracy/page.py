@@ -12,6 +12,7 @@ from trtpipe.engines.accuracy.job import LayerError
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.accuracy.gate import HTML_NAME, JSON_NAME, Report, number, percent
 from trtpipe.pipeline.pages import render as pages
+from trtpipe.pipeline.pages.axes import round_step
 from trtpipe.pipeline.store.folders import write_whole
 
 # Sizes of the plot, in CSS pixels.
@@ -107,6 +108,5 @@ def scale(largest: float) -> tuple[float, float]:
     """(distance of ticks, top of the scale): the distance is 1, 2 or 5 times a power of ten."""
     # Equal models have no errors, but the plot still needs a scale.
     wanted = max(largest, 1e-6) / TICKS
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= wanted * (1 - 1e-9))
+    step = round_step(wanted)
     return step, step * math.ceil(max(largest, 1e-6) / step * (1 - 1e-9))

@@ -13,7 +13,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trtpipe.pipeline.bench.load.loads import Closed
 from trtpipe.pipeline.bench.load.work import Work
@@ -25,10 +28,6 @@ from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.bench.results.records import NONE, Records
 from trtpipe.pipeline.bench.results.report import BenchReport
 from trtpipe.pipeline.bench.run import run
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 TTFT_S = 0.05
 OUTPUT_TOKENS, FEW_TOKENS = 64, 16
@@ -126,8 +125,6 @@ def errors(
     records: Records, truth: Mapping[str, Truth]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """(time to first token minus the server's own, gaps as reported, gaps as sent), in ms, of good requests."""
-    import numpy as np
-
     first: list[float] = []
     said: list[NDArray[np.int64]] = []
     true: list[NDArray[np.int64]] = []
@@ -142,8 +139,6 @@ def errors(
 
 
 def _percentiles(values: NDArray[np.float64], *points: float) -> Sequence[float]:
-    import numpy as np
-
     return [float(value) for value in np.percentile(values, points)]
 
 

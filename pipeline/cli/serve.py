@@ -264,7 +264,7 @@ def monitoring(
       trtpipe monitoring -o monitoring
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.deploy.dashboards import TARGETS, write_monitoring
+    from trtpipe.pipeline.deploy.monitoring import TARGETS, write_monitoring
     from trtpipe.pipeline.serving import serve
 
     _, repository = serve.find_repository(target)
@@ -296,20 +296,25 @@ def generate(
       trtpipe generate "def fib(n):" --raw --max-tokens 64
     """
     from trtpipe.engines.hf import chat_template
+    from trtpipe.engines.sampling import SamplingParams
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import servers
-    from trtpipe.pipeline.serving.generate import Sampling, stream
+    from trtpipe.pipeline.serving.generate import check_options, stream
 
-    sampling = Sampling(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-        repetition_penalty=repetition_penalty, seed=seed, stop_words=tuple(stop_word or ()),
-    )  # fmt: skip
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
+    )
+    check_options(sampling, max_tokens)
     found = servers.find_running(own_store(), server)
     served = found.find(target)
     template = None if raw else chat_template.read_template(served.tokenizer)
     if template is not None:
         prompt = chat_template.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
-    for piece in stream(found.endpoints.grpc_url, prompt, sampling, model=served.front):
+    pieces = stream(
+        found.endpoints.grpc_url, prompt, sampling,
+        model=served.front, max_tokens=max_tokens, stop_words=stop_word or (),
+    )  # fmt: skip
+    for piece in pieces:
         console.text(piece)
     console.text("\n")
 

@@ -12,7 +12,7 @@ from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
-from trtpipe.triton_repo.launch import ENGINE_MODEL
+from trtpipe.triton_repo.launch import ENGINE_MODEL, SILENT, mpi_command
 
 # Paths and ports inside a container.
 MODELS = "/models"
@@ -61,10 +61,10 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
     if not uses_mpi(passport):
         return _server(0, seconds)
-    words = ["mpirun", *_mpi_options(config, placement)]
-    for rank in range(passport.world_size):
-        words += ["-n", "1", *_server(rank, seconds)]
-        words += [":"] if rank + 1 < passport.world_size else []
+    # mpirun counts usable cores as slots for ranks; our ranks need GPUs, which are counted already.
+    slots = ["--oversubscribe"] if placement.pods == 1 else []
+    ranks = [_server(rank, seconds) for rank in range(passport.world_size)]
+    words = mpi_command(ranks, kill_seconds=_kill_seconds(config, placement), options=slots)
     if placement.pods == 1:
         return words
     return [*_rendezvous("lead"), str(placement.pods - 1), str(placement.ranks), str(RENDEZVOUS_PORT), *words]
@@ -90,17 +90,6 @@ def _kill_seconds(config: DeployConfig, placement: Placement) -> int:
     return left // (2 if placement.pods == 1 else 4)
 
 
-def _mpi_options(config: DeployConfig, placement: Placement) -> list[str]:
-    return [
-        # mpirun's default for two ranks binds each to one core, with all threads of its server.
-        "--bind-to", "none",
-        # mpirun's default is 1: in-flight requests would die a second after the pod is told to end.
-        "--mca", "odls_base_sigkill_timeout", str(_kill_seconds(config, placement)),
-        # mpirun counts usable cores as slots for ranks; our ranks need GPUs, which are counted already.
-        *(["--oversubscribe"] if placement.pods == 1 else []),
-    ]  # fmt: skip
-
-
 def _server(rank: int, exit_timeout: int) -> list[str]:
     words = ["tritonserver", f"--model-repository={MODELS}", "--disable-auto-complete-config"]
     words += [f"--exit-timeout-secs={exit_timeout}"]
@@ -108,8 +97,7 @@ def _server(rank: int, exit_timeout: int) -> list[str]:
     words += [f"--backend-config=python,shm-region-prefix-name=rank{rank}_"]
     if rank == 0:
         return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items())]
-    silent = [f"--allow-{name}=false" for name in PORTS]
-    return [*words, "--model-control-mode=explicit", f"--load-model={ENGINE_MODEL}", *silent]
+    return [*words, "--model-control-mode=explicit", f"--load-model={ENGINE_MODEL}", *SILENT]
 
 
 def _rendezvous(role: str) -> list[str]:

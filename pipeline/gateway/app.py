@@ -10,11 +10,13 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer, Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
@@ -25,7 +27,7 @@ from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
-from trtpipe.pipeline.gateway.upstream import EngineModel, Sampling, Upstream, engine_request
+from trtpipe.pipeline.gateway.upstream import EngineModel, Upstream, engine_request
 
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # Paths open to anybody, without a key and without a body.
@@ -92,27 +94,26 @@ class Gateway:
         text = self.texts[asked.model]
         engine = await self.upstream.model(self.models[asked.model].triton_model)
         copies = asked.n or 1
-        drawn = _drawn(asked, text)
-        log_probs = _log_probs(asked, engine, greedy=drawn["top_k"] == 1)
+        sampling = _sampling(asked, text)
+        log_probs = _log_probs(asked, engine, greedy=sampling.top_k == 1)
         ends = [] if asked.ignore_eos else text.end_ids
-        # A given seed makes every copy repeatable; without a given seed, all copies differ.
+        # A given seed makes every copy repeatable; without a given seed, all copies differ. The engine's own default
+        # would give every client the same answer.
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         requests = []
         for number in range(copies * len(prompts)):
-            sampling = Sampling(
+            made = engine_request(
+                engine,
+                prompts[number // copies],
+                replace(sampling, seed=(seed + number) % 2**64),
                 max_tokens=prepared.max_tokens,
-                seed=(seed + number) % 2**64,
                 end_id=ends[0] if ends else -1,
                 pad_id=text.pad_id,
                 # The engine takes one end id; the model's other end ids become stop words of one token.
                 stop_words=text.words([[token] for token in ends[1:]]) if ends[1:] else None,
-                min_tokens=asked.min_tokens,
-                presence_penalty=asked.presence_penalty or None,
-                frequency_penalty=asked.frequency_penalty or None,
                 log_probs=log_probs is not None,
-                **drawn,  # type: ignore[arg-type]
             )
-            requests.append(engine_request(engine, prompts[number // copies], sampling))
+            requests.append(made)
         self.board.add("prompt_tokens", sum(map(len, prompts)))
         chat = isinstance(asked, ChatOptions)
         order = Order(
@@ -134,7 +135,7 @@ class Gateway:
         return Answer(order, text, self.upstream, self.board, arrived, arrived + self.options.timeout_s)
 
 
-def _drawn(asked: ChatOptions | CompletionOptions, text: Text) -> dict[str, float | int | None]:
+def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
     """Sampling parameters in the engine's terms: its own default is greedy, OpenAI's is to draw from all tokens."""
 
     def chosen(name: str, value: float | None, default: float | None) -> float | None:
@@ -146,14 +147,16 @@ def _drawn(asked: ChatOptions | CompletionOptions, text: Text) -> dict[str, floa
     repetition = chosen("repetition_penalty", asked.repetition_penalty, None)
     assert temperature is not None
     assert top_p is not None
-    if temperature < LEAST_TEMPERATURE or top_p < LEAST_TOP_P or top_k == 1:
-        return {"top_k": 1, "temperature": None, "top_p": None, "repetition_penalty": repetition}
-    return {
-        "top_k": max(top_k, 0),  # 0 and -1 mean all
-        "temperature": temperature,
-        "top_p": top_p,
-        "repetition_penalty": repetition,
-    }
+    greedy = temperature < LEAST_TEMPERATURE or top_p < LEAST_TOP_P or top_k == 1
+    return SamplingParams(
+        temperature=None if greedy else temperature,
+        top_k=1 if greedy else max(top_k, 0),  # 0 and -1 mean all
+        top_p=None if greedy else top_p,
+        repetition_penalty=repetition,
+        presence_penalty=asked.presence_penalty or None,
+        frequency_penalty=asked.frequency_penalty or None,
+        min_tokens=asked.min_tokens,
+    )
 
 
 def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, greedy: bool) -> int | None:

@@ -133,9 +133,6 @@ class CompletionOptions(Common):
         return self.max_tokens
 
 
-Options = ChatOptions | CompletionOptions
-
-
 class ChatRequest(ChatOptions):
     messages: list[Message] = Field(min_length=1)
 

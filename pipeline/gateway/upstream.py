@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.failure import Failure, gone, of_status, of_text
 from trtpipe.pipeline.net.h2.connection import Stream
 from trtpipe.pipeline.net.h2.pool import REFUSED_PAUSES_S, Pool
@@ -33,6 +34,9 @@ _FP32 = struct.Struct("<f")
 _UINT64 = struct.Struct("<Q")
 _ONE = _INT32.pack(1)
 
+# Shape and bytes of `stop_words_list`.
+WordList = tuple[tuple[int, ...], bytes]
+
 
 @dataclass(frozen=True)
 class EngineModel:
@@ -42,30 +46,6 @@ class EngineModel:
     decoupled: bool
     inputs: frozenset[str]
     outputs: frozenset[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling parameters, by the engine's own rules; None leaves a value to the engine.
-
-    seed       always sent: without one the engine would give every client the same answer
-    end_id     -1 for none
-    stop_words shape and bytes of `stop_words_list`
-    """
-
-    max_tokens: int
-    seed: int
-    end_id: int
-    pad_id: int
-    stop_words: tuple[tuple[int, ...], bytes] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    log_probs: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,32 +126,37 @@ class Upstream:
         await self.pool.close()
 
 
-def engine_request(model: EngineModel, prompt: array[int], sampling: Sampling) -> EngineRequest:
-    """The bytes that `Generation.begin` sends."""
+def engine_request(
+    model: EngineModel,
+    prompt: array[int],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    end_id: int,
+    pad_id: int,
+    stop_words: WordList | None = None,
+    log_probs: bool = False,
+) -> EngineRequest:
+    """The bytes that `Generation.begin` sends.
+
+    sampling  its seed is always sent; of the others, None leaves the value to the engine
+    end_id    -1 for none
+    """
     request_id = uuid.uuid4().hex
-    stop = None
-    if "stop" in model.inputs:
-        least = [Tensor(tensor, "INT32", (1, 1), _ONE) for tensor in ("input_ids", "input_lengths")]
-        least += [Tensor("request_output_len", "INT32", (1, 1), _ONE), Tensor("stop", "BOOL", (1, 1), b"\1")]
-        stop = infer_request(model.name, least, request_id=request_id)
-    return EngineRequest(_start(model, prompt, sampling, request_id), stop)
-
-
-def _start(model: EngineModel, prompt: array[int], sampling: Sampling, request_id: str) -> bytes:
     tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), prompt.tobytes())]
 
     def scalar(name: str, dtype: str, data: bytes) -> None:
         tensors.append(Tensor(name, dtype, (1, 1), data))
 
     scalar("input_lengths", "INT32", _INT32.pack(len(prompt)))
-    scalar("request_output_len", "INT32", _INT32.pack(sampling.max_tokens))
-    scalar("end_id", "INT32", _INT32.pack(sampling.end_id))
-    scalar("pad_id", "INT32", _INT32.pack(sampling.pad_id))
+    scalar("request_output_len", "INT32", _INT32.pack(max_tokens))
+    scalar("end_id", "INT32", _INT32.pack(end_id))
+    scalar("pad_id", "INT32", _INT32.pack(pad_id))
     scalar("streaming", "BOOL", b"\1" if model.decoupled else b"\0")
     if "exclude_input_in_output" in model.inputs:
         scalar("exclude_input_in_output", "BOOL", b"\1")
     seed = "seed" if "seed" in model.inputs else "random_seed"  # the input's name up to TensorRT-LLM 0.19
-    scalar(seed, "UINT64", _UINT64.pack(sampling.seed))
+    scalar(seed, "UINT64", _UINT64.pack(sampling.seed or 0))
     for name, dtype, value in (
         ("temperature", "FP32", sampling.temperature),
         ("runtime_top_p", "FP32", sampling.top_p),
@@ -183,14 +168,21 @@ def _start(model: EngineModel, prompt: array[int], sampling: Sampling, request_i
     ):
         if value is not None:
             scalar(name, dtype, _FP32.pack(value) if dtype == "FP32" else _INT32.pack(int(value)))
-    if sampling.stop_words is not None:
-        shape, data = sampling.stop_words
+    if stop_words is not None:
+        shape, data = stop_words
         tensors.append(Tensor("stop_words_list", "INT32", shape, data))
     outputs = ["output_ids", "sequence_length"]
-    if sampling.log_probs:
+    if log_probs:
         scalar("return_log_probs", "BOOL", b"\1")
         outputs.append("output_log_probs")
-    return infer_request(model.name, tensors, outputs, request_id=request_id)
+    start = infer_request(model.name, tensors, outputs, request_id=request_id)
+    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
+
+
+def _stop(model: EngineModel, request_id: str) -> bytes:
+    tensors = [Tensor(name, "INT32", (1, 1), _ONE) for name in ("input_ids", "input_lengths", "request_output_len")]
+    tensors.append(Tensor("stop", "BOOL", (1, 1), b"\1"))
+    return infer_request(model.name, tensors, request_id=request_id)
 
 
 class Generation:

@@ -41,7 +41,7 @@ def fitting(label: str, values: Iterable[float], *, from_zero: bool = True, tick
 
 def _linear(label: str, low: float, high: float, count: int) -> Axis:
     high = high if high > low else low + (abs(low) or 1.0)
-    step = _at_least((high - low) / count)
+    step = round_step((high - low) / count)
     first, last = math.floor(low / step * (1 + 1e-12)), math.ceil(high / step * (1 - 1e-12))
     last = max(last, first + 1)
     return Axis(
@@ -61,8 +61,8 @@ def _logarithmic(label: str, low: float, high: float) -> Axis:
     return Axis(label=label, low=start, high=stop, ticks=tuple(shown), log=True)
 
 
-def _at_least(smallest: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+def round_step(smallest: float) -> float:
+    """The smallest number, 1, 2 or 5 times a power of ten, that is at least `smallest`, which is above 0."""
     power = 10.0 ** math.floor(math.log10(smallest))
     return next(digit * power for digit in (*_DIGITS, 10) if digit * power >= smallest * (1 - 1e-9))
 

@@ -172,15 +172,6 @@ class StepCost:
         return (compute**power + memory**power) ** (1 / power)
 
 
-def tp_bound(hidden: int, link_bytes: float, flops: float) -> float:
-    """Rule of thumb for tensor parallelism: up to this number of GPUs, products take longer than the all-reduces.
-
-    3 x hidden x link bandwidth / operations per second. A layer of 12 x hidden^2 parameters computes 24 x hidden^2
-    operations per token and sends 8 x hidden bytes per token; the link's bandwidth is that of both directions.
-    """
-    return 3 * hidden * link_bytes / flops
-
-
 def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
     """Bytes per second of an all-reduce over tp GPUs, in one direction."""
     if tp == 1:

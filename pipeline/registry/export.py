@@ -12,13 +12,14 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.json_input import open_regular, parse_json
+from trtpipe.pipeline.registry.fetch import Counter
 from trtpipe.pipeline.registry.package import (
     check_index,
     check_provenance,
@@ -31,6 +32,7 @@ from trtpipe.pipeline.registry.package import (
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
+from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.folders import sync
 from trtpipe.pipeline.store.manifest import Origin
 from trtpipe.pipeline.store.store import Artefact, Store
@@ -41,8 +43,6 @@ CARRIED = ("checkpoint", "tokenizer", "accuracy")
 # The index of a target with 100,000 files has some 20 MB.
 MAX_INDEX_BYTES = 32 << 20
 _CHUNK = 8 << 20
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def unpack(
             absent = {"checkpoint", "tokenizer"} - index["artefacts"].keys()
             if absent:
                 raise InputDataError(f"{path} holds no {min(absent)}", remedy="export the target again")
-            counter = _Counter(sum(file["size"] for file in files_of(index)), progress)
+            counter = Counter(sum(file["size"] for file in files_of(index)), progress)
             artefacts = {
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
             }
@@ -150,17 +150,8 @@ def _read_index(tar: tarfile.TarFile, path: Path) -> dict[str, Any]:
     return check_index(index, f"{path}: {INDEX}")
 
 
-class _Counter:
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def add(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._progress(self._done, self._total)
-
-
 def _take(
-    tar: tarfile.TarFile, path: Path, name: str, entry: dict[str, Any], store: Store, counter: _Counter
+    tar: tarfile.TarFile, path: Path, name: str, entry: dict[str, Any], store: Store, counter: Counter
 ) -> Artefact:
     """Put one artefact into the store, unless it is there. Raises InputDataError for a file that fails its digest."""
 
@@ -173,7 +164,7 @@ def _take(
 
 
 def _extract(
-    tar: tarfile.TarFile, path: Path, member: str, out: Path | None, file: dict[str, Any], counter: _Counter
+    tar: tarfile.TarFile, path: Path, member: str, out: Path | None, file: dict[str, Any], counter: Counter
 ) -> None:
     """Write a member to `out`, or only check it for None. Raises InputDataError unless it matches its digest."""
     try:

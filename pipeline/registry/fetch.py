@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
 from trtpipe.pipeline.registry.base import Blob, Registry
+from trtpipe.pipeline.stages.base import Progress
 
 # Bytes read from the disk at a time.
 CHUNK = 1 << 20
-
-Progress = Callable[[int, int], None]
 
 
 def damaged(path: str, registry: Registry) -> InputDataError:
@@ -25,6 +23,8 @@ def damaged(path: str, registry: Registry) -> InputDataError:
 
 
 class Counter:
+    """Count of bytes moved, out of `total`; each addition is reported to `progress`."""
+
     def __init__(self, total: int, progress: Progress) -> None:
         self.total = total
         self._done, self._progress = 0, progress

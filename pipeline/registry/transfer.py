@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from trtpipe.pipeline.registry.package import (
 )
 from trtpipe.pipeline.registry.provenance import unwrapped
 from trtpipe.pipeline.stages import carried
+from trtpipe.pipeline.stages.base import Progress
 from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import Store
 
@@ -41,8 +42,6 @@ from trtpipe.pipeline.store.store import Store
 USUAL = ("tokenizer", "accuracy", "engine")
 # Limit of a passport's size, larger than any passport.
 PASSPORT_BYTES = 1 << 20
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

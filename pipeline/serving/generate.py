@@ -6,11 +6,11 @@ import queue
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.sampling import SamplingParams
 
 # Longest silence of a server between two pieces of text.
 SILENCE_SECONDS = 120.0
@@ -22,36 +22,8 @@ WAITING = 64
 RESPONSE_BYTES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling options under the names of the ensemble's inputs; None leaves the choice to the server.
-
-    Raises UsageError for what the gateway would refuse as well.
-    """
-
-    max_tokens: int = 128
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop_words: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        from pydantic import ValidationError
-
-        from trtpipe.pipeline.gateway.requests import Common
-
-        try:
-            Common(model="", **{name: getattr(self, name) for name in TYPES})
-        except ValidationError as error:
-            first = error.errors()[0]
-            flag = f"--{str(first['loc'][0]).replace('_', '-')}"
-            told = first["msg"].removeprefix("Input should be ")
-            raise UsageError(f"{flag} is {first['input']}", remedy=f"it has to be {told}") from None
-
-
-TYPES = {
+# Inputs of the ensemble, which the gateway's options are named as well.
+_TYPES = {
     "max_tokens": "INT32",
     "temperature": "FP32",
     "top_k": "INT32",
@@ -61,7 +33,29 @@ TYPES = {
 }
 
 
-def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Iterator[str]:
+def _values(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]:
+    return {name: max_tokens if name == "max_tokens" else getattr(sampling, name) for name in _TYPES}
+
+
+def check_options(sampling: SamplingParams, max_tokens: int) -> None:
+    """Raises UsageError, naming the option, for a value that the gateway would refuse as well."""
+    from pydantic import ValidationError
+
+    from trtpipe.pipeline.gateway.requests import Common
+
+    try:
+        Common(model="", **_values(sampling, max_tokens))
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = f"--{str(first['loc'][0]).replace('_', '-')}"
+        told = first["msg"].removeprefix("Input should be ")
+        raise UsageError(f"{flag} is {first['input']}", remedy=f"it has to be {told}") from None
+
+
+def stream(
+    grpc_url: str, prompt: str, sampling: SamplingParams, *,
+    model: str, max_tokens: int, stop_words: Sequence[str] = (),
+) -> Iterator[str]:  # fmt: skip
     """Yield the text of the answer as it arrives. Closing the iterator ends the stream.
 
     Raises HostError when the server cannot be reached or goes away, StageFailed with its message when it refuses.
@@ -71,7 +65,7 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
 
     from trtpipe.pipeline.bench.loop.in_flight import answer_limit
 
-    room = limit = answer_limit(len(prompt.encode("utf-8", "replace")), sampling.max_tokens)
+    room = limit = answer_limit(len(prompt.encode("utf-8", "replace")), max_tokens)
     arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue(WAITING)
     left = threading.Event()
 
@@ -89,7 +83,10 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
         client.start_stream(callback=arrive)
         # By this id the ensemble's postprocessing continues the text of this very stream.
         client.async_stream_infer(
-            model, _inputs(prompt, sampling), request_id=uuid.uuid4().hex, enable_empty_final_response=True
+            model,
+            _inputs(prompt, sampling, max_tokens, stop_words),
+            request_id=uuid.uuid4().hex,
+            enable_empty_final_response=True,
         )
         while True:
             try:
@@ -101,7 +98,7 @@ def stream(grpc_url: str, prompt: str, sampling: Sampling, *, model: str) -> Ite
             text = _text(grpc_url, result)
             room -= RESPONSE_BYTES + len(text)
             if room < 0:
-                asked = f"{sampling.max_tokens:,} tokens were asked for"
+                asked = f"{max_tokens:,} tokens were asked for"
                 raise StageFailed(f"the server at {grpc_url} sent more than {limit:,} bytes", why=asked)
             if text:
                 yield text
@@ -129,7 +126,7 @@ def _text(grpc_url: str, result: Any) -> str:
         raise StageFailed(f"an answer of the server at {grpc_url} cannot be read", why=str(error)) from None
 
 
-def _inputs(prompt: str, sampling: Sampling) -> list[Any]:
+def _inputs(prompt: str, sampling: SamplingParams, max_tokens: int, stop_words: Sequence[str]) -> list[Any]:
     import numpy as np
     from tritonclient.grpc import InferInput
     from tritonclient.utils import triton_to_np_dtype
@@ -141,12 +138,11 @@ def _inputs(prompt: str, sampling: Sampling) -> list[Any]:
         return item
 
     inputs = [tensor("text_input", "BYTES", [prompt.encode("utf-8")]), tensor("stream", "BOOL", [True])]
-    for name, kind in TYPES.items():
-        value = getattr(sampling, name)
+    for name, value in _values(sampling, max_tokens).items():
         if value is not None:
-            inputs.append(tensor(name, kind, [value]))
-    if sampling.stop_words:
-        inputs.append(tensor("stop_words", "BYTES", [word.encode("utf-8") for word in sampling.stop_words]))
+            inputs.append(tensor(name, _TYPES[name], [value]))
+    if stop_words:
+        inputs.append(tensor("stop_words", "BYTES", [word.encode("utf-8") for word in stop_words]))
     return inputs
 
 

@@ -30,6 +30,7 @@ from tests.attacks.hostile_servers import (
     without_end,
 )
 from trtpipe.engines.errors import StageFailed
+from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.net.h2.triton import MODEL_METADATA, SERVER_METADATA, messages
 from trtpipe.pipeline.serving import generate
 
@@ -246,7 +247,7 @@ def enormous(number: int, text: str) -> bytes:
 )
 def test_generate(attack: Callable[[int], Pieces], words: str) -> None:
     with closing(hostile.grpc_server(attack, good=0)) as server:
-        pieces = generate.stream(f"127.0.0.1:{server.port}", "Hello", generate.Sampling(max_tokens=8), model=MODEL)
+        pieces = generate.stream(f"127.0.0.1:{server.port}", "Hello", SamplingParams(), model=MODEL, max_tokens=8)
         with pytest.raises(StageFailed) as caught:
             sum(len(piece) for piece in pieces)
     assert words in str(caught.value)
@@ -256,7 +257,7 @@ def test_generate_leaves_a_stream_that_its_server_does_not_end(monkeypatch: pyte
     monkeypatch.setattr(generate, "LEAVE_SECONDS", 0.5)
     with closing(hostile.grpc_server(lambda n: [headers(n) + data(n, tokens(final=True))], good=0)) as server:
         began = time.monotonic()
-        pieces = generate.stream(f"127.0.0.1:{server.port}", "Hello", generate.Sampling(), model=MODEL)
+        pieces = generate.stream(f"127.0.0.1:{server.port}", "Hello", SamplingParams(), model=MODEL, max_tokens=128)
         assert list(pieces) == [" word"]
     assert time.monotonic() - began < 10
 

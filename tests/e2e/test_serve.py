@@ -47,9 +47,10 @@ def expected_texts(texts: tuple[str, ...], expected: list[list[int]], tokenizer:
 
 
 def grpc_stream(served: Served, text: str, model: str = "ensemble") -> str:
-    from trtpipe.pipeline.serving.generate import Sampling, stream
+    from trtpipe.engines.sampling import SamplingParams
+    from trtpipe.pipeline.serving.generate import stream
 
-    return "".join(stream(served.grpc, text, Sampling(max_tokens=TOKENS), model=model))
+    return "".join(stream(served.grpc, text, SamplingParams(), model=model, max_tokens=TOKENS))
 
 
 def http_stream(served: Served, text: str, model: str = "ensemble") -> str:

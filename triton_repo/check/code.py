@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from trtpipe import configs
+from trtpipe.configs.read import read_yaml
 from trtpipe.engines.json_input import read_bounded
-from trtpipe.engines.yaml_input import read_yaml
 from trtpipe.triton_repo.check.faults import Fault, Report
 from trtpipe.triton_repo.check.models import Model, read_models
 
@@ -97,6 +97,6 @@ def _digest(data: bytes) -> str:
 
 @cache
 def _known() -> set[str]:
-    rows = read_yaml(KNOWN, "list of scripts")
+    rows = read_yaml(KNOWN)
     nvidia = {digest for digests in rows.values() for digest in digests}
     return nvidia | {_digest(path.read_bytes()) for path in TEMPLATES.rglob("*.py")}

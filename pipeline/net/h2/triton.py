@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
-SERVER_READY = "/inference.GRPCInferenceService/ServerReady"
 SERVER_METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 MODEL_READY = "/inference.GRPCInferenceService/ModelReady"
 MODEL_METADATA = "/inference.GRPCInferenceService/ModelMetadata"

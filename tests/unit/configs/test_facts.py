@@ -184,6 +184,12 @@ def test_keys_that_are_merged_in_may_be_said_again(tmp_path: Path) -> None:
     assert read_yaml(path) == {"a": {"x": 1}, "b": {"x": 2}, "c": {"x": 3}, 1: 4, "1": 5}
 
 
+def test_of_a_repeated_key_the_last_value_counts_where_repeats_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("a: 1\nb:\n  c: 2\n  c: 3\na: 4\n")
+    assert read_yaml(path, repeats=True) == {"a": 4, "b": {"c": 3}}
+
+
 def test_unreadable_yaml_is_named_and_an_empty_file_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     with pytest.raises(ConfigError, match=f"{path} cannot be read: No such file or directory"):

@@ -563,9 +563,12 @@ def test_where_the_repository_comes_from() -> None:
         assert requests["ephemeral-storage"] == "161Gi"
 
 
-def test_what_one_target_looks_like() -> None:
+def test_what_one_target_looks_like(tmp_path: Path) -> None:
     documents = [f"# {path}\n{to_yaml(yaml.safe_load(to_yaml(one)))}" for path, one in made("tp2").items()]
     check_golden("deploy.yaml", "---\n".join(documents))
+    case = CASES["tp2"]
+    write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
+    check_golden("deploy.md", (tmp_path / "out" / "README.md").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)

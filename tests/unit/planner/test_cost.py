@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.configs.facts import find_shape
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec, Measured
 from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
-from trtpipe.pipeline.planner.cost import Step, StepCost, tp_bound
+from trtpipe.pipeline.planner.cost import Step, StepCost
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
 
 BF16 = DataType.BFLOAT16
@@ -102,16 +102,6 @@ def test_what_is_not_known_is_not_guessed() -> None:
         cost(gpu=bare)
     with pytest.raises(UsageError, match=r"tflops\.fp8 of round is not known"):
         cost(gpu=dataclasses.replace(GPU, tflops={"bf16": 1.0}), quantization=Quantization(quant_algo=QuantAlgo.FP8))
-
-
-def test_the_rule_of_thumb_for_tensor_parallelism() -> None:
-    """Of a hidden size of 8192: about 148 H20s and 31 A800s, links counted in both directions."""
-    found = {}
-    for name in ("h20", "a800"):
-        gpu = find_gpu(name)
-        found[name] = tp_bound(8192, 2 * gpu.require("nvlink_gbs") * 1e9, gpu.require("tflops.fp16") * 1e12)
-    assert found["h20"] == pytest.approx(148, rel=0.015)
-    assert int(found["a800"]) == 31
 
 
 def test_the_shipped_efficiencies_are_shares() -> None:

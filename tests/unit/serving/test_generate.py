@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from trtpipe.pipeline.serving.generate import Sampling, stream
+from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.serving.generate import stream
 
 
 class Client:
@@ -44,12 +45,12 @@ def client(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stream_that_has_ended_is_not_cancelled() -> None:
-    assert list(stream("host:1", "Hello", Sampling(), model="ensemble")) == ["one", " two"]
+    assert list(stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8)) == ["one", " two"]
     assert Client.ended == [False]
 
 
 def test_a_stream_that_is_left_is_cancelled() -> None:
-    pieces = stream("host:1", "Hello", Sampling(), model="ensemble")
+    pieces = stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8)
     assert next(pieces) == "one"
     pieces.close()  # type: ignore[attr-defined]  # it is a generator
     assert Client.ended == [True]

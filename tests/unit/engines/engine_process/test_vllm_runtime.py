@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
-from trtpipe.engines.engine_process.request import Output, Request, RequestRefused, SamplingParams
+from trtpipe.engines.engine_process.request import Output, Request, RequestRefused
 from trtpipe.engines.engine_process.vllm_runtime import Runtime
+from trtpipe.engines.sampling import SamplingParams
 
 END = 2
 SETTINGS = {

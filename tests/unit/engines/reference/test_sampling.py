@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtpipe.engines.engine_process.request import Request, SamplingParams
+from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.reference.sampling import Sampler, choose, log_probs
+from trtpipe.engines.sampling import SamplingParams
 
 
 def sampler(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from trtpipe.engines.errors import UsageError
-from trtpipe.pipeline.deploy.dashboards import ALERTS, DASHBOARD, SCRAPE, write_monitoring
+from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, SCRAPE, write_monitoring
 from trtpipe.pipeline.net.triton_metrics import KNOWN
 
 MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")

@@ -1,0 +1,29 @@
+"""Sampling parameters of a request, for runtimes, the gateway and `trtpipe generate`. Names are TensorRT-LLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of a request. None means unset for every field.
+
+    temperature         divides the logits, before the penalties as in TensorRT-LLM; 0 means greedy
+    top_k               number of candidates, at most 1024; unset or 0 with top_p unset or 0 is greedy
+    top_p               probability mass of the candidates; 1 or more disables this limit
+    repetition_penalty  divides positive and multiplies negative logits of tokens in prompt or output
+    presence_penalty    subtracted from the logits of tokens in the output
+    frequency_penalty   subtracted once for each time a token is in the output
+    min_tokens          number of tokens before which neither end_id nor a stop word ends the request
+    seed                unset means 0, TensorRT-LLM's default: equal requests get equal tokens
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
