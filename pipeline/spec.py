@@ -179,22 +179,20 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
-    if runtime == "tensorrt_llm":
-        toolchain.require_runtime(runtime)
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
-    if runtime != "reference":
+    backend = load_backend(runtime)
+    if not backend.ANYWHERE:
         # Given values take precedence over planned ones.
         chosen = planned_sizes(chosen, model_name, gpu, precision.dtype, quantization) | chosen
     elif "load" in chosen:
-        raise UsageError("--load plans sizes for a GPU", why="the reference runtime takes them as they are")
+        raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
-    backend = load_backend(runtime)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
     serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config, runtime)
-    if runtime == "reference" and serving.max_attention_window_size is not None:
+    if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
         raise UsageError(
-            "serving.max_attention_window_size is not for the reference runtime", why="its tokens see all before them"
+            f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"
         )
 
     def origin(name: str, otherwise: str = "default") -> str:
@@ -337,6 +335,6 @@ def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
         return _usual_runtime(gpu)
     if requested not in BACKENDS:
         raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
-    if requested != "reference" and gpu.is_cpu:
+    if gpu.is_cpu and not load_backend(requested).ANYWHERE:
         raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
     return requested, ""

@@ -15,6 +15,8 @@ from typing import Any
 
 import jinja2
 
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
@@ -50,7 +52,7 @@ def render(engine: Engine, tokenizer: Path, serving: ServingConfig, out: Path) -
     """
     require_tokenizer(tokenizer)
     passport = read_passport(engine.path)
-    if passport.runtime == "trtllm_pytorch":
+    if load_backend(passport.runtime).SERVED_BY is ServedBy.LLM_API:
         repository = ModelRepository(path=out, models=(llmapi.MODEL,))
         values = place_llmapi(engine, serving, TEMPLATES, out)
         _write_config("llmapi", values, out / llmapi.MODEL)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError, suggestion
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")
-# Runtimes whose engine has its own process, which several stubs of Triton share.
-SHARED_ENGINE = ("reference", "vllm")
-SEQUENCES_PER_INSTANCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,8 @@ def resolve_serving(
             raise UsageError(f"serving.{name} is not possible here", why=reason, remedy="leave it out")
         if asked is None:
             chosen[name] = possible, reason or "the engine can do it"
-    if runtime not in SHARED_ENGINE:
+    backend = load_backend(runtime)
+    if backend.SERVED_BY is not ServedBy.ENGINE_PROCESS:
         if serving.engine_instance_count not in (None, 1):
             raise UsageError(
                 f"serving.engine_instance_count is not for the runtime {runtime}",
@@ -147,8 +147,8 @@ def resolve_serving(
                 remedy="leave it out",
             )
     elif serving.engine_instance_count is None:
-        # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
-        count = -(-build.max_batch_size // SEQUENCES_PER_INSTANCE) if runtime == "vllm" else 1
+        each = backend.SEQUENCES_PER_STUB
+        count = 1 if each is None else -(-build.max_batch_size // each)
         chosen["engine_instance_count"] = count, f"for {build.max_batch_size} sequences on {runtime}"
     if not build.in_flight_batching:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,17 @@ class Workshop:
     show: Callable[[str], None] = lambda line: None
 
 
+class ServedBy(str, enum.Enum):
+    """What executes an engine under tritonserver."""
+
+    # NVIDIA's C++ backend `tensorrtllm`; each rank is a server under mpirun.
+    TENSORRTLLM = "tensorrtllm"
+    # NVIDIA's Python model of the LLM API, which takes text and starts its own ranks.
+    LLM_API = "llmapi"
+    # A process of ours, which the stubs of our Python backend share, and which starts its own ranks.
+    ENGINE_PROCESS = "engine process"
+
+
 class EngineBackend(Protocol):
     """Engine backend of one runtime.
 
@@ -42,12 +54,22 @@ class EngineBackend(Protocol):
     SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
     COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
     ANYWHERE  whether its engines run on any machine, with or without a GPU
+    SERVED_BY what executes its engines under tritonserver
+    PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
+    SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
+    ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
+    ONE_NODE  why its ranks must be on one node; "" where they can be on several
     """
 
     FORM: str
     SETTINGS: tuple[str, ...]
     COMPILED: bool
     ANYWHERE: bool
+    SERVED_BY: ServedBy
+    PROCESS: str
+    SEQUENCES_PER_STUB: int | None
+    ATTENTION_WINDOW: bool
+    ONE_NODE: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""

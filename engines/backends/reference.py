@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.layout import rank_file, read_config
@@ -20,6 +20,11 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "trtllm"
 COMPILED = False
 ANYWHERE = True
+SERVED_BY = ServedBy.ENGINE_PROCESS
+PROCESS = "trtpipe.engines.reference.runtime"
+SEQUENCES_PER_STUB = None
+ATTENTION_WINDOW = False
+ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.
 VERSION = "reference-1"

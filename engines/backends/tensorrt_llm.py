@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from trtpipe.engines import trtllm_options
+from trtpipe.engines.backends.base import ServedBy, Target
+from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.trtllm_build import build, rendered, tool_versions
-from trtpipe.engines.trtllm_options import SETTINGS, resolve
+from trtpipe.engines.trtllm_options import SETTINGS
+
+__all__ = ["SETTINGS", "build", "rendered", "tool_versions"]
 
 FORM = "trtllm"
 COMPILED = True
 ANYWHERE = False
+SERVED_BY = ServedBy.TENSORRTLLM
+PROCESS = ""
+SEQUENCES_PER_STUB = None
+ATTENTION_WINDOW = True
+ONE_NODE = ""
 
-__all__ = ["ANYWHERE", "COMPILED", "FORM", "SETTINGS", "build", "rendered", "resolve", "tool_versions"]
+
+def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
+    """See EngineBackend.resolve. Raises UsageError."""
+    target.toolchain.require_runtime("tensorrt_llm")
+    return trtllm_options.resolve(build, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -19,6 +19,11 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+SERVED_BY = ServedBy.LLM_API
+PROCESS = ""
+SEQUENCES_PER_STUB = None
+ATTENTION_WINDOW = True
+ONE_NODE = "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -16,6 +16,12 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+SERVED_BY = ServedBy.ENGINE_PROCESS
+PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
+# A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
+SEQUENCES_PER_STUB = 64
+ATTENTION_WINDOW = True
+ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the

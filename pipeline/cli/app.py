@@ -61,20 +61,10 @@ class Grouped(SectionedGroup):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
 
 
-app = typer.Typer(
-    cls=Grouped,
-    name="trtpipe",
-    help="From a Hugging Face model to a measured Triton deployment.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
 # click's base class. A newer typer carries a click of its own, whose classes are not those of `import click`.
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 
 
-@app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -89,11 +79,26 @@ def _root(
         console.text(context.get_help() + "\n")
 
 
-for _functions in GROUPS.values():
-    for _function in _functions:
-        app.command(name=command_name(_function), cls=SectionedCommand)(_function)
-app.add_typer(bench.app, name="bench")
-app.add_typer(serve.deploy, name="deploy")
+def make_app() -> typer.Typer:
+    """The command with every command of GROUPS and APPS."""
+    made = typer.Typer(
+        cls=Grouped,
+        name="trtpipe",
+        help="From a Hugging Face model to a measured Triton deployment.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    made.callback(invoke_without_command=True)(_root)
+    for functions in GROUPS.values():
+        for function in functions:
+            made.command(name=command_name(function), cls=SectionedCommand)(function)
+    made.add_typer(bench.app, name="bench")
+    made.add_typer(serve.deploy, name="deploy")
+    return made
+
+
+app = make_app()
 
 
 def main() -> None:

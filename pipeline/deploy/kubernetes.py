@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from trtpipe.engines import load_backend
 from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
@@ -60,7 +61,7 @@ class Target:
     @property
     def replicas(self) -> tuple[int, int]:
         least = self.config.replicas_min
-        usual = max(least, AUTOSCALED_TO) if self.passport.runtime in launch.WITH_REQUEST_METRICS else least
+        usual = max(least, AUTOSCALED_TO) if launch.reports_waiting(self.passport) else least
         return least, self.config.replicas_max or usual
 
     @property
@@ -105,7 +106,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
     # On the CPU one process holds all ranks, and there are no GPUs to count.
     placement = Placement(1, 1) if gpu.is_cpu else place(passport.tp_size, passport.pp_size, config.gpus_per_node)
     launch.require_runtime(passport, placement)
-    image = config.image or (None if passport.runtime in launch.OURS else passport.image)
+    image = config.image or (None if launch.own_image(passport) else passport.image)
     if image is None:
         raise UsageError(
             f"no image is given for the runtime {passport.runtime}",
@@ -116,7 +117,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image
     )
     least, most = target.replicas
-    if least != most and passport.runtime not in launch.WITH_REQUEST_METRICS:
+    if least != most and not launch.reports_waiting(passport):
         raise UsageError(
             f"the number of replicas cannot follow the load of a {passport.runtime} server",
             why="it does not report how many requests wait",
@@ -128,7 +129,7 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
 def manifests(target: Target) -> dict[str, Manifest]:
     """Every manifest by its path in the folder."""
     base = dict(_base(target))
-    monitored = target.passport.runtime in launch.WITH_REQUEST_METRICS
+    monitored = launch.reports_waiting(target.passport)
     out = {f"{BASE}/{path}": manifest for path, manifest in base.items()}
     out[f"{BASE}/{KUSTOMIZATION}"] = _kustomization(namespace=target.config.namespace, resources=list(base))
     monitor = pod_monitor(target.name, target.labels(), target.selector())
@@ -153,14 +154,15 @@ def to_yaml(manifest: Manifest) -> str:
 
 def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
     """Refuse an engine that the nodes cannot run. Raises ArtefactRefused or UsageError."""
-    if passport.runtime == "reference" and not gpu.is_cpu:
+    anywhere = load_backend(passport.runtime).ANYWHERE
+    if anywhere and not gpu.is_cpu:
         raise ArtefactRefused(
-            "this engine is for the reference runtime",
+            f"this engine is for the {passport.runtime} runtime",
             why=f"it computes on the CPU, and would hold {gpu.name} GPUs without using them",
             remedy=f"build for them with `trtpipe build --gpu {gpu.name}`, or deploy it with --gpu cpu",
         )
     if gpu.is_cpu:
-        if passport.runtime != "reference":
+        if not anywhere:
             raise ArtefactRefused(
                 f"this engine is for {passport.target()}, and nodes without a GPU are asked for",
                 remedy=f"deploy it to {passport.gpu}, or build with `--gpu cpu`",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy.config import DeployConfig
@@ -26,36 +28,31 @@ PRE_STOP_SECONDS = 10
 # Time between the end of one phase of termination and the next.
 MARGIN_SECONDS = 5
 
-# Runtimes that NVIDIA's image does not hold: in our image, the command that serves them knows its paths.
-OURS = ("reference", "vllm")
-# Why a runtime is limited to one node. Within a node, these runtimes start their own ranks.
-ONE_NODE = {
-    "trtllm_pytorch": "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here",
-    "vllm": "on several, vLLM wants a Ray cluster, which is not written here",
-}
-# Runtimes whose server reports the waiting requests by which replicas are added.
-WITH_REQUEST_METRICS = ("tensorrt_llm", *OURS)
+
+def own_image(passport: Passport) -> bool:
+    """Whether NVIDIA's image does not hold the runtime: in our image, the command that serves it knows its paths."""
+    return load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
+
+
+def reports_waiting(passport: Passport) -> bool:
+    """Whether the server reports the waiting requests by which replicas are added."""
+    return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
 
 
 def require_runtime(passport: Passport, placement: Placement) -> None:
-    """Raises ArtefactRefused for a runtime that no command of this module serves."""
-    if passport.runtime not in ("tensorrt_llm", "reference", *ONE_NODE):
-        raise ArtefactRefused(
-            f"an engine of the runtime {passport.runtime} is not deployed to Kubernetes",
-            why="nothing here knows its server",
-            remedy="build with --runtime tensorrt_llm",
-        )
-    if placement.pods > 1 and passport.runtime in ONE_NODE:
+    """Raises ArtefactRefused for a runtime that cannot be on as many nodes."""
+    backend = load_backend(passport.runtime)
+    if placement.pods > 1 and backend.ONE_NODE:
         raise ArtefactRefused(
             f"a {passport.runtime} engine of {passport.world_size} ranks needs {placement.pods} nodes",
-            why=ONE_NODE[passport.runtime],
+            why=backend.ONE_NODE,
             remedy="build with --runtime tensorrt_llm, or with fewer ranks",
         )
 
 
 def server_words(passport: Passport, config: DeployConfig, placement: Placement) -> list[str]:
     """The command of a pod that answers requests: the only pod of its replica, or the leader of several."""
-    if passport.runtime in OURS:
+    if own_image(passport):
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
         return ["trtpipe", "serve", MODELS, "--host", "0.0.0.0", *addresses]
     seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
@@ -75,7 +72,7 @@ def worker_words() -> list[str]:
 
 
 def uses_mpi(passport: Passport) -> bool:
-    return passport.runtime == "tensorrt_llm" and passport.world_size > 1
+    return load_backend(passport.runtime).SERVED_BY is ServedBy.TENSORRTLLM and passport.world_size > 1
 
 
 def exit_seconds(config: DeployConfig, placement: Placement, *, mpi: bool) -> int:

@@ -9,7 +9,15 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy import rendezvous
 from trtpipe.pipeline.deploy.config import DeployConfig
-from trtpipe.pipeline.deploy.launch import MODELS, OURS, PORTS, PRE_STOP_SECONDS, RENDEZVOUS_PORT, SCRIPTS, TEMPORARY
+from trtpipe.pipeline.deploy.launch import (
+    MODELS,
+    PORTS,
+    PRE_STOP_SECONDS,
+    RENDEZVOUS_PORT,
+    SCRIPTS,
+    TEMPORARY,
+    own_image,
+)
 from trtpipe.pipeline.deploy.placement import Placement
 
 # Triton's images have a user with this number, triton-server; so does our image.
@@ -111,7 +119,7 @@ def _environment(passport: Passport, secret: str | None) -> list[dict[str, Any]]
         # A server fetches nothing when it starts.
         "HF_HUB_OFFLINE": "1",
     }
-    if passport.runtime in OURS:
+    if own_image(passport):
         values["TRTPIPE_HOME"] = f"{TEMPORARY}/trtpipe"
     plain: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
     if secret is None:

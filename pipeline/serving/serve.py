@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
@@ -105,10 +107,14 @@ def check_passport(repository: Path) -> Passport:
     return passport
 
 
+def _served_by(passport: Passport) -> ServedBy:
+    return load_backend(passport.runtime).SERVED_BY
+
+
 def choose_server(asked: str, passport: Passport) -> str:
     """The server that runs the engine: local or docker. Raises UsageError for an unknown one, ArtefactRefused for one
     that cannot run it."""
-    usual = "local" if passport.runtime in tritonserver.RUNTIMES else "docker"
+    usual = "local" if _served_by(passport) is ServedBy.ENGINE_PROCESS else "docker"
     if asked not in SERVERS:
         raise UsageError(f"unknown server '{asked}'", remedy=suggestion(asked, SERVERS))
     if asked == "docker" and usual == "local":
@@ -149,7 +155,7 @@ def launch(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
     # The LLM API's models take text, and the gateway does not support them.
-    openai = None if passport.runtime == "trtllm_pytorch" else options.openai
+    openai = None if _served_by(passport) is ServedBy.LLM_API else options.openai
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
     alone = len(targets) == 1
@@ -183,8 +189,7 @@ def launch(
         start = partial(
             tritonserver.start_docker,
             passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
-            # The LLM API starts its own ranks.
-            world_size=passport.world_size if passport.runtime == "tensorrt_llm" else 1,
+            world_size=passport.world_size if _served_by(passport) is ServedBy.TENSORRTLLM else 1,
             gpus=options.gpus, shm_size=options.shm_size,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note)
@@ -238,7 +243,7 @@ def require_alike(names: Sequence[str], passports: Sequence[Passport]) -> None:
                 why=f"{names[0]} is for {first.runtime} {first.image or ''}".rstrip() + ", and a server is of one kind",
                 remedy="serve them by two commands, on ports of their own",
             )
-        if len(names) > 1 and passport.runtime == "tensorrt_llm" and passport.world_size > 1:
+        if len(names) > 1 and _served_by(passport) is ServedBy.TENSORRTLLM and passport.world_size > 1:
             raise ArtefactRefused(
                 f"{name} is an engine of {passport.world_size} ranks",
                 why="its ranks are servers of their own, which would load the other models as well",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trtpipe import triton_repo
+from trtpipe.engines import load_backend
 from trtpipe.engines.engine_process import protocol
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.json_input import parse_json
@@ -39,8 +40,6 @@ from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_comm
 
 WIRE = Path(protocol.__file__)
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
-# Module that executes an engine, by the runtime of its passport.
-RUNTIMES = {"reference": "trtpipe.engines.reference.runtime", "vllm": "trtpipe.engines.engine_process.vllm_runtime"}
 READY_SECONDS = 600.0
 # Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
@@ -196,7 +195,11 @@ def prepare_backends(
         shutil.copyfile(source, ours / source.name)
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
-        "command": [*python_command("trtpipe.engines.engine_process.server", python), "--runtime", RUNTIMES[runtime]],
+        "command": [
+            *python_command("trtpipe.engines.engine_process.server", python),
+            "--runtime",
+            load_backend(runtime).PROCESS,
+        ],
         # torch must not see the server's own library folders.
         "library_path": os.environ.get("LD_LIBRARY_PATH"),
     }

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.toolchain import Toolchain
@@ -173,7 +174,8 @@ def _check_graphs(models: dict[str, Model], report: Report) -> None:
 
 def _check_runtime(model: Model, engine: EngineFolder | None, toolchain: Toolchain, report: Report) -> None:
     """Report a runtime that the release lacks: newer releases have no engines, older ones no LLM API."""
-    ours = engine is not None and engine.passport is not None and engine.passport.runtime != "tensorrt_llm"
+    backend = None if engine is None else engine.backend
+    ours = backend is not None and backend.SERVED_BY is not ServedBy.TENSORRTLLM
     wanted = {"engine": "tensorrt_llm", "llmapi": "trtllm_pytorch"}.get(model.role)
     if wanted is None or wanted in toolchain.runtimes or ours:
         return

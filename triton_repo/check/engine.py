@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines import find_backend
+from trtpipe.engines.backends.base import EngineBackend
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
@@ -24,8 +26,6 @@ from trtpipe.triton_repo.check.tensors import LOGITS
 from trtpipe.triton_repo.check.text import PLACEHOLDER, type_name
 from trtpipe.triton_repo.check.tokenizer import Vocabulary
 
-# Runtimes with a compiled engine's folder; the project's other runtimes have Hugging Face folders.
-COMPILED = ("tensorrt_llm", "reference")
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 # Bits of build_config.speculative_decoding_mode, and the decoding mode that each requires; 1 stands for none.
 _SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
@@ -50,6 +50,11 @@ class EngineFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.json"
+
+    @property
+    def backend(self) -> EngineBackend | None:
+        """The backend of the passport's runtime; None without a passport, and for a runtime that is not known."""
+        return None if self.passport is None else find_backend(self.passport.runtime)
 
     def size(self, name: str) -> int | None:
         return _whole(self.build.get(name))
@@ -94,7 +99,8 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
         )
         return None
     passport = _passport(folder, report)
-    if passport is not None and passport.runtime not in COMPILED:
+    backend = None if passport is None else find_backend(passport.runtime)
+    if passport is not None and (backend is None or backend.FORM == "hf"):
         return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
     files = {path.name for path in folder.iterdir() if path.is_file()}
     ranks = {file for file in files if re.fullmatch(r"rank\d+\.(engine|safetensors)", file)}
@@ -169,7 +175,7 @@ def _passport(folder: Path, report: Report) -> Passport | None:
 def _check_ranks(
     engine: EngineFolder, model: Model, where: str, ranks: set[str], files: set[str], report: Report
 ) -> None:
-    suffix = "safetensors" if engine.passport is not None and engine.passport.runtime == "reference" else "engine"
+    suffix = "engine" if engine.backend is None or engine.backend.COMPILED else "safetensors"
     there = {file for file in ranks if file.endswith(suffix)}
     if not there and engine.passport is None and any(file.endswith(".engine") for file in files):
         return  # an old build, whose files are named after the model
@@ -465,8 +471,8 @@ def check_release(
     model: Model, engine: EngineFolder, release: Release, toolchain: Toolchain | None, report: Report
 ) -> None:
     """Report an engine of another release: it runs only on its own release, which TensorRT-LLM does not check."""
-    reference = engine.passport is not None and engine.passport.runtime == "reference"
-    if reference or (engine.version or "").startswith("reference"):
+    anywhere = engine.backend is not None and engine.backend.ANYWHERE
+    if anywhere or (engine.version or "").startswith("reference"):
         return
     made = release_key(engine.version)
     stamped = release_key(engine.passport.toolchain) if engine.passport is not None else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.engine import EngineFolder
 from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.scripts import Script
-from trtpipe.triton_repo.serving import SHARED_ENGINE
 
 DEFAULT_ENGINE = "tensorrt_llm"
 # The whole memory of a GPU; the share that a backend takes by default.
@@ -124,7 +124,8 @@ def check_instances(
     world = engine.world_size if engine is not None else None
     text = model.value("gpu_device_ids")
     groups, read = values.read_groups(text) if text else ([], False)
-    shared = engine is not None and engine.passport is not None and engine.passport.runtime in SHARED_ENGINE
+    backend = None if engine is None else engine.backend
+    shared = backend is not None and backend.SERVED_BY is ServedBy.ENGINE_PROCESS
     if model.instances > 1 and not text and not shared:
         report.error(
             "instances",

@@ -24,8 +24,8 @@ INPUT, OUTPUT = str(PROMPT_TOKENS), str(OUTPUT_TOKENS)
 CONNECTIONS = "8"
 # The engine process loads `measured` instead of its runtime.
 MEASURED = """
-from trtpipe.pipeline.serving import tritonserver
-tritonserver.RUNTIMES = dict.fromkeys(tritonserver.RUNTIMES, "tests.benchmarks.gpu.measured")
+from trtpipe.engines.backends import reference, vllm
+reference.PROCESS = vllm.PROCESS = "tests.benchmarks.gpu.measured"
 """
 
 

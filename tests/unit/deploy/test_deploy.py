@@ -615,7 +615,7 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
         (engine(rank_bytes=90 * GIB), "h100", {}, ArtefactRefused, r"weights take 90\.0 GiB, and h100 has 80"),
         (reference(), "h100", {"image": OURS}, ArtefactRefused, "computes on the CPU, and would hold h100 GPUs"),
         (reference(), "cpu", {}, UsageError, "no image is given for .*; give --image, one that holds trtpipe"),
-        (engine(runtime="llama_cpp"), "h100", {}, ArtefactRefused, "llama_cpp is not deployed to Kubernetes"),
+        (engine(runtime="llama_cpp"), "h100", {}, ArtefactRefused, "the runtime 'llama_cpp' is not known"),
         (engine(16, runtime="vllm"), "h100", {"image": OURS}, ArtefactRefused, "needs 2 nodes: .*Ray"),
         (engine(16, runtime="trtllm_pytorch"), "h100", {}, ArtefactRefused, "needs 2 nodes: .*trtllm-llmapi-launch"),
         (engine(runtime="trtllm_pytorch"), "h100", {"replicas_max": 3}, UsageError, "cannot follow the load"),
