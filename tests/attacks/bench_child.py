@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.attacks.hostile_servers import MODEL, TOKENS
 from tests.support.paths import ROOT
@@ -96,8 +97,12 @@ def _memory(name: str) -> float:
 
 
 def main() -> None:
-    http_setup.CONNECT_TIMEOUT_S = h2_sender.CONNECT_TIMEOUT_S = server_side.TIMEOUT_S = PATIENCE_S
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        mock.patch.object(http_setup, "CONNECT_TIMEOUT_S", PATIENCE_S),
+        mock.patch.object(h2_sender, "CONNECT_TIMEOUT_S", PATIENCE_S),
+        mock.patch.object(server_side, "TIMEOUT_S", PATIENCE_S),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         tokenizer = write_tokenizer(Path(folder))
         for line in sys.stdin:
             gc.collect()

@@ -23,7 +23,8 @@ from pathlib import Path
 from tests.attacks.mutations import PLACES, flip_bit, mutate, mutate_yaml, replace
 from tests.attacks.running import LIMIT_BYTES, LIMIT_S, Outcome, isolated, run_here
 from tests.attacks.targets import TARGETS, Target
-from tests.attacks.world import ROOT, World, remove
+from tests.attacks.world import World, remove
+from tests.support.paths import ROOT
 
 KEPT = ROOT / ".scratch" / "fuzz"
 CODES = (0, 2, 3, 4, 5, 6)

@@ -222,7 +222,7 @@ def grpc_server(
             elif kind == frames.RST_STREAM:
                 ended.add(number)
             elif kind == frames.HEADERS:
-                methods[number] = dict(decoder.decode(payload))[":path"]
+                methods[number] = dict(decoder.decode(payload, raw=True))[b":path"].decode()
             elif kind == frames.DATA:
                 method = methods.pop(number, "")  # a request is one frame here
                 if not method:

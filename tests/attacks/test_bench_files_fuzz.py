@@ -13,6 +13,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,16 @@ def loaded(name: str) -> Callable[[Path], None]:
     return read
 
 
+def traced(read: Callable[[Path], object]) -> Callable[[Path], None]:
+    """As `read`, which reads its trace anew: a process keeps those that it has read."""
+
+    def anew(folder: Path) -> None:
+        read_trace.cache_clear()
+        read(folder)
+
+    return anew
+
+
 def lengths(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         drawn = parse(f"empirical:{folder / name}", "x").tokens(np.random.default_rng(0), 100)
@@ -229,16 +240,14 @@ READERS = {
     "prompts a line": Reader(lambda folder: read_prompts(folder / "prompts.jsonl"), ("prompts.jsonl",)),
     "sharegpt": Reader(lambda folder: read_conversations(folder / "sharegpt.json"), ("sharegpt.json",)),
     "sharegpt a line": Reader(lambda folder: read_conversations(folder / "sharegpt.jsonl"), ("sharegpt.jsonl",)),
-    "trace": Reader(lambda folder: (read_trace.cache_clear(), read_trace(folder / "trace.jsonl")), ("trace.jsonl",)),
+    "trace": Reader(traced(lambda folder: read_trace(folder / "trace.jsonl")), ("trace.jsonl",)),
     "lengths": Reader(lengths("lengths.txt"), ("lengths.txt",)),
     "lengths a line": Reader(lengths("lengths.jsonl"), ("lengths.jsonl",)),
     "a description of lengths": Reader(described, ("description",)),
     "closed load": Reader(loaded("closed.yaml"), ("closed.yaml",)),
     "open load": Reader(loaded("open.yaml"), ("open.yaml",)),
     "staged load": Reader(loaded("staged.yaml"), ("staged.yaml",)),
-    "replay": Reader(
-        lambda folder: (read_trace.cache_clear(), loaded("replay.yaml")(folder)), ("replay.yaml", "trace.jsonl")
-    ),
+    "replay": Reader(traced(loaded("replay.yaml")), ("replay.yaml", "trace.jsonl")),
     "an answer of chat": Reader(answered_http("answer.http", OpenAiHttp(SITE, "m", chat=True)), ("answer.http",), 3),
     "an answer of Triton over HTTP": Reader(
         answered_http("generate.http", TritonHttp(SITE, endpoint("text_output", "num_output_tokens"), lambda text: [])),
@@ -261,7 +270,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder_of_files(folder)
     for name, reader in READERS.items():  # undamaged, all of them can be read
         (folder / "description").write_text(DESCRIPTIONS[-1])
-        outcome = read_here(lambda reader=reader: reader.read(folder))
+        outcome = read_here(partial(reader.read, folder))
         assert outcome.code == 0, (name, outcome)
     return folder
 

@@ -61,6 +61,13 @@ DEEP = b"[" * 30_000 + b"]" * 30_000
 NO_CHUNK = "a chunk without a length"
 LARGE = "an answer of more than"
 
+
+def now_and_then(piece: bytes, pause_s: float, times: int) -> Iterator[bytes]:
+    for _ in range(times):
+        time.sleep(pause_s)
+        yield piece
+
+
 HTTP = {
     "a body without an end or a newline": Attack(
         lambda: after(CHUNKED, without_end(chunk(BLOCK))), "OversizedResponse", LARGE
@@ -161,7 +168,7 @@ HTTP = {
     "a byte at a time": Attack(lambda: drip(chat(), 0.02), "Timeout", "not over within 0.5 s", IMPATIENT),
     "a head at a byte at a time": Attack(lambda: drip(CHUNKED, 0.02), "Timeout", "not over within 0.5 s", IMPATIENT),
     "comments now and then": Attack(
-        lambda: after(CHUNKED, (time.sleep(0.1) or chunk(b":\n\n") for _ in range(200))),
+        lambda: after(CHUNKED, now_and_then(chunk(b":\n\n"), 0.1, 200)),
         "Stalled",
         "nothing more within 0.5 s",
         {"timeout_s": 10, "token_timeout_s": 0.5},

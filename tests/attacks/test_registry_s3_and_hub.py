@@ -93,10 +93,11 @@ def opened(address: str, monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def used(registry: Registry, what: str) -> Any:
-    return {
+    uses: dict[str, Callable[[], Any]] = {
         "a file": lambda: b"".join(registry.read(BLOB)), "a list": registry.targets,
         "an index": lambda: registry.index("one"), "whether": lambda: registry.has(BLOB),
-    }[what]()  # fmt: skip
+    }  # fmt: skip
+    return uses[what]()
 
 
 def test_an_object_is_continued_where_a_connection_broke(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,10 +372,8 @@ def test_files_of_another_size_than_the_list_says(server: Hub, commit: str, size
 
 @pytest.mark.parametrize("wait", ["100000", "9" * 400, "000000000999", "²", "-1", "x", "Wed, 21 Oct 2099 07:28:00 GMT"])
 def test_a_hub_that_wants_us_to_wait(server: Hub, commit: str, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub.utils._http as theirs
-
     waited: list[float] = []
-    monkeypatch.setattr(theirs.time, "sleep", waited.append)
+    monkeypatch.setattr(time, "sleep", waited.append)
 
     def changed(asked: Asked, status: int, headers: dict[str, str], body: bytes) -> Iterable[bytes] | None:
         said = {"Retry-After": wait, "RateLimit": '"api";r=0;t=90000'}

@@ -89,8 +89,10 @@ async def group(change: Callable[[bool, bytes], bytes] = lambda to_leader, line:
     found = await asyncio.wait_for(worker, 15)
     if found is not None:
         found[0].close()
-    for one in (*leader.links.values(), server, middle):
-        one.close()
+    for link in leader.links.values():
+        link.close()
+    for listener in (server, middle):
+        listener.close()
     return leader, tap, found
 
 

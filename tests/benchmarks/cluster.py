@@ -133,7 +133,7 @@ def main() -> None:
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     root = ROOT
-    node = {
+    node: dict[str, Any] = {
         "num_cpus": 16, "object_store_memory": 100 * 2**20, "include_dashboard": False,
         "env_vars": {"PYTHONPATH": str(root)},
     }  # fmt: skip

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,11 @@ from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 
-COMMON = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-          "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "vocab_size": 128256}  # fmt: skip
-SIZES = {
+COMMON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "max_position_embeddings": 8192, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -186,7 +189,7 @@ def casts() -> Iterator[str]:
         yield f"| {source} to {target} | {values.nbytes / best / 1e9:.2f} |"
 
 
-def _timed(caster: Caster, values: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]) -> float:
+def _timed(caster: Caster, values: np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]) -> float:
     start = time.perf_counter()
     assert caster.all_finite(values)
     caster.cast(values)

@@ -27,10 +27,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,10 @@ def request_bytes(tokens: int) -> bytes:
     )
 
 
+def stamping(stamps: list[int]) -> Callable[[bytes, int], None]:
+    return lambda data, stamp: stamps.append(stamp)
+
+
 async def read_grpc(load: Load) -> tuple[list[float], list[list[int]]]:
     """(seconds at which each request was sent, the stamps of its responses)."""
     host, _, port = load.url.partition(":")
@@ -94,9 +99,7 @@ async def read_grpc(load: Load) -> tuple[list[float], list[list[int]]]:
         mine: list[int] = []
         stamps.append(mine)
         sent.append(time.monotonic())
-        connections[index % len(connections)].start(
-            STREAM_INFER, message, on_data=lambda data, stamp, mine=mine: mine.append(stamp), on_end=ended
-        )
+        connections[index % len(connections)].start(STREAM_INFER, message, on_data=stamping(mine), on_end=ended)
         await asyncio.sleep(0)
     status = await done
     if not status.ok:
@@ -151,10 +154,10 @@ async def read_http(load: Load) -> tuple[list[float], list[list[int]]]:
     protocols, waits = [], []
     for _ in range(load.streams):
         done: asyncio.Future[None] = loop.create_future()
-        protocol = Events(head.encode() + text, mark, end, done)
-        protocols.append(protocol)
         waits.append(done)
-        await loop.create_connection(lambda protocol=protocol: protocol, host, int(port))
+        made = partial(Events, head.encode() + text, mark, end, done)
+        _, protocol = await loop.create_connection(made, host, int(port))
+        protocols.append(protocol)
     await asyncio.gather(*waits)
     return [protocol.sent for protocol in protocols], [protocol.stamps for protocol in protocols]
 

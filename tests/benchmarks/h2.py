@@ -124,7 +124,7 @@ async def through_ours(port: int, streams: int, request: bytes, parsed: bool) ->
 
 
 async def through_grpc(port: int, streams: int, request: bytes, parsed: bool) -> tuple[int, float]:
-    import grpc  # type: ignore[import-untyped]
+    import grpc
     from tritonclient.grpc import service_pb2
 
     begun = [0.0]
@@ -192,7 +192,7 @@ def measure(port: int, name: str, streams: int, parsed: bool, pipe: Pipe) -> Non
 
     run = through_grpc if name == "grpc.aio" else through_ours
     if name == "ours, uvloop":
-        import uvloop  # type: ignore[import-not-found,unused-ignore]
+        import uvloop
 
         uvloop.install()
     pipe.send(asyncio.run(run(port, streams, b"\x0a\x01m", parsed)))

@@ -162,8 +162,8 @@ def report(how: Efficiency) -> tuple[str, str]:
     groups: dict[tuple[str, int, str, str], list[float]] = {}
     for point, value in said:
         kind = point.gpu + (" FP8" if point.quantization.quant_algo else " 16 bits")
-        error = math.nan if value is None else value / point.tokens_per_s - 1
-        groups.setdefault((point.model, point.tp, kind, point.release), []).append(error)
+        share = math.nan if value is None else value / point.tokens_per_s - 1
+        groups.setdefault((point.model, point.tp, kind, point.release), []).append(share)
     for (model, tp, kind, release), errors in sorted(groups.items()):
         lines.append(
             f"| {model} | {tp} | {kind} ({release}) | {len(errors)} | {_mean(errors):.0%} | "

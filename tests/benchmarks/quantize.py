@@ -22,9 +22,11 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import modelopt.torch.quantization as mtq
 import numpy as np
+import numpy.typing as npt
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -34,6 +36,7 @@ from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.quantize import worker
 from trtpipe.engines.quantize.calibrate import Calibrator  # noqa: F401  # imported before the clock starts
+from trtpipe.engines.quantize.source import Source
 
 SEQ_LEN = 512
 MODELOPT_BATCH = 8
@@ -44,9 +47,9 @@ def make_model(folder: Path, size: str) -> int:
     torch.manual_seed(0)
     config = LlamaConfig(**{**COMMON, **SIZES[size], "pad_token_id": None})
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder, max_shard_size="5GB")
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    nbytes = sum(int(parameter.nbytes) for parameter in model.parameters())
     del model
     forget()
     return nbytes
@@ -68,7 +71,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**30
 
 
-def theirs(folder: Path, out: Path, samples: np.ndarray) -> list[str]:
+def theirs(folder: Path, out: Path, samples: npt.NDArray[np.int32]) -> list[str]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="cuda").eval()
     ids = torch.from_numpy(samples).long().cuda()
 
@@ -89,7 +92,7 @@ def theirs(folder: Path, out: Path, samples: np.ndarray) -> list[str]:
     ]
 
 
-def others(folder: Path, out: Path, ids: np.ndarray) -> list[str]:
+def others(folder: Path, out: Path, ids: npt.NDArray[np.int32]) -> list[str]:
     """A row for each of the other recipes, with a few samples: AWQ's search takes the time it takes."""
     samples = out.parent / "few.npy"
     np.save(samples, ids[:OTHERS_SAMPLES])
@@ -120,7 +123,7 @@ def ours(folder: Path, out: Path, samples: Path, form: str | None, **options: An
     return timed(lambda: worker.work(spec, lambda done, total: None))
 
 
-class _Resident(worker.Source):
+class _Resident(Source):
     """All layers on the GPU from the start, given out again and again."""
 
     kept: dict[int, dict[str, torch.Tensor]] = {}  # noqa: RUF012  # shared on purpose
@@ -143,7 +146,7 @@ def main() -> None:
     if not folder.exists():
         make_model(folder, args.size)
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    vocab = int(COMMON["vocab_size"])  # type: ignore[call-overload]
+    vocab = COMMON["vocab_size"]
     ids = np.random.default_rng(0).integers(0, vocab, (args.samples, SEQ_LEN), dtype=np.int32)
     np.save(samples, ids)
     rows = []
@@ -166,10 +169,9 @@ def main() -> None:
             streamed = seconds
     seconds, peak = ours(folder, out, samples, None)
     row("ours, scales only", seconds, base, peak, "none")
-    plain, worker.Source = worker.Source, _Resident  # type: ignore[misc]
-    ours(folder, out, samples, "hf")
-    whole, peak = ours(folder, out, samples, "hf")
-    worker.Source = plain  # type: ignore[misc]
+    with mock.patch.object(worker, "Source", _Resident):
+        ours(folder, out, samples, "hf")
+        whole, peak = ours(folder, out, samples, "hf")
     row("ours, every weight resident", whole, base, peak, "hf")
     _Resident.kept.clear()
     forget()

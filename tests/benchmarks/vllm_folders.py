@@ -45,10 +45,10 @@ def make(scratch: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=512, rope_theta=10000.0, initializer_range=0.05,
+        head_dim=64, vocab_size=VOCABULARY, max_position_embeddings=512, initializer_range=0.05,
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     for number, layer in enumerate(model.model.layers):
         # Random weights give activations without outliers, and matrices whose scales are all alike.
         layer.input_layernorm.weight.data *= torch.linspace(0.3, 2, 512).bfloat16()

@@ -82,7 +82,7 @@ def test_a_cancelled_grpc_call_ends_in_the_engine(tiny: Served, model: str, stre
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_closed_http_stream_ends_in_the_engine(tiny: Served, model: str) -> None:
-    more = {"id": "left"} if model == "ensemble" else {}
+    more: dict[str, Any] = {"id": "left"} if model == "ensemble" else {}
     events = tiny.stream(model, **ask(model, **more))
     next(events)
     assert until(lambda: tiny.gauges()[ACTIVE] == 1)

@@ -9,6 +9,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,10 @@ pytestmark = pytest.mark.real
 
 CHAINS = 2
 # About 50 MB, cast to float32: the copying takes long enough to be hit.
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2,
-         "vocab_size": 8000, "num_hidden_layers": 6}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size": 8000, "num_hidden_layers": 6,
+}  # fmt: skip
 BUILD = ["--gpu", "cpu", "--dtype", "fp32", "--set", "build.max_input_len=64", "--set", "build.max_seq_len=128"]
 
 

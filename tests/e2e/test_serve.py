@@ -74,7 +74,7 @@ def test_greedy_text_is_that_of_transformers(
 @pytest.mark.parametrize(("prompt", "answer"), [("😀" * 10, "😀" * 8), ("Ελλάδα " * 4, "Ελλάδα Ελλάδα Ελλάδα Ελ")])
 def test_streamed_text_keeps_spaces_and_characters_that_span_tokens(served: Served, prompt: str, answer: str) -> None:
     """The model goes on with what it sees; an emoji is three tokens here, and Greek has spaces before words."""
-    ask = {"text_input": prompt.strip(), "max_tokens": 24}
+    ask: dict[str, Any] = {"text_input": prompt.strip(), "max_tokens": 24}
     through_ensemble = [event["text_output"] for event in served.stream(id=uuid.uuid4().hex, **ask)]
     through_bls = [event["text_output"] for event in served.stream("tensorrt_llm_bls", **ask)]
     assert "".join(through_ensemble).strip() == answer
@@ -84,7 +84,7 @@ def test_streamed_text_keeps_spaces_and_characters_that_span_tokens(served: Serv
 
 def test_a_character_cut_by_max_tokens(served: Served) -> None:
     """The whole text shows it as U+FFFD, as decoding does; a streamed one shows it where the end is known."""
-    ask = {"text_input": "😀" * 10, "max_tokens": 23}
+    ask: dict[str, Any] = {"text_input": "😀" * 10, "max_tokens": 23}
     assert served.generate(**ask)["text_output"] == "😀" * 7 + "�"
     through_bls = "".join(event["text_output"] for event in served.stream("tensorrt_llm_bls", **ask))
     assert through_bls == "😀" * 7 + "�"
@@ -94,7 +94,7 @@ def test_a_character_cut_by_max_tokens(served: Served) -> None:
 
 def test_a_burst_of_short_requests_leaves_the_server_well(served: Served) -> None:
     """Requests that end while the backend looks for clients that went away: asking too late would crash the server."""
-    ask = {"text_input": "Water boils at", "max_tokens": 2, "return_num_output_tokens": True}
+    ask: dict[str, Any] = {"text_input": "Water boils at", "max_tokens": 2, "return_num_output_tokens": True}
     with ThreadPoolExecutor(32) as pool:
         counts = list(pool.map(lambda _: served.generate(**ask)["num_output_tokens"], range(320)))
     assert counts == [2] * 320
@@ -121,7 +121,7 @@ def test_the_model_ends_at_its_end_of_text_unless_told_otherwise(served: Served,
         "text_input": "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n",
         "max_tokens": 64,
     }
-    counted = {"return_num_output_tokens": True, "return_num_input_tokens": True}
+    counted: dict[str, Any] = {"return_num_output_tokens": True, "return_num_input_tokens": True}
     ended = served.generate(**ask, **counted)
     assert ended["num_output_tokens"] < 64
     assert ended["num_input_tokens"] == len(tokenizer.encode(ask["text_input"]).ids)
@@ -239,7 +239,7 @@ def test_a_request_with_several_rows_and_copies_answers_each(served: Served, tok
     with InferenceServerClient(served.grpc) as client:
         client.start_stream(callback=lambda result, error: arrived.put((result, error)))
         client.async_stream_infer("tensorrt_llm", inputs, enable_empty_final_response=True)
-        got = {}
+        got: dict[tuple[int, int], list[int]] = {}
         while len(got) < 4:
             result, error = arrived.get(timeout=60)
             assert error is None

@@ -32,7 +32,7 @@ UNITS = {
     "token_goodput": "tokens/s",
 }
 GOOD = {"valid": True, "reasons": []}
-LATE = {
+LATE: dict[str, Any] = {
     "valid": False,
     "reasons": [
         {"what": "the event loop was late", "why": "by 31.0 ms at the 99th percentile", "remedy": "offer less"}
@@ -120,7 +120,7 @@ def metrics(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def level(
-    requests: Sequence[dict[str, Any]], *, concurrency: int | None = 1, rate: float | None = None, **changes: Any
+    requests: Sequence[dict[str, Any]], *, concurrency: float | None = 1, rate: float | None = None, **changes: Any
 ) -> dict[str, Any]:
     """What a report says of `requests`, under a closed loop unless a rate is given."""
     closed = {"kind": "closed", "concurrency": concurrency}

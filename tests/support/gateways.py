@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import httpx
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Answer = Callable[[Any, Any], AsyncIterator[Any]]

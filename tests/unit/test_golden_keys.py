@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from trtpipe.pipeline.spec import resolve, set_layer
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.store.store import Store
 
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "the reference runtime": {"gpu": "cpu", "dtype": "fp32"},
     "the reference runtime, FP8": {"gpu": "cpu", "dtype": "fp8-kv"},
     "vLLM": {"gpu": "h100", "dtype": "bf16", "runtime": "vllm"},

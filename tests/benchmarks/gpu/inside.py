@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ class Vllm:
     """vLLM's own engine, as our runtime sets it up; its steps are vLLM's, without ours."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        from vllm import SamplingParams  # type: ignore[import-not-found,unused-ignore]
-        from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found,unused-ignore]
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         from trtpipe.engines.engine_process.vllm_runtime import Runtime
 
         self.runtime = Runtime(folder, **options)
         self.engine = self.runtime._engine
-        self._params = lambda new: SamplingParams(
+        self._params: Callable[[int], Any] = lambda new: SamplingParams(
             temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
 
@@ -94,7 +95,7 @@ def synthetic(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     config = LlamaConfig(**{**COMMON, **SIZES["8b"], "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None})
     with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(folder, max_shard_size="5GB")
     tokenizer(Path(folder), config.vocab_size)
     return {"bytes": sum(parameter.nbytes for parameter in model.parameters())}
@@ -131,7 +132,7 @@ def transformers(model: str, streams: int, new: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map="cuda")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map="cuda")
     vocabulary = loaded.config.vocab_size
     random = np.random.default_rng(0)
     ids = torch.tensor(random.integers(0, vocabulary, (1, loop.PROMPT_TOKENS)), device="cuda")
@@ -390,10 +391,10 @@ def quantized(model: str, scratch: str, samples: int) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(0, vocabulary, (samples, quantize.SEQ_LEN), dtype=np.int32)
     np.save(place / "samples.npy", ids)
     rows = quantize.theirs(folder, place / "theirs", ids)
-    quantize.shutil.rmtree(place / "theirs", ignore_errors=True)
+    shutil.rmtree(place / "theirs", ignore_errors=True)
     quantize.ours(folder, place / "ours", place / "samples.npy", "hf")  # warms up
     seconds, peak = quantize.ours(folder, place / "ours", place / "samples.npy", "hf")
-    quantize.shutil.rmtree(place / "ours", ignore_errors=True)
+    shutil.rmtree(place / "ours", ignore_errors=True)
     return {"modelopt_s": float(rows[-1].split("= ")[1].split(" ")[0]), "ours_s": seconds, "ours_peak_gib": peak}
 
 

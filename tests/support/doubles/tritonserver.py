@@ -27,9 +27,14 @@ def mpirun(words: list[str]) -> int:
     for rank in ranks:
         assert rank[:3] == ["-n", "1", "tritonserver"], rank
     children = [subprocess.Popen(rank[2:]) for rank in ranks]
+
+    def pass_on(got: int, frame: object) -> None:
+        for child in children:
+            child.send_signal(got)
+
     # Ctrl-C and the like go to mpirun, which passes them on.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda got, frame: [child.send_signal(got) for child in children])
+        signal.signal(number, pass_on)
     return max(child.wait() for child in children)
 
 

@@ -140,7 +140,7 @@ def test_what_was_not_run_is_always_told() -> None:
     nothing = page.render({})
     assert "TensorRT engines" in nothing
     assert "**Two GPUs**" in nothing
-    speeds = {"fp8": {"in_process": {}, "served": []}}
+    speeds: dict[str, Any] = {"fp8": {"in_process": {}, "served": []}}
     there = page.render({"kv_cache": section(speeds)})
     assert "**The speed of an FP8 KV cache**" in nothing
     assert "**The speed of an FP8 KV cache**" not in there

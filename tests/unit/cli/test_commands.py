@@ -747,7 +747,7 @@ def test_the_line_of_a_running_benchmark() -> None:
     from trtpipe.pipeline.cli import console
 
     def line(total: int | None, **changes: Any) -> str:
-        live = {
+        live: dict[str, Any] = {
             "elapsed_s": 10.0,
             "warmed": 5,
             "done": 20,
@@ -905,7 +905,9 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
 ) -> None:
     from trtpipe.pipeline.serving.serve import start_until_ready
 
-    left, ended, notes = list(whys), [], []
+    left = list(whys)
+    ended: list[Any] = []
+    notes: list[str] = []
 
     def wait_ready(process: Any, endpoints: Endpoints, log: Path) -> None:
         why = left.pop(0)
@@ -914,7 +916,7 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
 
     monkeypatch.setattr(tritonserver, "wait_ready", wait_ready)
     monkeypatch.setattr(tritonserver, "end", ended.append)
-    process = SimpleNamespace(pid=1)
+    process: Any = SimpleNamespace(pid=1)
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
 
     def start() -> Any:

@@ -23,6 +23,7 @@ from trtpipe.engines.process import python_command
 from trtpipe.pipeline.cli import console, console_plan, console_top
 from trtpipe.pipeline.cli.console_text import LONGEST, bounded, one_line, visible
 from trtpipe.pipeline.net.triton_metrics import EngineFigures, Figures, GpuFigures, ModelFigures
+from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.serving.top import Snapshot
 from trtpipe.triton_repo.check import Fault
 
@@ -114,7 +115,7 @@ def inspection(text: str) -> None:
 
 
 def fault(text: str) -> None:
-    console.faults([Fault(severity="error", rule="x", path=Path("a"), where=text, what=text, why=text, remedy=text)])
+    console.faults([Fault(severity="error", rule="x", path="a", where=text, what=text, why=text, remedy=text)])
 
 
 def snapshot(text: str) -> Snapshot:
@@ -145,8 +146,8 @@ def advice(text: str) -> None:
     empty = SimpleNamespace(columns=("a", text), rows=[(text, text)], title=text)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("options", "memory", "refusals"):
-            patch.setattr(console_plan.tables, name, lambda found: empty)
-        patch.setattr(console_plan.tables, "load", lambda found: text)
+            patch.setattr(tables, name, lambda found: empty)
+        patch.setattr(tables, "load", lambda found: text)
         console_plan.advice(found, [], explain=True, as_json=False)
 
 

@@ -95,7 +95,7 @@ Built = Callable[..., tuple[list[Outcome], list[Told]]]
 
 
 @pytest.fixture
-def built(machines: Site, tmp_path: Path) -> Iterator[Built]:
+def built(machines: Site, tmp_path: Path) -> Built:
     """Build plans on the cluster; (outcomes, what was told meanwhile)."""
 
     def build(*plans: BuildSpec, exchange: str | None = None) -> tuple[list[Outcome], list[Told]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_what_the_worker_says_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -
     def run(*arguments: Any, **options: Any) -> Done:
         return Done()
 
-    monkeypatch.setattr(probe.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     assert probe._measure()["tflops"] == {}
     Done.stdout, Done.stderr = "", "Traceback\nRuntimeError: CUDA error: out of memory\n"
     with pytest.raises(Exception, match="measuring failed: RuntimeError: CUDA error: out of memory"):

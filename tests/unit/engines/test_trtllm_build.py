@@ -24,7 +24,7 @@ from trtpipe.engines.trtllm_options import resolve
 from trtpipe.pipeline.execution.executors import LocalExecutor
 
 H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
-SMALL = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 64}
+SMALL: dict[str, Any] = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 64}
 
 
 @pytest.fixture
@@ -47,8 +47,9 @@ def made(tmp_path: Path, at: Target) -> Checkpoint:
 
 
 def run(tmp_path: Path, checkpoint: Checkpoint, at: Target, **settings: Any) -> tuple[Path, list[str]]:
-    out, shown = tmp_path / "engine", []
+    out = tmp_path / "engine"
     out.mkdir()
+    shown: list[str] = []
     workshop = Workshop(executor=LocalExecutor(), log=tmp_path / "log", show=shown.append)
     config, _ = resolve(BuildConfig(**SMALL, **settings), at)
     engine, facts = tensorrt_llm.build(checkpoint, out, config, at, workshop)

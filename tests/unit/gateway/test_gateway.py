@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import httpx
 import pytest
 from hypothesis import given
@@ -367,8 +367,8 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
         (chat(n=2**31), 400, "n", "at most 16 answers a request, not 2147483648"),
         (chat(stop=["x" * 257]), 400, "stop", "up to 256 characters"),
         (chat(stop=["x"] * 5000), 400, "stop", "'stop' holds more than 4096 elements"),
-        (chat(**{f"x{n}": 1 for n in range(50_000)}), 400, None, "the body holds more than 50000 elements"),
-        (chat(**{"x" * 5000: 1}), 400, "x" * 200 + "...", "unknown field 'xxx"),
+        (chat() | {f"x{n}": 1 for n in range(50_000)}, 400, None, "the body holds more than 50000 elements"),
+        (chat() | {"x" * 5000: 1}, 400, "x" * 200 + "...", "unknown field 'xxx"),
         (chat(model="x" * 5000), 404, "model", "xxx...' does not exist"),
         (chat(stop=["x"] * 17), 400, "stop", "up to 16"),
         (chat(stream_options={"include_usage": True}), 400, "stream_options", "needs 'stream': true"),
@@ -403,7 +403,7 @@ def test_messages_in_parts_and_roles(folder: Path) -> None:
         (chat(stop=5), 400, "stop", "'stop': Input should be a valid string or a valid list"),
         (chat(stop=["x", 5]), 400, "stop.1", "'stop.1': Input should be a valid string"),
         (chat("\ud800"), 400, None, "half of a surrogate pair"),
-        (chat(**{"\ud800": 1}), 400, None, "half of a surrogate pair"),
+        (chat() | {"\ud800": 1}, 400, None, "half of a surrogate pair"),
         (b'{"model": "llama", "messages": "\xed\xa0\x80"}', 400, None, "not JSON"),
         (chat(model="gpt-4"), 404, "model", "model 'gpt-4' does not exist; served: llama"),
         (chat("x" * 60), 400, "messages", "the prompt has 67 tokens; this model takes 50"),

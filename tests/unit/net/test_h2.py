@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from time import monotonic_ns
 from typing import Any, TypeVar
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import pytest
 import uvloop
 from hpack import Encoder

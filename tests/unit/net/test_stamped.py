@@ -472,7 +472,8 @@ def test_a_listener_that_was_closed_takes_no_more_and_leaves_what_it_took() -> N
 @pytest.mark.loopback
 def test_a_connection_that_could_not_be_accepted_is_a_little_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the descriptors of this process are used up, its socket goes on to be readable."""
-    accept, failed = socket.socket.accept, []
+    accept = socket.socket.accept
+    failed: list[OSError] = []
 
     def scarce(sock: socket.socket) -> Any:
         if len(failed) < 2:

@@ -36,7 +36,9 @@ def test_options_are_ranked_by_cost_within_the_objectives() -> None:
     assert (first.name, second.name) == ("1 x h100 fp8-kv", "1 x a100 int8-sq")
     assert first.best is not None
     assert first.cost == pytest.approx(2.5 / (first.best.tokens_per_s * 3600) * 1e6)
-    assert first.cost < (second.cost or 0)
+    assert first.cost is not None
+    assert second.cost is not None
+    assert first.cost < second.cost
     assert first.rate is not None
     assert first.replicas == -(-200 // first.rate)
     assert first.best.meets(found.question.objectives)

@@ -89,7 +89,7 @@ kinds = st.builds(
 
 def linear(step: Step) -> float:
     """Sums of these are exact, so that what comes at the end of a step does so by both clocks."""
-    return (8 + step.context + 2 * step.decoding) / 1024
+    return float(8 + step.context + 2 * step.decoding) / 1024
 
 
 @given(requests, kinds)

@@ -24,7 +24,7 @@ from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.store import Store
 
-Edit = Callable[[dict[str, bytes]], None]
+Edit = Callable[[dict[str, bytes]], object]
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def other_record(content: dict[str, bytes]) -> None:
 DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
     (flip("checkpoint/rank0.safetensors"), InputDataError, "checkpoint/rank0.safetensors is damaged: its digest is"),
     (flip("tokenizer/tokenizer.json"), InputDataError, "tokenizer/tokenizer.json is damaged"),
-    (lambda content: content.pop("checkpoint/config.json") and None, InputDataError, "lacks checkpoint/config.json"),
-    (lambda content: content.pop("trtpipe.json") and None, InputDataError, "is no export of trtpipe"),
+    (lambda content: content.pop("checkpoint/config.json"), InputDataError, "lacks checkpoint/config.json"),
+    (lambda content: content.pop("trtpipe.json"), InputDataError, "is no export of trtpipe"),
     (lambda content: content.update({"trtpipe.json": b"{"}), InputDataError, "trtpipe.json is damaged"),
     (index(format=2), ArtefactRefused, "is of format 2, this trtpipe reads 1; export it again"),
     (outside, InputDataError, "holds the file name ../../config.json: it leads out of its folder"),

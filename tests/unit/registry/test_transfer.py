@@ -94,7 +94,7 @@ def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 def content(run: Path) -> dict[str, bytes]:
     """Every file of a run folder's artefacts, by its place there."""
-    out = {}
+    out: dict[str, bytes] = {}
     for makes in run.iterdir():
         if makes.is_dir():
             out |= {f"{makes.name}/{file.relative_to(makes)}": file.read_bytes() for file in makes.rglob("*.*")}
@@ -182,13 +182,12 @@ def test_what_broke_off_goes_on_where_it_was(
         "left by an interrupted pull"
     ) == 1
 
+    def noting(self: Any, blob: Blob, start: int = 0) -> Iterator[bytes]:
+        asked.append((blob.sha256, start))
+        return read(self, blob, start)
+
     asked.clear()
-    monkeypatch.setattr(type(weak), "read", read)
-    monkeypatch.setattr(
-        type(weak),
-        "read",
-        lambda self, blob, start=0: (asked.append((blob.sha256, start)), read(self, blob, start))[1],
-    )
+    monkeypatch.setattr(type(weak), "read", noting)
     transfer.pull(TARGET, registry(), store)
     assert min(start for sha256, start in asked if sha256 == left.name) == 5000
 
@@ -207,9 +206,12 @@ def test_an_engine_of_another_machine_is_refused_before_its_files(
     weak = registry()
     asked: list[int] = []
     read = type(weak).read
-    monkeypatch.setattr(
-        type(weak), "read", lambda self, blob, *rest: (asked.append(blob.size), read(self, blob, *rest))[1]
-    )
+
+    def noting(self: Any, blob: Blob, *rest: int) -> Iterator[bytes]:
+        asked.append(blob.size)
+        return read(self, blob, *rest)
+
+    monkeypatch.setattr(type(weak), "read", noting)
     with pytest.raises(ArtefactRefused) as error:
         transfer.pull("tiny.h100.bf16", weak, store)
     assert error.value.what == "the engine of tiny.h100.bf16 does not run on this machine"
@@ -306,9 +308,13 @@ def test_an_upload_to_s3_goes_on_where_it_broke_off(
     there: Any = open_registry("s3://models/parts")
     assert not there.has(blob)
     call = there._system.call_s3
-    there._system.call_s3 = lambda method, **named: (
-        sent.append(named["PartNumber"]) if method == "upload_part" else None, call(method, **named)
-    )[1]  # fmt: skip
+
+    def noting(method: str, **named: Any) -> Any:
+        if method == "upload_part":
+            sent.append(named["PartNumber"])
+        return call(method, **named)
+
+    there._system.call_s3 = noting
     moved: list[int] = []
     there.put(blob, tmp_path / "file", moved.append)
     assert sent == [1, 2, 3, 4], "what was there is not sent again"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -215,7 +216,8 @@ def test_a_gated_repository_whose_licence_was_not_accepted(
 @pytest.mark.parametrize("kind", ["gated", "private"])
 def test_hf_token_is_sent(server: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_granted")
-    commit = server.add(REPO, files, **{kind: True})
+    option: dict[str, Any] = {kind: True}
+    commit = server.add(REPO, files, **option)
     assert hub.resolve_commit(REPO, "main") == commit
     assert len(list(hub.download(REPO, commit, ignore).iterdir())) == len(WANTED)
     assert {entry.headers.get("authorization") for entry in server.asked} == {"Bearer hf_granted"}

@@ -37,7 +37,7 @@ RELEASES = ("0.9.0", "0.10.0", "0.12.0", "0.15.0", "0.16.0", "0.18.2", "0.19.0",
 H100 = Gpu(index=0, name="NVIDIA H100", sm=90, driver="590.44.01", total_mib=81920, used_mib=0)
 A100 = replace(H100, name="NVIDIA A100", sm=80)
 
-Change = Callable[[Repository], None]
+Change = Callable[[Repository], object]
 
 
 def told(faults: Sequence[Fault]) -> str:
@@ -110,7 +110,7 @@ def remove(name: str) -> Change:
 
 
 def move(name: str, to: str) -> Change:
-    return lambda repository: (repository.path / name).rename(repository.path / to) and None
+    return lambda repository: (repository.path / name).rename(repository.path / to)
 
 
 def both(*changes: Change) -> Change:
@@ -647,8 +647,8 @@ HARMLESS: list[tuple[str, Change]] = [
     ("nvidia's decoder", write("tensorrt_llm_bls/1/lib/decode.py", NVIDIA_DECODER)),
     ("other spelling", edit("postprocessing", 'parameters: {\n  key: "tokenizer_dir"\n  value: {',
                             'parameters { key: "tokenizer_dir", value {')),
-    ("drafts", both(lambda repository: shutil.copytree(repository.path / "tensorrt_llm", repository.path / "draft") and
-                    None, lambda repository: repository.edit("draft", 'name: "tensorrt_llm"', 'name: "draft"'),
+    ("drafts", both(lambda repository: shutil.copytree(repository.path / "tensorrt_llm", repository.path / "draft"),
+                    lambda repository: repository.edit("draft", 'name: "tensorrt_llm"', 'name: "draft"'),
                     param("tensorrt_llm_draft_model_name", "draft", "tensorrt_llm_bls"),
                     param("kv_cache_free_gpu_mem_fraction", "0.4"), lambda repository: repository.parameter(
                         "draft", "kv_cache_free_gpu_mem_fraction", "0.3"))),

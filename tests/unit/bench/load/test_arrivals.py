@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ def reached(stages: tuple[Stage, ...], moment_s: float) -> float:
     return total
 
 
-def gaps(load: Open, count: int, seed: int) -> np.ndarray:
+def gaps(load: Open, count: int, seed: int) -> npt.NDArray[np.float64]:
     return np.diff(due_times(load, seed, count=count), prepend=0) / SECOND
 
 
@@ -246,7 +247,7 @@ def test_by_default_a_tenth_comes_before_and_after() -> None:
 @pytest.mark.parametrize("process", [{}, {"arrivals": "gamma", "burstiness": 0.5}])
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_arrivals_have_the_rate_that_was_asked_for(
-    end: dict[str, int], process: dict[str, Any], seed: int
+    end: dict[str, Any], process: dict[str, Any], seed: int
 ) -> None:
     found = schedule(Open(rate=20, warmup_s=2, cooldown_s=1, **end, **process), seed)
     assert (len(found.due_ns), found.first, found.end) == (660, 40, 640)

@@ -183,5 +183,6 @@ def test_another_trace_in_the_place_of_the_shipped_one(tmp_path: Path, monkeypat
     # From the folder above: what is beside the file is not in the working folder.
     monkeypatch.chdir(tmp_path.parent)
     found = find_load(f"{tmp_path.name}/my.yaml")
+    assert found.work.trace is not None
     assert found.work.folder / found.work.trace == tmp_path / "mine.jsonl"
     assert found.work.max_total_tokens == 4096

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from trtpipe.pipeline.bench.load.lengths import Empirical, Fixed, Lognormal, Mix
 N = 40_000
 
 
-def draw(text: str | int, seed: int = 1) -> np.ndarray:
+def draw(text: str | int, seed: int = 1) -> npt.NDArray[np.int64]:
     return parse(text, "input_tokens").tokens(np.random.default_rng(seed), N)
 
 

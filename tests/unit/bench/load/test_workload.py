@@ -359,7 +359,8 @@ def test_a_session_does_not_depend_on_when_others_end(tokenizer: Tokenizer) -> N
 def test_a_session_ends_before_it_is_too_long(tokenizer: Tokenizer) -> None:
     work = Work(input_tokens=20, output_tokens=10, sessions=Sessions(turns=9), max_total_tokens=60)
     asks = Workload(work, tokenizer, 0).asks()
-    turn, last = next(asks), None
+    turn: RequestSpec | None = next(asks)
+    last: RequestSpec | None = None
     while turn is not None:
         last, turn = turn, asks.next_turn(turn, lambda: " ant bee")
     assert last is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import httpx
 import pytest
 from hpack import Decoder, Encoder

@@ -119,7 +119,7 @@ def test_a_metric_can_be_an_objective(compared: tuple[Path, BenchReport, Compari
 
 def test_a_metric_is_compared_and_can_fail_a_comparison(compared: tuple[Path, BenchReport, Comparison]) -> None:
     _, _, found = compared
-    shown: dict[str, Any] = {row[1]: row[2:] for row in found.table()[1]}
+    shown: dict[str | None, Any] = {row[1]: row[2:] for row in found.table()[1]}
     assert shown["second p50 ms"][:3] == ("40", "60", "1.500")
     assert shown["second p50 ms"][-1] == "worse"
     assert shown["prompt tokens/s"][:3] == ("1,000", "500", "0.500")

@@ -381,7 +381,9 @@ def test_intervals_of_the_mean_cover_the_true_one_about_as_often_as_they_say(
     for _ in range(150):
         interval = bootstrap(draw(rng, 60))
         assert interval is not None
-        low, high = interval["mean"]
+        mean = interval["mean"]
+        assert mean is not None
+        low, high = mean
         covered += low <= true <= high
     # 95% of 150, by three standard deviations and what the method lacks at 60 skewed values. Resampling values
     # instead of requests covers the second kind in less than half of the cases.

@@ -56,7 +56,8 @@ def test_an_invalid_run_and_an_unknown_figure() -> None:
 def test_many_runs_come_to_the_normal_quantile() -> None:
     half = {}
     for count in (31, 32, 1001):
-        found = over_runs([0.0, 1.0] * (count // 2) + [0.5] * (count % 2))
+        values: list[float | None] = [*[0.0, 1.0] * (count // 2), *[0.5] * (count % 2)]
+        found = over_runs(values)
         assert found is not None
         half[count] = (found["interval"][1] - found["mean"]) / found["std"] * count**0.5
     assert half == {31: pytest.approx(2.042), 32: pytest.approx(1.96), 1001: pytest.approx(1.96)}

@@ -101,7 +101,7 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     assert float(ttft["p99"]) == level["metrics"]["time_to_first_token"]["p99"]
 
 
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "objectives": (parse_objective("ttft:p99<10s"),),
     "wiring": Wiring(connections=2),
     "seed": 7,

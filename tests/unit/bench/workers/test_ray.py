@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -31,10 +32,10 @@ def cluster() -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args={**node, "node_ip_address": "127.0.0.2"})
     made.add_node(**{**node, "node_ip_address": "127.0.0.3"})
-    ray.init(address=made.address, _node_ip_address="127.0.0.2", log_to_driver=False, logging_level="error")
+    ray.init(address=made.address, _node_ip_address="127.0.0.2", log_to_driver=False, logging_level=logging.ERROR)
     yield made.address
     ray.shutdown()
     made.shutdown()

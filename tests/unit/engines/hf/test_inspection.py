@@ -22,7 +22,7 @@ from trtpipe.engines.quantize import job
 from trtpipe.pipeline.cli import console
 
 # Sizes that groups of 64 divide.
-SIZES = {"hidden_size": 128, "intermediate_size": 192}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192}
 
 
 @pytest.fixture

@@ -40,9 +40,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=64, rope_theta=10000.0,
+        vocab_size=128, max_position_embeddings=64,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     for layer in model.model.layers:
         # Random weights give activations without outliers, which no calibration would tell apart.
         layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, 128).bfloat16()

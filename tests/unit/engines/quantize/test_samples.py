@@ -19,7 +19,7 @@ from trtpipe import configs
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.quantize.samples import make_samples, read_texts
-from trtpipe.pipeline.sources import calibration
+from trtpipe.pipeline.sources import calibration, hub
 
 CALIBRATION = Path(configs.__file__).parent / "calibration"
 BOS = 0
@@ -300,7 +300,7 @@ def test_the_texts_of_a_hub_data_set_are_a_column_without_its_empty_lines(
 
     table = {"text": ["one", "", " ", None, "two"], "other": list("abcde")}
     parquet.write_table(pyarrow.table(table), tmp_path / "part.parquet")
-    monkeypatch.setattr(calibration.hub, "download_data", lambda repo, revision, name: tmp_path / name)
+    monkeypatch.setattr(hub, "download_data", lambda repo, revision, name: tmp_path / name)
     data = next(name for name, one in calibration.load_data_sets().items() if one.kind == "hub")
     one = replace(calibration.load_data_sets()[data], files=("part.parquet",), field="text")
     monkeypatch.setattr(calibration, "load_data_sets", lambda: {"data": one})

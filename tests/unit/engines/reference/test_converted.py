@@ -222,7 +222,7 @@ def test_logits_after_conversion_are_those_before(families: Families, tmp_path: 
     assert want.std() > 0.5
     context = outputs[0].context_logits
     assert context is not None
-    got = np.concatenate([context, *(output.generation_logits for output in outputs)])  # type: ignore[arg-type]
+    got = np.concatenate([context, *(output.generation_logits for output in outputs)])
     # The last row of the prompt's logits is also the first of the answer's; the last token of all is never run.
     rows = [*range(len(prompt)), *range(len(prompt) - 1, len(prompt) + NEW - 1)]
     torch.testing.assert_close(torch.from_numpy(got), want[rows], atol=1e-4, rtol=0)

@@ -60,7 +60,7 @@ def logits(runtime: Runtime) -> np.ndarray[Any, Any]:
     """Of three requests at once: of every prompt token and every new one."""
     found: list[np.ndarray[Any, Any]] = []
     for number in range(3):
-        wanted = {"return_context_logits": True, "return_generation_logits": True}
+        wanted: dict[str, Any] = {"return_context_logits": True, "return_generation_logits": True}
         runtime.submit(Request(id=number, prompt=tuple(range(3 + number, 14)), max_tokens=12, **wanted))
     while runtime.has_work:
         for output in runtime.step():

@@ -268,8 +268,9 @@ def by_layers(source: WeightSource, ids: torch.Tensor) -> torch.Tensor:
         hidden = run_layer(config, source.layer(index), hidden, cos, sin)
     norm, parts, _ = source.head()
     rows = rms_norm(hidden, norm, config.norm_epsilon).flatten(0, 1)
-    logits = torch.cat([multiply(rows, part) for part in parts], -1)
-    return logits.unflatten(0, ids.shape).float()
+    flat = torch.cat([multiply(rows, part) for part in parts], -1)
+    logits: torch.Tensor = flat.unflatten(0, ids.shape).float()
+    return logits
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[QuantAlgo], 
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, max_position_embeddings=64, initializer_range=0.04, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    original = LlamaForCausalLM(config).to(torch.bfloat16)
+    original = LlamaForCausalLM(config).bfloat16()
     made: dict[QuantAlgo, Exported] = {}
 
     def make(algo: QuantAlgo) -> Exported:

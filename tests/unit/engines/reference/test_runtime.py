@@ -194,7 +194,7 @@ def test_logits_are_those_of_transformers(
         length = len(request.prompt)
         check_logits(outputs[0].context_logits, want[:length])
         assert all(output.context_logits is None for output in outputs[1:])
-        got = np.concatenate([output.generation_logits for output in outputs])  # type: ignore[arg-type]
+        got = np.concatenate([output.generation_logits for output in outputs])
         check_logits(got, want[length - 1 : -1])
         # Far apart, or agreement would say little.
         assert want.std() > 0.5
