@@ -13,6 +13,7 @@ from typing import Any
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.families import families
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 
 SETTINGS = tuple(one.name for one in fields(BuildConfig))
@@ -122,8 +123,20 @@ def _check_target(build: BuildConfig, target: Target) -> None:
                 raise UsageError(
                     f"build.{name} needs --tp above 1", why="with one rank nothing is reduced", remedy="leave it out"
                 )
+    if target.architecture is not None:
+        check_architecture(build, target.architecture)
     if build.user_buffer and algo is not QuantAlgo.FP8:
         raise UsageError("build.user_buffer is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out")
+
+
+def check_architecture(build: BuildConfig, architecture: str) -> None:
+    """Raises UsageError for a setting that trtllm-build turns off for the architecture."""
+    if build.reduce_fusion and not families()[architecture].reduce_fusion:
+        raise UsageError(
+            f"build.reduce_fusion is not for a {architecture}",
+            why="trtllm-build would turn it off with only a line in its log",
+            remedy="leave it out",
+        )
 
 
 def _paged_fmha(build: BuildConfig, target: Target) -> tuple[bool, str]:

@@ -23,8 +23,9 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.quantize.scales import ATTENTION_INPUTS, LINEARS, LayerScales, LinearScales
+from trtpipe.engines.quantize.scales import LayerScales, LinearScales
 
 _KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
 
@@ -34,6 +35,7 @@ class Calibrator:
 
     modelopt      name of a ModelOpt configuration, such as FP8_DEFAULT_CFG; None quantizes no weights
     samples       [samples, seq_len] token ids
+    names         names of the family's tensors, which transformers' modules have too
     batch_tokens  tokens in one forward pass; more tokens are faster and take more memory
     scratch       folder for hidden states that do not fit into memory
     """
@@ -44,13 +46,14 @@ class Calibrator:
         embedding: torch.Tensor,
         samples: npt.NDArray[np.int32],
         quantization: Quantization,
+        names: SourceNames,
         *,
         modelopt: str | None,
         batch_tokens: int,
         scratch: Path,
         hidden_bytes: int,
     ) -> None:
-        self._quantization = quantization
+        self._quantization, self._names = quantization, names
         self._recipe = _configuration(modelopt, quantization)
         config = AutoConfig.from_pretrained(folder)
         # A model of one layer and a vocabulary of one token.
@@ -74,7 +77,7 @@ class Calibrator:
         model = self._model(weights)
         layer = model.layers[0]
         qkv = (
-            _Maximum(layer, ATTENTION_INPUTS)
+            _Maximum(layer, self._names.attention_inputs)
             if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8
             else None
         )
@@ -158,10 +161,10 @@ class Calibrator:
             return quantizer.amax.float().reshape(()).cpu()  # type: ignore[no-any-return]
 
         linears: dict[str, LinearScales] = {}
-        for name in LINEARS if self._recipe is not None else ():
+        for name in self._names.linears if self._recipe is not None else ():
             linear = layer.get_submodule(name)
             linears[name] = LinearScales(input_amax=amax(linear.input_quantizer), smooth=_smooth(linear))
-        attention = layer.self_attn
+        attention = layer.get_submodule(self._names.attention.rstrip("."))
         k = v = None
         if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
             k, v = amax(attention.k_bmm_quantizer), amax(attention.v_bmm_quantizer)

@@ -1,6 +1,6 @@
 """Encoding of weights into codes and scales, with the arithmetic of ModelOpt's two exporters, one layer at a time.
 
-`for_tensorrt_llm` and `for_hugging_face` take a layer's tensors by their names within it (`self_attn.q_proj.weight`)
+`for_tensorrt_llm` and `for_hugging_face` take a layer's tensors by the family's names (`self_attn.q_proj.weight`)
 and return the tensors to write, under the source names in `checkpoint.plan_rank` and `unified.plan`. TensorRT-LLM
 fuses q, k and v (and fc and gate in FP8), so the linears of such a group share scales in its format; in the Hugging
 Face format each linear has its own scales.
@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.quantize.scales import ATTENTION_INPUTS, LINEARS, MLP_INPUTS, LayerScales
+from trtpipe.engines.quantize.scales import LayerScales
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,48 +24,52 @@ INT8_MAX = 127.0
 INT4_MAX = 7.0
 # Smallest scale of a row of FP8 weights, which prevents a division by zero for a row of zeros.
 MIN_ROW_SCALE = 1.0 / (448.0 * 512.0)
-NORM_OF = {ATTENTION_INPUTS: "input_layernorm.weight", MLP_INPUTS: "post_attention_layernorm.weight"}
 
 
-def for_tensorrt_llm(weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization) -> Tensors:
+def for_tensorrt_llm(
+    weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization, source: SourceNames
+) -> Tensors:
     """Encode a layer's tensors for `plan_rank`; each linear is whole, and the plan splits it over ranks.
 
     Raises InputDataError for a weight or input that is all zeros.
     """
     algo = quantization.quant_algo
     # FP8 also runs fc and gate as one matrix; the other algorithms run them separately.
-    fused = (ATTENTION_INPUTS, MLP_INPUTS) if algo is QuantAlgo.FP8 else (ATTENTION_INPUTS,)
-    out = _others(weights)
+    fused = (source.attention_inputs, source.mlp_inputs) if algo is QuantAlgo.FP8 else (source.attention_inputs,)
+    out = _others(weights, source)
     if algo is None or algo is QuantAlgo.W8A16:
         out.update(weights)
     else:
-        smoothed = _smoothed(weights, scales, quantization, (ATTENTION_INPUTS,))
-        for name in LINEARS:
+        smoothed = _smoothed(weights, scales, quantization, source, (source.attention_inputs,))
+        for name in source.linears:
             group = next((names for names in fused if name in names), (name,))
             out.update(_linear(name, group, smoothed, scales, quantization, _TENSORRT_LLM))
-    out.update(_tensorrt_llm_cache(scales, quantization.kv_cache_quant_algo))
+    out.update(_tensorrt_llm_cache(scales, quantization.kv_cache_quant_algo, source.attention))
     return out
 
 
-def for_hugging_face(weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization) -> Tensors:
+def for_hugging_face(
+    weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization, source: SourceNames
+) -> Tensors:
     """Encode a layer's tensors for ModelOpt's unified folder. Raises InputDataError as `for_tensorrt_llm` does."""
-    groups = (ATTENTION_INPUTS, MLP_INPUTS)
-    out = _others(weights)
-    smoothed = _smoothed(weights, scales, quantization, groups)
-    for name in LINEARS:
+    groups = (source.attention_inputs, source.mlp_inputs)
+    out = _others(weights, source)
+    smoothed = _smoothed(weights, scales, quantization, source, groups)
+    for name in source.linears:
         group = next((names for names in groups if name in names), (name,))
         tensors = _linear(name, group, smoothed, scales, quantization, _HUGGING_FACE)
         if quantization.packed and len(group) > 1:
             # The group's smoothing vector is folded into the norm before it, so the linear needs none.
             smooth = tensors.pop(f"{name}.pre_quant_scale")
-            norm = weights[NORM_OF[group]]
-            out[NORM_OF[group]] = (norm * smooth).to(norm.dtype)
+            before = f"{source.norm_before(name)}.weight"
+            norm = weights[before]
+            out[before] = (norm * smooth).to(norm.dtype)
         out.update(tensors)
     if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
         assert scales.k_amax is not None
         assert scales.v_amax is not None
-        out["self_attn.k_proj.k_scale"] = scales.k_amax / E4M3_MAX
-        out["self_attn.v_proj.v_scale"] = scales.v_amax / E4M3_MAX
+        out[f"{source.k}.k_scale"] = scales.k_amax / E4M3_MAX
+        out[f"{source.v}.v_scale"] = scales.v_amax / E4M3_MAX
     return out
 
 
@@ -85,8 +90,8 @@ _HUGGING_FACE = _Names(
 )  # fmt: skip
 
 
-def _others(weights: Mapping[str, torch.Tensor]) -> Tensors:
-    linears = {f"{name}.weight" for name in LINEARS}
+def _others(weights: Mapping[str, torch.Tensor], source: SourceNames) -> Tensors:
+    linears = {f"{name}.weight" for name in source.linears}
     return {name: tensor for name, tensor in weights.items() if name not in linears}
 
 
@@ -94,6 +99,7 @@ def _smoothed(
     weights: Mapping[str, torch.Tensor],
     scales: LayerScales,
     quantization: Quantization,
+    source: SourceNames,
     groups: tuple[tuple[str, ...], ...],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """Each linear's weight with its smoothing folded in, and the factors of its input, in the weight's type.
@@ -101,7 +107,7 @@ def _smoothed(
     Linears of a group share an input; AWQ finds a vector for each linear, and the group uses their mean.
     """
     out: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for name in LINEARS:
+    for name in source.linears:
         weight = weights[f"{name}.weight"]
         if not quantization.pre_quant_scale:
             out[name] = (weight, None)
@@ -199,8 +205,7 @@ def _pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
     return (low | (high << 4)).view(torch.uint8), scale
 
 
-def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None) -> Tensors:
-    prefix = "self_attn."
+def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None, prefix: str) -> Tensors:
     if algo is KvCacheQuantAlgo.FP8:
         assert scales.k_amax is not None
         assert scales.v_amax is not None

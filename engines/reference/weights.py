@@ -14,16 +14,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trtpipe.engines.base import DataType
-from trtpipe.engines.checkpoint.layout import (
-    ROTARY_TABLES,
-    CheckpointConfig,
-    CheckpointError,
-    EmbeddingSharding,
-    rank_file,
-    rank_layout,
-)
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, rank_file, rank_layout
 from trtpipe.engines.hf.folder import LocatedTensor
 from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear, make_linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors

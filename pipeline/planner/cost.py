@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 
