@@ -107,16 +107,9 @@ def _quantization_json(quantization: Quantization) -> dict[str, Any]:
         "group_size": quantization.group_size,
         # Only AWQ loaders read this key; SmoothQuant's algorithm implies its scale.
         "pre_quant_scale": quantization.packed,
-        "exclude_modules": _excluded(algo),
+        # The list replaces the loader's default, so it must be complete.
+        "exclude_modules": algo and list(algo.row.exclude),
     }
-
-
-def _excluded(algo: QuantAlgo | None) -> list[str] | None:
-    """Modules that are not quantized. The list replaces the loader's default, so it must be complete."""
-    if algo is None:
-        return None
-    # W8A16 is the only algorithm whose loader quantizes the embedding, and its scales are not written.
-    return ["lm_head", "transformer.vocab_embedding"] if algo is QuantAlgo.W8A16 else ["lm_head"]
 
 
 def parse_config(raw: dict[str, Any], where: str) -> CheckpointConfig:
@@ -222,7 +215,7 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
                 f"{where}: exclude_modules does not name {head}", why="a quantized head is not read here"
             )
     return Quantization(
-        quant_algo=None if algo is None else QuantAlgo(algo),
+        quant_algo=None if algo is None else QuantAlgo[algo],
         kv_cache_quant_algo=None if cache is None else KvCacheQuantAlgo(cache),
         group_size=group,
     )

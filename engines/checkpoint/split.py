@@ -5,7 +5,7 @@ from __future__ import annotations
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
-from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
+from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 
 # Weight-only kernels work on tiles of this many rows and columns.
 KERNEL_MULTIPLE = 64
@@ -47,7 +47,7 @@ def _inputs(model: Geometry, tp: int) -> str:
 def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
     """Size that weight-only kernels would round up, or "": the loader would then expect padding that is not written."""
     algo = quantization.quant_algo
-    if algo is not QuantAlgo.W8A16 and not quantization.packed:
+    if algo is None or not algo.row.tiled:
         return ""
     unit = max(KERNEL_MULTIPLE, quantization.group_size if quantization.packed else 0)
     heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
@@ -59,7 +59,6 @@ def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
     }
     for name, (size, multiple) in sizes.items():
         if size % multiple:
-            assert algo is not None
             return f"{algo.value} needs a multiple of {multiple}, and {name} of a rank is {size} at tp_size {tp}"
     return ""
 

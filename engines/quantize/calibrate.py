@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales
 
 _KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
@@ -81,18 +81,19 @@ class Calibrator:
             if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8
             else None
         )
-        passes = 0
+        # How often ModelOpt runs the samples through a layer.
+        passes, needed = 0, self._quantization.passes
 
         def forward(_: torch.nn.Module) -> None:
             nonlocal passes
             passes += 1
             # AWQ reads the same hidden states twice, so only its second pass may replace them by the layer's output.
-            self._forward(model, index, replace=passes == self._passes)
+            self._forward(model, index, replace=passes == needed)
 
         try:
             with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
                 if self._recipe is not None:
-                    mtq.quantize(model, self._recipe, forward if self._passes else None)
+                    mtq.quantize(model, self._recipe, forward if needed else None)
                 else:
                     forward(model)
         except AssertionError as error:
@@ -106,15 +107,6 @@ class Calibrator:
         for module in model.modules():
             module._parameters.clear()
         return scales
-
-    @property
-    def _passes(self) -> int:
-        """Number of times that ModelOpt runs the samples through a layer."""
-        algo, cache = self._quantization.quant_algo, self._quantization.kv_cache_quant_algo
-        if self._quantization.packed:
-            return 2
-        dynamic = algo in (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
-        return 0 if dynamic and cache is None else 1
 
     def _model(self, weights: dict[str, torch.Tensor]) -> Any:
         with torch.device("meta"):

@@ -21,17 +21,10 @@ from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.export import config_in, copy_companions, whole
 from trtpipe.engines.hf.folder import read_config_json
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize.formats import HUGGING_FACE
 
 DETAILS = "hf_quant_config.json"
-_CODES = {
-    QuantAlgo.FP8: "F8_E4M3",
-    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: "F8_E4M3",
-    QuantAlgo.W8A8_SQ_PER_CHANNEL: "I8",
-    QuantAlgo.W8A16: "I8",
-    QuantAlgo.W4A16_AWQ: "U8",
-    QuantAlgo.W4A8_AWQ: "U8",
-}
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
@@ -62,18 +55,20 @@ def _linear(
     if algo is None:
         yield whole(name, shape, None)
         return
-    yield whole(name, (out // 2, width) if quantization.packed else shape, _CODES[algo])
+    names = HUGGING_FACE.names(algo)
+    codes = "U8" if quantization.packed else algo.row.codes
+    yield whole(name, (out // 2, width) if quantization.packed else shape, codes)
     if quantization.packed:
-        yield whole(stem + "weight_scale", (out, width // quantization.group_size), "F32")
+        yield whole(stem + names["scale"], (out, width // quantization.group_size), "F32")
     else:
-        yield whole(stem + "weight_scale", () if algo is QuantAlgo.FP8 else (out,), "F32")
-    if algo is QuantAlgo.W4A8_AWQ:
-        yield whole(stem + "weight_scale_2", (), "F32")
-    if algo in (QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A8_AWQ):
-        yield whole(stem + "input_scale", (), "F32")
+        yield whole(stem + names["scale"], () if algo.row.scale == "tensor" else (out,), "F32")
+    if algo.row.second_scale:
+        yield whole(stem + names["second_scale"], (), "F32")
+    if algo.row.static_input:
+        yield whole(stem + names["input_scale"], (), "F32")
     # AWQ's smoothing vector is folded into the norm before the linear, if there is one.
-    if quantization.pre_quant_scale and not (quantization.packed and follows_norm):
-        yield whole(stem + "pre_quant_scale", (width,), None)
+    if algo.row.smoothed and not (quantization.packed and follows_norm):
+        yield whole(stem + names["smooth"], (width,), None)
 
 
 def write_settings(
@@ -90,7 +85,7 @@ def write_settings(
     del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
-    if algo is QuantAlgo.FP8:
+    if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
     method |= {"ignore": excluded, **facts, "producer": producer, "quant_method": "modelopt"}

@@ -27,7 +27,8 @@ from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.process import Progress, serve_worker
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import unified
-from trtpipe.engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
+from trtpipe.engines.quantize.algorithms import Tensors
+from trtpipe.engines.quantize.encode import for_hugging_face, for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, load_scales, save_scales
 from trtpipe.engines.quantize.source import Source
 from trtpipe.engines.quantize.writer import Writer
@@ -220,7 +221,7 @@ def _room(device: torch.device) -> int:
 def _quantization(raw: dict[str, Any]) -> Quantization:
     algo, cache = raw["quant_algo"], raw["kv_cache_quant_algo"]
     return Quantization(
-        quant_algo=algo and QuantAlgo(algo),
+        quant_algo=algo and QuantAlgo[algo],
         kv_cache_quant_algo=cache and KvCacheQuantAlgo(cache),
         group_size=raw["group_size"],
     )

@@ -22,8 +22,10 @@ from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_
 from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantize.algorithms import make_linear
+from trtpipe.engines.quantize.formats import HUGGING_FACE
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Linear, Stacked, make_linear
+from trtpipe.engines.reference.linear import Linear, Stacked
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 from trtpipe.engines.reference.mlp import make_branches
 from trtpipe.engines.reference.weights import (
@@ -40,14 +42,6 @@ from trtpipe.engines.reference.weights import (
 )
 
 _FLOATS = frozenset(SAFETENSORS_DTYPE.values())
-# `make_linear`'s roles for the tensors of a linear.
-_ROLES = {
-    "weight": "weight",
-    "weight_scale": "scale",
-    "weight_scale_2": "second_scale",
-    "input_scale": "input_scale",
-    "pre_quant_scale": "smooth",
-}
 
 
 class HfFolder:
@@ -120,8 +114,8 @@ class UnifiedFolder:
         return self._tensors[name].to(self._dtype)
 
     def _linear(self, name: str) -> Linear:
-        stored = by_role(self._tensors, name + ".", _ROLES)
-        return make_linear(self.config.quantization.quant_algo, stored, self._dtype)
+        algo = self.config.quantization.quant_algo
+        return make_linear(algo, by_role(self._tensors, name + ".", algo, HUGGING_FACE), self._dtype)
 
     def _check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
         plans = {plan.name: plan for plan in unified.plan(model, self.config.quantization)}
