@@ -14,7 +14,8 @@ from trtpipe.configs.home import default_home
 from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig, parse_model_config, read_model_config
+from trtpipe.engines.hf.folder import parse_model_config, read_model_config
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.toolchain import Toolchain

@@ -9,21 +9,147 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
 
-class QuantAlgo(str, enum.Enum):
-    """Quantization algorithms that a TensorRT-LLM checkpoint of a dense Llama can have."""
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Facts of a quantization algorithm.
 
-    FP8 = "FP8"
-    FP8_PER_CHANNEL_PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
-    W8A8_SQ_PER_CHANNEL = "W8A8_SQ_PER_CHANNEL"
-    W8A16 = "W8A16"
-    W4A16_AWQ = "W4A16_AWQ"
-    W4A8_AWQ = "W4A8_AWQ"
+    arithmetic      its `engines.quantize.algorithms.Arithmetic`, as module:class
+    codes           safetensors type of a weight's codes in a TensorRT-LLM checkpoint
+    scale           the weights that share a scale: those of a tensor, of an output row, or of a group of input features
+                    in a row. Grouped codes have four bits, two output rows to a byte
+    scale_name      name of the weight's scale in a TensorRT-LLM checkpoint
+    second_scale    whether a weight has one scale more, for the tensor
+    static_input    whether the input has one scale, from calibration
+    smoothed        whether the input is multiplied by a vector before the product with the weight
+    passes          how often calibration runs the samples through a layer; 0 if scales depend on the weights alone
+    operands        type of the operands of the GPU's product; "" for the model's type
+    tiled           whether TensorRT-LLM's kernel needs whole tiles of weights
+    group_sizes     group sizes that TensorRT-LLM's kernel knows
+    engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
+                    of its GPU
+    exclude         modules that TensorRT-LLM's loader is told not to quantize
+    """
+
+    arithmetic: str
+    codes: str
+    scale: Literal["tensor", "row", "group"]
+    scale_name: str = "weights_scaling_factor"
+    second_scale: bool = False
+    static_input: bool = False
+    smoothed: bool = False
+    passes: int
+    operands: Literal["fp8", "int8", ""] = ""
+    tiled: bool = False
+    group_sizes: tuple[int, ...] = ()
+    engine_encodes: bool = False
+    exclude: tuple[str, ...] = ("lm_head",)
+
+    @property
+    def fp8_inputs(self) -> bool:
+        """Whether linears take FP8 inputs with a scale from calibration."""
+        return self.operands == "fp8" and self.static_input
+
+    @property
+    def fp8_tensors(self) -> bool:
+        """Whether weights and inputs are FP8 with one scale each, which TensorRT multiplies without a plugin."""
+        return self.fp8_inputs and self.scale == "tensor"
+
+
+_ARITHMETIC = "trtpipe.engines.quantize.algorithms:"
+
+
+class QuantAlgo(str, enum.Enum):
+    """Quantization algorithms that a TensorRT-LLM checkpoint can have, by TensorRT-LLM's names; one row each."""
+
+    row: Algorithm
+
+    def __new__(cls, name: str, row: Algorithm) -> QuantAlgo:
+        made = str.__new__(cls, name)
+        made._value_ = name
+        made.row = row
+        return made
+
+    FP8 = (
+        "FP8",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Fp8Tensor",
+            codes="F8_E4M3",
+            scale="tensor",
+            static_input=True,
+            passes=1,
+            operands="fp8",
+        ),
+    )
+    FP8_PER_CHANNEL_PER_TOKEN = (
+        "FP8_PER_CHANNEL_PER_TOKEN",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Fp8Row",
+            codes="F8_E4M3",
+            scale="row",
+            scale_name="per_channel_scale",
+            passes=0,
+            operands="fp8",
+        ),
+    )
+    W8A8_SQ_PER_CHANNEL = (
+        "W8A8_SQ_PER_CHANNEL",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int8Row",
+            codes="I8",
+            scale="row",
+            static_input=True,
+            smoothed=True,
+            passes=1,
+            operands="int8",
+        ),
+    )
+    W8A16 = (
+        "W8A16",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int8Weight",
+            codes="I8",
+            scale="row",
+            passes=0,
+            tiled=True,
+            engine_encodes=True,
+            # Its loader is the only one that would quantize the embedding, and its scales are not written.
+            exclude=("lm_head", "transformer.vocab_embedding"),
+        ),
+    )
+    W4A16_AWQ = (
+        "W4A16_AWQ",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int4Weight",
+            codes="I8",
+            scale="group",
+            smoothed=True,
+            passes=2,
+            tiled=True,
+            group_sizes=(64, 128),
+        ),
+    )
+    W4A8_AWQ = (
+        "W4A8_AWQ",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int4WeightFp8",
+            codes="I8",
+            scale="group",
+            second_scale=True,
+            static_input=True,
+            smoothed=True,
+            passes=2,
+            operands="fp8",
+            tiled=True,
+            group_sizes=(128,),
+        ),
+    )
 
 
 class KvCacheQuantAlgo(str, enum.Enum):
@@ -47,18 +173,23 @@ class Quantization:
     @property
     def packed(self) -> bool:
         """Whether weights are 4-bit codes, two to a byte, with a scale for each group."""
-        return self.quant_algo in (QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ)
+        return self.quant_algo is not None and self.quant_algo.row.scale == "group"
 
     @property
     def pre_quant_scale(self) -> bool:
         """Whether a linear's input is multiplied by a vector before the product with the weight."""
-        return self.packed or self.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL
+        return self.quant_algo is not None and self.quant_algo.row.smoothed
 
     @property
     def calibrated(self) -> bool:
         """Whether scales depend on activations, so that calibration samples must be run."""
-        weights_only = (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
-        return self.quant_algo not in weights_only or self.kv_cache_quant_algo is not None
+        return self.passes > 0
+
+    @property
+    def passes(self) -> int:
+        """Number of times that calibration runs the samples through a layer."""
+        weights = 0 if self.quant_algo is None else self.quant_algo.row.passes
+        return max(weights, 0 if self.kv_cache_quant_algo is None else 1)
 
 
 UNQUANTIZED = Quantization()
@@ -215,8 +346,13 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
         raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
     if group_size not in GROUP_SIZES:
         raise UsageError(f"a group size of {group_size} does not run", why="TensorRT-LLM's kernels know 64 and 128")
-    if recipe.quant_algo is QuantAlgo.W4A8_AWQ and group_size != 128:
-        raise UsageError(f"{recipe.name} does not run with groups of {group_size}", why="its kernel knows 128 alone")
+    assert recipe.quant_algo is not None
+    known = recipe.quant_algo.row.group_sizes
+    if group_size not in known:
+        raise UsageError(
+            f"{recipe.name} does not run with groups of {group_size}",
+            why=f"its kernel knows {' and '.join(map(str, known))} alone",
+        )
     return replace(recipe, group_size=group_size)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from trtpipe.engines.backends.base import Target, Workshop
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.layout import LOADERS, rank_file, read_config
+from trtpipe.engines.checkpoint.config import LOADERS, read_config
+from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
 from trtpipe.engines.executor import Task
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.toolchain import Toolchain
-from trtpipe.engines.trtllm_options import arguments
+from trtpipe.engines.trtllm_options import arguments, check_architecture
 
 PROGRAM = "trtllm-build"
 # Size of an engine / size of its checkpoint: the weights, and what TensorRT adds to them.
@@ -35,8 +36,11 @@ def build(
     checkpoint: Checkpoint, out: Path, build: BuildConfig, target: Target, workshop: Workshop
 ) -> tuple[Engine, dict[str, str]]:
     """Compile the checkpoint on a GPU. Raises ArtefactRefused for a checkpoint of another release or mapping,
-    HostError when trtllm-build cannot run here, StageFailed when it fails."""
+    UsageError for a setting that its architecture cannot have, HostError when trtllm-build cannot run here,
+    StageFailed when it fails."""
     check_checkpoint(checkpoint.path, target)
+    # The target of a model that had to be downloaded does not know its architecture.
+    check_architecture(build, read_config(checkpoint.path).architecture)
     _require_disk(checkpoint.path, out, target)
     task = Task(
         command=(PROGRAM, *arguments(checkpoint.path, out, build, target.toolchain.flags)),

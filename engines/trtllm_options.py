@@ -13,6 +13,7 @@ from typing import Any
 from trtpipe.engines.backends.base import Target
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.families import families
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
 
 SETTINGS = tuple(one.name for one in fields(BuildConfig))
@@ -21,8 +22,6 @@ BARE = (
     "gather_context_logits", "gather_generation_logits", "strip_plan", "weight_streaming", "weight_sparsity",
     "fast_build", "monitor_memory",
 )  # fmt: skip
-# Algorithms whose linears take FP8 inputs.
-_FP8_INPUTS = (QuantAlgo.FP8, QuantAlgo.W4A8_AWQ)
 _HOPPER_FP8 = ("gemm_swiglu_plugin", "low_latency_gemm_plugin", "low_latency_gemm_swiglu_plugin")
 _SEVERAL_RANKS = ("reduce_fusion", "gemm_allreduce_plugin")
 
@@ -44,13 +43,14 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     elif build.use_fp8_context_fmha and not possible:
         raise UsageError("build.use_fp8_context_fmha is not possible here", why=why, remedy="leave it out")
     algo = target.quantization.quant_algo
+    fp8 = algo is not None and algo.row.fp8_tensors
     if build.gemm_plugin is None:
         chosen["gemm_plugin"] = (
             ("disable", "TensorRT's own FP8 products are faster but for small batches")
-            if algo is QuantAlgo.FP8
+            if fp8
             else ("auto", "the plugin is faster for what is not FP8")
         )
-    fusable = algo in (None, QuantAlgo.FP8)
+    fusable = algo is None or fp8
     if build.use_fused_mlp is None:
         chosen["use_fused_mlp"] = fusable, "for weights that are FP8 or not quantized"
     elif build.use_fused_mlp and not fusable:
@@ -105,14 +105,15 @@ def _check_toolchain(build: BuildConfig, target: Target) -> None:
 
 def _check_target(build: BuildConfig, target: Target) -> None:
     algo, sm = target.quantization.quant_algo, target.gpu.sm
+    fp8 = algo is not None and algo.row.fp8_tensors
     for name in _HOPPER_FP8:
-        if getattr(build, name) == "fp8" and (algo is not QuantAlgo.FP8 or sm != 90):
+        if getattr(build, name) == "fp8" and not (fp8 and sm == 90):
             raise UsageError(
                 f"build.{name} is not possible here",
                 why=f"it is a kernel for FP8 weights on SM90, not {_named(algo)} on {target.gpu.describe()}",
                 remedy="leave it out",
             )
-    if build.gemm_plugin == "fp8" and algo is not QuantAlgo.FP8:
+    if build.gemm_plugin == "fp8" and not fp8:
         raise UsageError(
             "build.gemm_plugin=fp8 is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out"
         )
@@ -122,20 +123,32 @@ def _check_target(build: BuildConfig, target: Target) -> None:
                 raise UsageError(
                     f"build.{name} needs --tp above 1", why="with one rank nothing is reduced", remedy="leave it out"
                 )
-    if build.user_buffer and algo is not QuantAlgo.FP8:
+    if target.architecture is not None:
+        check_architecture(build, target.architecture)
+    if build.user_buffer and not fp8:
         raise UsageError("build.user_buffer is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out")
+
+
+def check_architecture(build: BuildConfig, architecture: str) -> None:
+    """Raises UsageError for a setting that trtllm-build turns off for the architecture."""
+    if build.reduce_fusion and not families()[architecture].reduce_fusion:
+        raise UsageError(
+            f"build.reduce_fusion is not for a {architecture}",
+            why="trtllm-build would turn it off with only a line in its log",
+            remedy="leave it out",
+        )
 
 
 def _paged_fmha(build: BuildConfig, target: Target) -> tuple[bool, str]:
     """Whether prompt attention can read the paged cache, and why."""
-    cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
+    cache = target.quantization.kv_cache_quant_algo
     if not build.context_fmha or build.kv_cache_type != "paged":
         return False, "it needs build.context_fmha and a paged KV cache"
     if build.streamingllm:
         return False, "attention sinks rule it out"
     if cache is KvCacheQuantAlgo.INT8:
         return False, "prompt attention cannot read an INT8 KV cache"
-    if cache is KvCacheQuantAlgo.FP8 and (algo not in _FP8_INPUTS or (target.gpu.sm or 0) < 89):
+    if cache is KvCacheQuantAlgo.FP8 and not _fp8_inputs(target):
         return False, "prompt attention reads an FP8 KV cache only beside FP8 weights, on SM89 and above"
     return True, "chunked context and KV-cache reuse need it"
 
@@ -143,13 +156,19 @@ def _paged_fmha(build: BuildConfig, target: Target) -> tuple[bool, str]:
 def _fp8_fmha(build: BuildConfig, target: Target, *, paged: bool) -> tuple[bool, str]:
     """Whether prompt attention can compute in FP8, and why."""
     cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
-    if algo not in _FP8_INPUTS or (target.gpu.sm or 0) < 89:
+    if not _fp8_inputs(target):
         return False, f"for FP8 or W4A8_AWQ weights on SM89 and above, not {_named(algo)} on {target.gpu.describe()}"
     if not build.context_fmha:
         return False, "it needs build.context_fmha"
     if paged and cache is not KvCacheQuantAlgo.FP8:
         return False, "on a paged cache it needs an FP8 KV cache"
     return True, "weights and KV cache are FP8"
+
+
+def _fp8_inputs(target: Target) -> bool:
+    """Whether the target's linears take FP8 inputs, on a GPU that computes FP8."""
+    algo = target.quantization.quant_algo
+    return algo is not None and algo.row.fp8_inputs and (target.gpu.sm or 0) >= 89
 
 
 def _named(algo: QuantAlgo | None) -> str:

@@ -187,7 +187,13 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     elif "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
+    target = Target(
+        gpu=gpu,
+        mapping=mapping,
+        quantization=quantization,
+        toolchain=toolchain,
+        architecture=None if backend.ANYWHERE else _architecture(model_name),
+    )
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
     serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config, runtime)
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
@@ -236,6 +242,14 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
         serving=serving, settings={**plain, **grouped}, values=tuple(values),
     )  # fmt: skip
+
+
+def _architecture(name: str) -> str | None:
+    """The model's architecture; None for a model that must be downloaded first."""
+    try:
+        return facts.find_shape(name)[1].architecture
+    except UsageError:
+        return None
 
 
 def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:

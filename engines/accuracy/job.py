@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtpipe.engines.checkpoint.layout import read_config
+from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_config_json, read_model_config
 from trtpipe.engines.json_input import read_json

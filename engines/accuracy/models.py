@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, EmbeddingSharding, read_config
+from trtpipe.engines.checkpoint.config import read_config
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import locate_tensors, read_config_json
+from trtpipe.engines.families import family_of
+from trtpipe.engines.hf.folder import locate_tensors, read_config_json, read_model_config
+from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
 from trtpipe.engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
 
@@ -63,7 +66,8 @@ def vocabulary_rows(parts: Sequence[torch.Tensor], first: int, last: int) -> tor
 
 
 def _stored_type(folder: Path) -> torch.dtype:
-    embedding = locate_tensors(folder).get("model.embed_tokens.weight")
+    names = family_of(read_model_config(folder, quantized=True)).names
+    embedding = locate_tensors(folder).get(f"{names.embedding}.weight")
     stored = embedding.entry.dtype if embedding is not None else None
     # For a missing tensor, or one of another type, the reader of the weights raises the error.
     return next((TORCH_DTYPE[kind] for kind, name in SAFETENSORS_DTYPE.items() if name == stored), torch.bfloat16)

@@ -12,7 +12,8 @@ from pathlib import Path
 from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.layout import rank_file, read_config
+from trtpipe.engines.checkpoint.config import read_config
+from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.toolchain import Toolchain

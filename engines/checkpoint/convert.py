@@ -22,21 +22,16 @@ import numpy as np
 
 from trtpipe.engines.base import Checkpoint, DataType, Mapping
 from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
-from trtpipe.engines.checkpoint.layout import (
-    SAFETENSORS_DTYPE,
-    EmbeddingSharding,
-    Piece,
-    TensorPlan,
-    check_mapping,
-    config_json,
-    plan_rank,
-    rank_file,
-    source_shapes,
-)
+from trtpipe.engines.checkpoint.config import config_json
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families import family_of
 from trtpipe.engines.files import pwrite_all, write_json
-from trtpipe.engines.hf.folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
+from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 
 BLOCK_BYTES = 8 << 20
 # Two threads keep a disk busy while a third casts; more threads only take memory.
@@ -111,11 +106,8 @@ def rewrite(
 
 def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTensor]) -> None:
     """Raises InputDataError for a missing or unexpected tensor, or one of a wrong shape or dtype."""
-    if model.mlp_bias:
-        raise InputDataError(
-            f"{folder} has biases in its feed-forward layers (mlp_bias)",
-            why="a TensorRT-LLM Llama has none, and upstream's converter drops them silently",
-        )
+    family = family_of(model)
+    family.check_source(folder, model)
     wanted = source_shapes(model)
     for name, shape in wanted.items():
         if name not in located:
@@ -131,7 +123,7 @@ def check_source(folder: Path, model: ModelConfig, located: dict[str, LocatedTen
                 f"tensor '{name}' in {found.path} has dtype {found.entry.dtype}",
                 why="weights must be BF16, F16 or F32",
             )
-    tied_head = {"lm_head.weight"} if model.tie_word_embeddings else set()
+    tied_head = {f"{family.names.head}.weight"} if model.tie_word_embeddings else set()
     extra = sorted(n for n in located.keys() - wanted.keys() - tied_head if not n.endswith(DERIVED_SUFFIX))
     if extra:
         raise InputDataError(

@@ -5,26 +5,26 @@ from __future__ import annotations
 from math import prod
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, check_mapping, plan_rank
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank
+from trtpipe.engines.checkpoint.quantized import LINEARS
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE
-from trtpipe.engines.quantization import QuantAlgo, Quantization
-
-_LINEAR_STEMS = (".qkv.weight", ".dense.weight", ".fc.weight", ".gate.weight", ".proj.weight")
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantization import Quantization
 
 
 def rank_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
     """Bytes of the largest rank's weights in an engine, without activations and KV cache."""
-    ranks = []
+    algo, ranks = quantization.quant_algo, []
     for pp_rank in range(mapping.pp_size):
         total = 0
         for plan in plan_rank(model, mapping, tp_rank=0, pp_rank=pp_rank, quantization=quantization):
             size = ITEMSIZE[plan.dtype or SAFETENSORS_DTYPE[dtype]]
-            # A W8A16 checkpoint stores float weights; the build rounds them to one byte each.
-            if quantization.quant_algo is QuantAlgo.W8A16 and plan.name.endswith(_LINEAR_STEMS):
-                size = 1
+            # The checkpoint stores float weights; the build encodes them.
+            if algo is not None and algo.row.engine_encodes and plan.name.endswith(LINEARS):
+                size = ITEMSIZE[algo.row.codes]
             total += prod(plan.shape) * size
         ranks.append(total)
     return max(ranks)

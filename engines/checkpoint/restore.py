@@ -15,22 +15,14 @@ from typing import Any
 import numpy as np
 
 from trtpipe.engines.checkpoint.cast import Bits, Caster, Overflow
-from trtpipe.engines.checkpoint.layout import (
-    ROTARY_TABLES,
-    SAFETENSORS_DTYPE,
-    CheckpointConfig,
-    CheckpointError,
-    Piece,
-    TensorPlan,
-    plan_rank,
-    rank_file,
-    read_config,
-    source_shapes,
-)
-from trtpipe.engines.errors import suggestion
+from trtpipe.engines.checkpoint.config import CheckpointError, read_config
+from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, plan_rank, rank_file, source_shapes
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
+from trtpipe.engines.families import family_of
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.folder import SINGLE_NAME, LocatedTensor, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, SafetensorsFile, header_bytes, read_header
+from trtpipe.engines.model_config import CheckpointConfig
 
 BLOCK_BYTES = 8 << 20
 # Fields of config.json that must be equal in both folders.
@@ -39,7 +31,6 @@ COMPARED_FIELDS = (
     "num_key_value_heads", "head_size", "norm_epsilon", "max_position_embeddings", "rotary_base", "rotary_scaling",
     "attn_bias",
 )  # fmt: skip
-MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
 
 
 @dataclass(frozen=True)
@@ -103,14 +94,9 @@ def restore(checkpoint: Path, out: Path) -> None:
     the same values disagree, or padding is not zero.
     """
     config = _read_plain(checkpoint)
-    if config.architecture not in MODEL_TYPES:
-        raise CheckpointError(
-            f"{checkpoint} is of the architecture '{config.architecture}'",
-            remedy=suggestion(config.architecture, MODEL_TYPES),
-        )
     # All planned tensors are checked against the files before a file of the size that config.json states is created.
     pieces = list(_pieces(checkpoint, config))
-    write_json(out / "config.json", _hf_config(config))
+    write_json(out / "config.json", family_of(config).hf_config(config))
     shapes = source_shapes(config)
     dtype = SAFETENSORS_DTYPE[config.dtype]
     header, offsets = header_bytes((name, dtype, shape) for name, shape in shapes.items())
@@ -209,26 +195,3 @@ def _kind(dtype: str) -> type[np.unsignedinteger[Any]]:
 
 def _two_dimensional(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], prod(shape[1:]))
-
-
-def _hf_config(config: CheckpointConfig) -> dict[str, Any]:
-    return {
-        "architectures": [config.architecture],
-        "model_type": MODEL_TYPES[config.architecture],
-        "hidden_act": "silu",
-        "torch_dtype": config.dtype.value,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_size,
-        "rms_norm_eps": config.norm_epsilon,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": config.rotary_scaling,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attn_bias,
-        "mlp_bias": False,
-    }

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, Piece, TensorPlan, source_shapes
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE

@@ -8,11 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX, check_source
-from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, rank_file, rank_layout, read_config
+from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, SAFETENSORS_DTYPE, rank_file, rank_layout
 from trtpipe.engines.errors import InputDataError, TrtpipeError
-from trtpipe.engines.hf.folder import INDEX_NAME, ModelConfig, locate_tensors, read_config_json, read_model_config
+from trtpipe.engines.families import family_of
+from trtpipe.engines.hf.folder import INDEX_NAME, locate_tensors, read_config_json, read_model_config
 from trtpipe.engines.hf.safetensors_file import TensorEntry, read_header
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.engines.quantize import unified
 
@@ -120,11 +123,12 @@ def _unified_problems(model: ModelConfig, quantization: Quantization, tensors: l
     layout = {
         plan.name: ((plan.dtype,) if plan.dtype else _FLOATS, plan.shape) for plan in unified.plan(model, quantization)
     }
+    head = f"{family_of(model).names.head}.weight"
     # Some folders store a head although the config ties it, and buffers of older exports; loaders read neither.
     unread = {
         tensor.name
         for tensor in tensors
-        if tensor.name.endswith(DERIVED_SUFFIX) or (model.tie_word_embeddings and tensor.name == "lm_head.weight")
+        if tensor.name.endswith(DERIVED_SUFFIX) or (model.tie_word_embeddings and tensor.name == head)
     }
     return list(_deviations({tensor.name: tensor for tensor in tensors if tensor.name not in unread}, layout))
 

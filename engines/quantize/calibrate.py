@@ -23,8 +23,9 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.quantize.scales import ATTENTION_INPUTS, LINEARS, LayerScales, LinearScales
+from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize.scales import LayerScales, LinearScales
 
 _KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
 
@@ -34,6 +35,7 @@ class Calibrator:
 
     modelopt      name of a ModelOpt configuration, such as FP8_DEFAULT_CFG; None quantizes no weights
     samples       [samples, seq_len] token ids
+    names         names of the family's tensors, which transformers' modules have too
     batch_tokens  tokens in one forward pass; more tokens are faster and take more memory
     scratch       folder for hidden states that do not fit into memory
     """
@@ -44,13 +46,14 @@ class Calibrator:
         embedding: torch.Tensor,
         samples: npt.NDArray[np.int32],
         quantization: Quantization,
+        names: SourceNames,
         *,
         modelopt: str | None,
         batch_tokens: int,
         scratch: Path,
         hidden_bytes: int,
     ) -> None:
-        self._quantization = quantization
+        self._quantization, self._names = quantization, names
         self._recipe = _configuration(modelopt, quantization)
         config = AutoConfig.from_pretrained(folder)
         # A model of one layer and a vocabulary of one token.
@@ -74,22 +77,23 @@ class Calibrator:
         model = self._model(weights)
         layer = model.layers[0]
         qkv = (
-            _Maximum(layer, ATTENTION_INPUTS)
+            _Maximum(layer, self._names.attention_inputs)
             if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8
             else None
         )
-        passes = 0
+        # How often ModelOpt runs the samples through a layer.
+        passes, needed = 0, self._quantization.passes
 
         def forward(_: torch.nn.Module) -> None:
             nonlocal passes
             passes += 1
             # AWQ reads the same hidden states twice, so only its second pass may replace them by the layer's output.
-            self._forward(model, index, replace=passes == self._passes)
+            self._forward(model, index, replace=passes == needed)
 
         try:
             with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
                 if self._recipe is not None:
-                    mtq.quantize(model, self._recipe, forward if self._passes else None)
+                    mtq.quantize(model, self._recipe, forward if needed else None)
                 else:
                     forward(model)
         except AssertionError as error:
@@ -103,15 +107,6 @@ class Calibrator:
         for module in model.modules():
             module._parameters.clear()
         return scales
-
-    @property
-    def _passes(self) -> int:
-        """Number of times that ModelOpt runs the samples through a layer."""
-        algo, cache = self._quantization.quant_algo, self._quantization.kv_cache_quant_algo
-        if self._quantization.packed:
-            return 2
-        dynamic = algo in (None, QuantAlgo.W8A16, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
-        return 0 if dynamic and cache is None else 1
 
     def _model(self, weights: dict[str, torch.Tensor]) -> Any:
         with torch.device("meta"):
@@ -158,10 +153,10 @@ class Calibrator:
             return quantizer.amax.float().reshape(()).cpu()  # type: ignore[no-any-return]
 
         linears: dict[str, LinearScales] = {}
-        for name in LINEARS if self._recipe is not None else ():
+        for name in self._names.linears if self._recipe is not None else ():
             linear = layer.get_submodule(name)
             linears[name] = LinearScales(input_amax=amax(linear.input_quantizer), smooth=_smooth(linear))
-        attention = layer.self_attn
+        attention = layer.get_submodule(self._names.attention.rstrip("."))
         k = v = None
         if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
             k, v = amax(attention.k_bmm_quantizer), amax(attention.v_bmm_quantizer)

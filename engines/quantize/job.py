@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import EmbeddingSharding, check_mapping
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import HostError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.process import Progress, run_worker
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe
 

@@ -15,12 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.quantization import Quantization
-
-# The linears of a decoder layer, by their names within it.
-ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
-LINEARS = (*ATTENTION_INPUTS, "self_attn.o_proj", *MLP_INPUTS, "mlp.down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +48,16 @@ class LayerScales:
         return self.linears.get(name, LinearScales())
 
 
-def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantization) -> None:
+def save_scales(layers: Iterable[LayerScales], path: Path, quantization: Quantization, names: SourceNames) -> None:
     """Write the scales of all layers, first to last, and the quantization that they are for."""
     tensors: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(layers):
-        prefix = f"model.layers.{index}."
+        prefix = names.layer(index)
         for name, linear in layer.linears.items():
             tensors[f"{prefix}{name}.input_amax"] = linear.input_amax  # type: ignore[assignment]
             tensors[f"{prefix}{name}.smooth"] = linear.smooth  # type: ignore[assignment]
         for cache in ("k_amax", "v_amax", "qkv_amax"):
-            tensors[f"{prefix}self_attn.{cache}"] = getattr(layer, cache)
+            tensors[f"{prefix}{names.attention}{cache}"] = getattr(layer, cache)
     known = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file(known, path, metadata=_purpose(quantization))
 
@@ -75,7 +71,7 @@ def _purpose(quantization: Quantization) -> dict[str, str]:
     }
 
 
-def load_scales(path: Path, num_layers: int, quantization: Quantization) -> list[LayerScales]:
+def load_scales(path: Path, num_layers: int, quantization: Quantization, names: SourceNames) -> list[LayerScales]:
     """Read a file of `save_scales`. Raises InputDataError for a damaged file, and for another recipe or model."""
     try:
         with safe_open(path, "pt") as file:
@@ -92,18 +88,18 @@ def load_scales(path: Path, num_layers: int, quantization: Quantization) -> list
             )
 
     def layer(index: int) -> LayerScales:
-        prefix = f"model.layers.{index}."
+        prefix = names.layer(index)
         return LayerScales(
             linears={
                 name: LinearScales(
                     input_amax=tensors.pop(f"{prefix}{name}.input_amax", None),
                     smooth=tensors.pop(f"{prefix}{name}.smooth", None),
                 )
-                for name in LINEARS
+                for name in names.linears
             },
-            k_amax=tensors.pop(f"{prefix}self_attn.k_amax", None),
-            v_amax=tensors.pop(f"{prefix}self_attn.v_amax", None),
-            qkv_amax=tensors.pop(f"{prefix}self_attn.qkv_amax", None),
+            k_amax=tensors.pop(f"{prefix}{names.attention}k_amax", None),
+            v_amax=tensors.pop(f"{prefix}{names.attention}v_amax", None),
+            qkv_amax=tensors.pop(f"{prefix}{names.attention}qkv_amax", None),
         )
 
     layers = [layer(index) for index in range(num_layers)]

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from trtpipe.engines.checkpoint.convert import check_source
-from trtpipe.engines.hf.folder import ModelConfig, locate_tensors
+from trtpipe.engines.families import family_of
+from trtpipe.engines.hf.folder import locate_tensors
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 
 
@@ -23,6 +25,7 @@ class Source:
         check_source(folder, model, self._located)
         self._dtype, self._device = dtype, device
         self._mapped = MappedTensors(self._located, torch.device("cpu"))
+        self._names = family_of(model).names
         self._layers = model.num_hidden_layers
         self._pool = ThreadPoolExecutor(1)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -50,7 +53,7 @@ class Source:
         return tensors
 
     def _read(self, index: int) -> dict[str, torch.Tensor]:
-        prefix = f"model.layers.{index}."
+        prefix = self._names.layer(index)
         names = [name for name in self._located if name.startswith(prefix) and not name.endswith(".inv_freq")]
         # A separate stream, so that copies do not wait for the layer that is being computed.
         with torch.cuda.stream(self._stream):

@@ -10,74 +10,85 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import TensorPlan, config_json, parse_config, source_shapes
+from trtpipe.engines.base import DataType
+from trtpipe.engines.checkpoint.config import parse_quantization
+from trtpipe.engines.checkpoint.layout import source_shapes
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families import family_of
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.export import config_in, copy_companions, whole
-from trtpipe.engines.hf.folder import ModelConfig, read_config_json
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.hf.folder import read_config_json
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize.formats import HUGGING_FACE
 
 DETAILS = "hf_quant_config.json"
-EXCLUDED = ["lm_head", "model.embed_tokens"]
-_CODES = {
-    QuantAlgo.FP8: "F8_E4M3",
-    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: "F8_E4M3",
-    QuantAlgo.W8A8_SQ_PER_CHANNEL: "I8",
-    QuantAlgo.W8A16: "I8",
-    QuantAlgo.W4A16_AWQ: "U8",
-    QuantAlgo.W4A8_AWQ: "U8",
-}
-_FUSED_INPUTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
+    names = family_of(model).names
+    cached = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+    # Full name of a linear's weight -> the linear's name within its layer.
+    linears = {
+        f"{names.layer(layer)}{linear}.weight": linear
+        for layer in range(model.num_hidden_layers)
+        for linear in names.linears
+    }
     for name, shape in source_shapes(model).items():
-        if not name.startswith("model.layers.") or not name.endswith("_proj.weight"):
+        linear = linears.get(name)
+        if linear is None:
             yield whole(name, shape, None)
             continue
-        yield from _linear(name, shape, quantization)
-        stem = name.removesuffix("weight")
-        if cache and stem.endswith(("k_proj.", "v_proj.")):
-            yield whole(f"{stem}{stem[-7]}_scale", (), "F32")
+        yield from _linear(name, shape, quantization, follows_norm=names.norm_before(linear) is not None)
+        if cache and linear in cached:
+            yield whole(name.removesuffix("weight") + cached[linear], (), "F32")
 
 
-def _linear(name: str, shape: tuple[int, ...], quantization: Quantization) -> Iterator[TensorPlan]:
+def _linear(
+    name: str, shape: tuple[int, ...], quantization: Quantization, *, follows_norm: bool
+) -> Iterator[TensorPlan]:
     algo, stem, (out, width) = quantization.quant_algo, name.removesuffix("weight"), shape
     if algo is None:
         yield whole(name, shape, None)
         return
-    yield whole(name, (out // 2, width) if quantization.packed else shape, _CODES[algo])
+    names = HUGGING_FACE.names(algo)
+    codes = "U8" if quantization.packed else algo.row.codes
+    yield whole(name, (out // 2, width) if quantization.packed else shape, codes)
     if quantization.packed:
-        yield whole(stem + "weight_scale", (out, width // quantization.group_size), "F32")
+        yield whole(stem + names["scale"], (out, width // quantization.group_size), "F32")
     else:
-        yield whole(stem + "weight_scale", () if algo is QuantAlgo.FP8 else (out,), "F32")
-    if algo is QuantAlgo.W4A8_AWQ:
-        yield whole(stem + "weight_scale_2", (), "F32")
-    if algo in (QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A8_AWQ):
-        yield whole(stem + "input_scale", (), "F32")
-    # AWQ's smoothing vector of a fused input is folded into the norm before it.
-    if quantization.pre_quant_scale and not (quantization.packed and name.endswith(_FUSED_INPUTS)):
-        yield whole(stem + "pre_quant_scale", (width,), None)
+        yield whole(stem + names["scale"], () if algo.row.scale == "tensor" else (out,), "F32")
+    if algo.row.second_scale:
+        yield whole(stem + names["second_scale"], (), "F32")
+    if algo.row.static_input:
+        yield whole(stem + names["input_scale"], (), "F32")
+    # AWQ's smoothing vector is folded into the norm before the linear, if there is one.
+    if algo.row.smoothed and not (quantization.packed and follows_norm):
+        yield whole(stem + names["smooth"], (width,), None)
 
 
-def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quantization, producer_version: str) -> None:
+def write_settings(
+    source: Path, out: Path, dtype: DataType, quantization: Quantization, names: SourceNames, producer_version: str
+) -> None:
     """Write config.json and hf_quant_config.json, and copy the tokenizer."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
     facts: dict[str, Any] = {"quant_algo": algo and algo.value, "kv_cache_quant_algo": cache and cache.value}
     if quantization.packed:
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
+    excluded = [names.head, names.embedding]
     producer = {"name": "modelopt", "version": producer_version}
-    write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": EXCLUDED}})
+    write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": excluded}})
     del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
-    if algo is QuantAlgo.FP8:
+    if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
-    method |= {"ignore": EXCLUDED, **facts, "producer": producer, "quant_method": "modelopt"}
+    method |= {"ignore": excluded, **facts, "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
         method["kv_cache_scheme"] = eight_bits
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
@@ -112,13 +123,9 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
             why=f"it has no {DETAILS}, and config.json no quantization_config",
             remedy="give a folder exported by ModelOpt",
         )
-    # Parsed like a checkpoint's config, which has the same names; the dtype is not used.
-    parsed = {
-        place: parse_config(
-            {**config_json(model, DataType.BFLOAT16, Mapping()), "quantization": facts}, f"{folder}: {place}"
-        ).quantization
-        for place, facts in found.items()
-    }
+    # The same keys as in a checkpoint's config.
+    head = family_of(model).names.head
+    parsed = {place: parse_quantization(facts, f"{folder}: {place}", head) for place, facts in found.items()}
     first, *others = parsed.values()
     if first.quant_algo is None and first.kv_cache_quant_algo is None:
         raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")

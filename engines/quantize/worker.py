@@ -15,15 +15,20 @@ import numpy as np
 import torch
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, EmbeddingSharding, config_json, plan_rank, rank_file
+from trtpipe.engines.checkpoint.config import config_json
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank, rank_file
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families import family_of
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.export import lay_out
-from trtpipe.engines.hf.folder import ModelConfig, read_model_config
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.process import Progress, serve_worker
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import unified
-from trtpipe.engines.quantize.encode import Tensors, for_hugging_face, for_tensorrt_llm
+from trtpipe.engines.quantize.algorithms import Tensors
+from trtpipe.engines.quantize.encode import for_hugging_face, for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, load_scales, save_scales
 from trtpipe.engines.quantize.source import Source
 from trtpipe.engines.quantize.writer import Writer
@@ -48,7 +53,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     source_folder, out = Path(spec["source"]), Path(spec["out"])
     model = read_model_config(source_folder)
     dtype, quantization = DataType(spec["dtype"]), _quantization(spec["quantization"])
-    device = find_device(spec["device"])
+    device, names = find_device(spec["device"]), family_of(model).names
     source = Source(source_folder, model, TORCH_DTYPE[dtype], device)
     where = ["before the first layer"]
     with ExitStack() as stack:
@@ -62,27 +67,28 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
             encode = for_hugging_face
             _lay_out_unified(model, dtype, quantization, out, writer)
             unified.write_settings(
-                source_folder, out, dtype, quantization, importlib.metadata.version("nvidia-modelopt")
+                source_folder, out, dtype, quantization, names, importlib.metadata.version("nvidia-modelopt")
             )
         found = []
         # Progress counts the bytes of the weights, as converting does.
         total = source.nbytes
-        with _Background(encode, writer, quantization, device) as background:
+        with _Background(encode, writer, quantization, names, device) as background:
             background.put_others(source)
             for index, (weights, scales) in enumerate(_layers(spec, source, model, quantization, where)):
                 found.append(scales)
                 background.put(index, weights, scales)
                 progress((index + 1) * total // model.num_hidden_layers, total)
         if spec["scales_out"]:
-            save_scales(found, Path(spec["scales_out"]), quantization)
+            save_scales(found, Path(spec["scales_out"]), quantization, names)
 
 
 def _layers(
     spec: dict[str, Any], source: Source, model: ModelConfig, quantization: Quantization, where: list[str]
 ) -> Iterator[tuple[Tensors, LayerScales]]:
     """Yield each layer's tensors and scales; the scales come from a file or from calibration."""
+    names = family_of(model).names
     if spec["scales_in"]:
-        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization)
+        known = load_scales(Path(spec["scales_in"]), model.num_hidden_layers, quantization, names)
         for index, scales in enumerate(known):
             where[0] = f"writing layer {index}"
             yield source.layer(index), scales
@@ -95,13 +101,14 @@ def _layers(
     # Imported here: importing ModelOpt takes seconds, and writing from known scales does not need it.
     from trtpipe.engines.quantize.calibrate import Calibrator
 
-    embedding = source.tensor("model.embed_tokens.weight")
+    embedding = source.tensor(f"{names.embedding}.weight")
     where[0] = "taking the samples in"
     calibrator = Calibrator(
         Path(spec["source"]),
         embedding,
         np.load(spec["samples"]),
         quantization,
+        names,
         modelopt=spec["modelopt"],
         batch_tokens=spec["batch_tokens"] or BATCH_TOKENS[embedding.device.type],
         scratch=Path(spec["scratch"]),
@@ -118,9 +125,14 @@ class _Background:
     """Thread that encodes and writes layers during calibration; the next `put` raises the thread's failure."""
 
     def __init__(
-        self, encode: Callable[..., Tensors] | None, writer: Writer, quantization: Quantization, device: torch.device
+        self,
+        encode: Callable[..., Tensors] | None,
+        writer: Writer,
+        quantization: Quantization,
+        names: SourceNames,
+        device: torch.device,
     ) -> None:
-        self._encode, self._writer, self._quantization = encode, writer, quantization
+        self._encode, self._writer, self._quantization, self._names = encode, writer, quantization, names
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._failure: BaseException | None = None
@@ -141,7 +153,7 @@ class _Background:
 
         def write() -> None:
             for name in self._writer.missing:
-                if not name.startswith("model.layers."):
+                if not name.startswith(self._names.layers):
                     self._writer.write(name, source.tensor(name, on_device=False))
 
         self._put(write)
@@ -168,11 +180,11 @@ class _Background:
     def _write(self, index: int, weights: Tensors, scales: LayerScales) -> None:
         assert self._encode is not None
         try:
-            tensors = self._encode(weights, scales, self._quantization)
+            tensors = self._encode(weights, scales, self._quantization, self._names)
         except InputDataError as error:
             raise InputDataError(f"layer {index}: {error.what}", why=error.why, remedy=error.remedy) from None
         for name, tensor in tensors.items():
-            self._writer.write(f"model.layers.{index}.{name}", tensor)
+            self._writer.write(self._names.layer(index) + name, tensor)
 
 
 def _lay_out_checkpoint(
@@ -209,7 +221,7 @@ def _room(device: torch.device) -> int:
 def _quantization(raw: dict[str, Any]) -> Quantization:
     algo, cache = raw["quant_algo"], raw["kv_cache_quant_algo"]
     return Quantization(
-        quant_algo=algo and QuantAlgo(algo),
+        quant_algo=algo and QuantAlgo[algo],
         kv_cache_quant_algo=cache and KvCacheQuantAlgo(cache),
         group_size=raw["group_size"],
     )

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from trtpipe.engines.checkpoint.layout import TensorPlan
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.files import pwrite_all
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE, header_bytes
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from trtpipe.engines.checkpoint.layout import CheckpointConfig
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.cuda.fused import can_compile, rotate_and_keep
 from trtpipe.engines.reference.cuda.graphs import Decode

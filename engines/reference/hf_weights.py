@@ -12,21 +12,20 @@ from pathlib import Path
 import torch
 
 from trtpipe.engines.base import Mapping as Ranks
+from trtpipe.engines.checkpoint.config import config_json, parse_config
 from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX, check_source
-from trtpipe.engines.checkpoint.layout import (
-    SAFETENSORS_DTYPE,
-    CheckpointConfig,
-    TensorPlan,
-    config_json,
-    parse_config,
-    plan_rank,
-)
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import LocatedTensor, ModelConfig, locate_tensors, read_model_config
+from trtpipe.engines.families import family_of
+from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_config
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantize.algorithms import make_linear
+from trtpipe.engines.quantize.formats import HUGGING_FACE
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Linear, Stacked, make_linear
+from trtpipe.engines.reference.linear import Linear, Stacked
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 from trtpipe.engines.reference.mlp import make_branches
 from trtpipe.engines.reference.weights import (
@@ -43,14 +42,6 @@ from trtpipe.engines.reference.weights import (
 )
 
 _FLOATS = frozenset(SAFETENSORS_DTYPE.values())
-# `make_linear`'s roles for the tensors of a linear.
-_ROLES = {
-    "weight": "weight",
-    "weight_scale": "scale",
-    "weight_scale_2": "second_scale",
-    "input_scale": "input_scale",
-    "pre_quant_scale": "smooth",
-}
 
 
 class HfFolder:
@@ -86,45 +77,45 @@ class UnifiedFolder:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
         model = read_model_config(folder, quantized=True)
         self.config = _checkpoint_config(folder, model, dtype, unified.read_settings(folder, model))
+        self._names = family_of(model).names
         located = locate_tensors(folder)
         self._check(folder, model, located)
         self._dtype = dtype
         self._tensors = MappedTensors(located, device)
 
     def embedding(self) -> tuple[torch.Tensor, ...]:
-        return (self._float("model.embed_tokens.weight"),)
+        return (self._float(f"{self._names.embedding}.weight"),)
 
     def layer(self, index: int) -> tuple[LayerShard, ...]:
-        prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = [attention + name for name in ("q_proj", "k_proj", "v_proj")]
+        names, prefix = self._names, self._names.layer(index)
+        qkv = [prefix + name for name in names.attention_inputs]
         biased, codec = self.config.attn_bias, None
         if self.config.quantization.kv_cache_quant_algo is not None:
             keys, values = self._tensors[qkv[1] + ".k_scale"], self._tensors[qkv[2] + ".v_scale"]
             codec = KvCodec.make(KvCacheQuantAlgo.FP8, keys, values, rank_heads(self.config)[1])
         shard = LayerShard(
-            input_norm=self._float(prefix + "input_layernorm.weight"),
+            input_norm=self._float(f"{prefix}{names.input_norm}.weight"),
             qkv=Stacked(tuple(self._linear(name) for name in qkv)),
             qkv_bias=torch.cat([self._float(name + ".bias") for name in qkv]) if biased else None,
-            dense=self._linear(attention + "o_proj"),
-            dense_bias=self._float(attention + "o_proj.bias") if biased else None,
-            post_norm=self._float(prefix + "post_attention_layernorm.weight"),
-            branches=make_branches(self._linear(mlp + "gate_proj"), self._linear(mlp + "up_proj")),
-            proj=self._linear(mlp + "down_proj"),
+            dense=self._linear(prefix + names.o),
+            dense_bias=self._float(f"{prefix}{names.o}.bias") if biased else None,
+            post_norm=self._float(f"{prefix}{names.post_norm}.weight"),
+            branches=make_branches(self._linear(prefix + names.gate), self._linear(prefix + names.up)),
+            proj=self._linear(prefix + names.down),
             kv_codec=codec,
         )
         return (shard,)
 
     def head(self) -> Head:
-        parts = self.embedding() if self.config.tie_word_embeddings else (self._float("lm_head.weight"),)
-        return Head(self._float("model.norm.weight"), parts, sharded=False)
+        parts = self.embedding() if self.config.tie_word_embeddings else (self._float(f"{self._names.head}.weight"),)
+        return Head(self._float(f"{self._names.final_norm}.weight"), parts, sharded=False)
 
     def _float(self, name: str) -> torch.Tensor:
         return self._tensors[name].to(self._dtype)
 
     def _linear(self, name: str) -> Linear:
-        stored = by_role(self._tensors, name + ".", _ROLES)
-        return make_linear(self.config.quantization.quant_algo, stored, self._dtype)
+        algo = self.config.quantization.quant_algo
+        return make_linear(algo, by_role(self._tensors, name + ".", algo, HUGGING_FACE), self._dtype)
 
     def _check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
         plans = {plan.name: plan for plan in unified.plan(model, self.config.quantization)}
@@ -146,7 +137,7 @@ class UnifiedFolder:
                     f"tensor '{name}' in {located[name].path} has dtype {entry.dtype}",
                     why=f"config.json says {_described(self.config)}",
                 )
-        tied = {HEAD} if model.tie_word_embeddings else set()
+        tied = {f"{self._names.head}.weight"} if model.tie_word_embeddings else set()
         extra = sorted(name for name in located.keys() - plans.keys() - tied if not name.endswith(DERIVED_SUFFIX))
         if extra:
             raise InputDataError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from trtpipe.engines.checkpoint.layout import CheckpointConfig
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.cuda.fused import add_norm, encoded, rotated, swiglu
 from trtpipe.engines.reference.ranks import Ranks, Together
 from trtpipe.engines.reference.weights import LayerShard, rank_heads

@@ -7,16 +7,14 @@ The order of a sum is the library's. "The model's type" is the compute type.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.reference.cuda.fused import one_kernel
-from trtpipe.engines.reference.matmul import e4m3_operand, e4m3_product, int8_operand, int8_product, multiply
-from trtpipe.engines.reference.number_formats import E4M3_MAX, quantize_rows, to_e4m3, to_int8, unpack_int4
+from trtpipe.engines.reference.matmul import e4m3_product, int8_product, multiply
+from trtpipe.engines.reference.number_formats import E4M3_MAX, to_e4m3, to_int8
 
 # Smallest scale of a token, which prevents a division by zero for a token of zeros.
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
@@ -145,56 +143,3 @@ class Int8(Linear):
 
     def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return int8_product(operand, self.codes, self.output_scale, dtype)
-
-
-def make_linear(algo: QuantAlgo | None, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
-    """Make a linear from a checkpoint's tensors, for inputs of the type `dtype`, on the tensors' device.
-
-    `stored` has these roles, as far as `algo` uses them:
-      weight        codes, or float numbers; AWQ's codes are packed as in `unpack_int4`
-      scale         of the weight: float32, one, [out] or [out, groups]. W8A16 without it is quantized here
-      second_scale  of W4A8's weight: float32, one
-      input_scale   float32, one
-      smooth        [in], factors of the input; absent also when they are folded into a norm
-    """
-    weight, smooth = stored["weight"], stored.get("smooth")
-    if algo is QuantAlgo.W4A8_AWQ:
-        return _w4a8(stored, dtype)
-    linear: Linear
-    if algo is None:
-        linear = Plain(weight.to(dtype))
-    elif algo is QuantAlgo.W8A16:
-        codes, scale = (weight, stored["scale"]) if "scale" in stored else quantize_rows(weight.to(dtype))
-        # The kernel multiplies codes and scale in the model's type, before the product.
-        linear = Plain(codes.to(dtype) * scale.to(dtype)[:, None])
-    elif algo is QuantAlgo.W4A16_AWQ:
-        linear = Plain(_times_groups(unpack_int4(weight), stored["scale"].to(dtype)))
-    elif algo is QuantAlgo.FP8:
-        input_scale = stored["input_scale"].reshape(1)
-        linear = Fp8(e4m3_operand(weight, dtype), input_scale, input_scale * stored["scale"].reshape(1))
-    elif algo is QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN:
-        linear = Fp8PerToken(e4m3_operand(weight, dtype), stored["scale"])
-    else:
-        input_scale = stored["input_scale"].reshape(1)
-        linear = Int8(int8_operand(weight), input_scale, input_scale * stored["scale"])
-    return linear if smooth is None else Smoothed(smooth.to(dtype), linear)
-
-
-def _w4a8(stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
-    """Linear of int4 weights and e4m3 inputs, multiplied on FP8 tensor cores."""
-    # The main loop multiplies int4 by the group's scale in fp16 and rounds to e4m3 for the tensor cores; the second
-    # scale, the largest weight / 448, keeps the products within e4m3's range and is multiplied back at the end.
-    input_scale, second = stored["input_scale"].reshape(1), stored["second_scale"].reshape(1)
-    weight = to_e4m3(_times_groups(unpack_int4(stored["weight"]), (stored["scale"] / second).half()))
-    codes, output_scale = e4m3_operand(weight, dtype), input_scale * second
-    if "smooth" not in stored:
-        return Fp8(codes, input_scale, output_scale)
-    # One vector smooths and scales, so that the input is rounded to the model's type only once before e4m3.
-    vector = (stored["smooth"].to(dtype) / input_scale).to(dtype)
-    return Smoothed(vector, Fp8(codes, torch.ones_like(input_scale), output_scale))
-
-
-def _times_groups(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply codes [out, in] by their groups' scales [out, groups], in the scale's type."""
-    grouped = codes.to(scale.dtype).view(*scale.shape, -1)
-    return (grouped * scale[:, :, None]).flatten(1)

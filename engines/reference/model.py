@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from trtpipe.engines.checkpoint.layout import CheckpointConfig, EmbeddingSharding
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding
 from trtpipe.engines.reference.attention import ANY_LENGTH, Attention, Span, Step
 from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.cuda.graphs import Decode, Graphs

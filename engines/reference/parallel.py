@@ -21,8 +21,8 @@ import torch
 import torch.distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from trtpipe.engines.checkpoint.layout import CheckpointConfig
 from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.process import python_command
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.model import Model

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from trtpipe.engines.checkpoint.layout import CheckpointConfig, CheckpointError
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.model_config import CheckpointConfig
 
 SUPPORTED = ("linear", "llama3", "yarn", "dynamic", "longrope")
 

@@ -15,10 +15,11 @@ import torch
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.checkpoint.layout import CheckpointConfig, parse_config
+from trtpipe.engines.checkpoint.config import parse_config
 from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cache import BlockPool
 from trtpipe.engines.reference.devices import find_device, named_memory_errors

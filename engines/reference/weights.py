@@ -14,18 +14,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trtpipe.engines.base import DataType
-from trtpipe.engines.checkpoint.layout import (
-    ROTARY_TABLES,
-    CheckpointConfig,
-    CheckpointError,
-    EmbeddingSharding,
-    rank_file,
-    rank_layout,
-)
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.checkpoint.layout import ROTARY_TABLES, rank_file, rank_layout
 from trtpipe.engines.hf.folder import LocatedTensor
 from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding
+from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.quantize.algorithms import make_linear
+from trtpipe.engines.quantize.formats import TENSORRT_LLM, Format
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Linear, make_linear
+from trtpipe.engines.reference.linear import Linear
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 from trtpipe.engines.reference.mlp import Branches, make_branches
 
@@ -38,15 +36,6 @@ CPU = torch.device("cpu")
 EMBEDDING = "transformer.vocab_embedding.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "transformer.ln_f.weight"
-# `make_linear`'s roles for the tensors of a linear.
-_ROLES = {
-    "weight": "weight",
-    "weights_scaling_factor": "scale",
-    "per_channel_scale": "scale",
-    "weights_scaling_factor_2": "second_scale",
-    "activation_scaling_factor": "input_scale",
-    "prequant_scaling_factor": "smooth",
-}
 
 
 @dataclass(frozen=True)
@@ -213,7 +202,7 @@ def read_layer(
     algo, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
 
     def linear(name: str) -> Linear:
-        return make_linear(algo, by_role(tensors, name, _ROLES), dtype)
+        return make_linear(algo, by_role(tensors, name, algo, TENSORRT_LLM), dtype)
 
     def bias(name: str) -> torch.Tensor | None:
         return tensors[name].to(dtype) if config.attn_bias else None
@@ -235,6 +224,9 @@ def read_layer(
     )
 
 
-def by_role(tensors: Mapping[str, torch.Tensor], prefix: str, roles: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """The existing tensors named `prefix` + suffix, by the roles of their suffixes."""
-    return {role: tensors[prefix + suffix] for suffix, role in roles.items() if prefix + suffix in tensors}
+def by_role(
+    tensors: Mapping[str, torch.Tensor], prefix: str, algo: QuantAlgo | None, form: Format
+) -> dict[str, torch.Tensor]:
+    """A linear's tensors by their roles; `prefix` precedes their names in the format."""
+    names = {"weight": "weight"} if algo is None else form.names(algo)
+    return {role: tensors[prefix + name] for role, name in names.items() if prefix + name in tensors}

@@ -36,8 +36,9 @@ def convert(
     from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
-    from trtpipe.engines.checkpoint.layout import EmbeddingSharding, notices
+    from trtpipe.engines.families import family_of
     from trtpipe.engines.hf.folder import read_model_config
+    from trtpipe.engines.model_config import EmbeddingSharding
     from trtpipe.engines.quantization import parse_float
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.store.folders import new_folder
@@ -50,7 +51,8 @@ def convert(
         write_checkpoint(
             hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
         )
-    for notice in notices(read_model_config(hf_dir)):
+    model = read_model_config(hf_dir)
+    for notice in family_of(model).notices(model):
         console.note(f"note: {notice}")
     console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
 

@@ -10,7 +10,7 @@ from typing import Any
 from trtpipe.configs import facts
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Precision, resolve_precision
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand

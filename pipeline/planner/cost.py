@@ -23,17 +23,11 @@ from typing import Any, NamedTuple
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
-from trtpipe.engines.quantization import QuantAlgo, Quantization
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 
-# Operand type of matrix products; an algorithm that is absent computes in 16 bits.
-PRODUCTS: dict[QuantAlgo | None, str] = {
-    QuantAlgo.W8A8_SQ_PER_CHANNEL: "int8",
-    QuantAlgo.FP8: "fp8",
-    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: "fp8",
-    QuantAlgo.W4A8_AWQ: "fp8",
-}
+# Operand type of matrix products of an unquantized model.
 KIND = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp16"}
 
 
@@ -113,7 +107,8 @@ class StepCost:
         # Embedding rows are looked up, so the table is not read; a tied table is read as the head.
         table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
         weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide
-        kind = PRODUCTS.get(quantization.quant_algo, KIND[dtype])
+        algo = quantization.quant_algo
+        kind = (algo.row.operands if algo is not None else "") or KIND[dtype]
         assert gpu.sm is not None
         return cls(
             layers=layers,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import check_mapping
 from trtpipe.engines.checkpoint.memory import kv_token_bytes, rank_bytes
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 

@@ -11,7 +11,7 @@ import numpy as np
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.cost import Parts, Step, StepCost

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
 from trtpipe.pipeline.planner.memory import Limits, memory

@@ -8,7 +8,7 @@ from typing import Any
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import notices
+from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.spec import BuildSpec
@@ -61,7 +61,8 @@ class Convert(Stage):
             source, job.out, dtype=settings.dtype, mapping=settings.mapping, toolchain=settings.toolchain,
             progress=job.progress,
         )  # fmt: skip
-        return {"notices": notices(read_model_config(source))}
+        model = read_model_config(source)
+        return {"notices": family_of(model).notices(model)}
 
 
 def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:

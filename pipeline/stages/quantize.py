@@ -7,7 +7,7 @@ from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import notices
+from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
@@ -73,7 +73,8 @@ class Quantize(Stage):
             log=job.log,
             progress=job.progress,
         )
-        return {"notices": notices(read_model_config(job.inputs["model"]))}
+        model = read_model_config(job.inputs["model"])
+        return {"notices": family_of(model).notices(model)}
 
 
 QUANTIZE = Quantize()

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import CheckpointConfig, source_shapes
-from trtpipe.engines.hf.folder import ModelConfig, read_model_config
+from trtpipe.engines.checkpoint.layout import source_shapes
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.safetensors_file import header_bytes
+from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
 from trtpipe.engines.passport import Passport
 
 CONFIG: dict[str, Any] = {

@@ -16,7 +16,7 @@ import numpy as np
 from tests.support.paths import DATA, ROOT
 from trtpipe.configs.facts import find_gpu, find_shape
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.pipeline.planner.cost import Step, StepCost
 from trtpipe.pipeline.planner.efficiency import Efficiency

@@ -137,6 +137,13 @@ def test_an_impossible_request_says_what_is_possible(options: dict[str, Any], me
     assert refusal(UsageError, **options) == message
 
 
+def test_a_setting_that_the_family_cannot_have_is_refused_before_the_download() -> None:
+    given = {"gpu": "h100", "dtype": "fp8-kv", "tp": 2, "toolchain": "1.1.0"}
+    assert plan("build.reduce_fusion=true", model="llama3-8b", **given).build.reduce_fusion is True
+    line = refusal(UsageError, "build.reduce_fusion=true", model="mistral-7b", **given)
+    assert line.startswith("build.reduce_fusion is not for a MistralForCausalLM: ")
+
+
 def test_a_float_dtype_plans_no_calibration() -> None:
     names = sources(plan(dtype="bf16"))
     assert not [name for name in names if name.startswith("calibration.") or name in ("kv_cache", "accept_accuracy")]

@@ -17,7 +17,7 @@ from trtpipe.engines.backends.base import Target, Workshop
 from trtpipe.engines.base import Checkpoint, DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.engines.trtllm_options import resolve
@@ -39,10 +39,10 @@ def target(release: str | None = None, **mapping: int) -> Target:
     return Target(gpu=H100, mapping=Mapping(**mapping), quantization=UNQUANTIZED, toolchain=find_toolchain(release))
 
 
-def made(tmp_path: Path, at: Target) -> Checkpoint:
+def made(tmp_path: Path, at: Target, **overrides: Any) -> Checkpoint:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    source = hf_folder(tmp_path / "hf")
+    source = hf_folder(tmp_path / "hf", **overrides)
     return convert(source, folder, dtype=DataType.BFLOAT16, mapping=at.mapping, toolchain=at.toolchain.name)
 
 
@@ -110,6 +110,18 @@ def test_a_checkpoint_cut_for_other_ranks_is_refused(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"the checkpoint in {checkpoint.path} is cut for tp 1 and pp 1: the engine is for tp 2 and pp 1; "
         "convert the model again with these"
+    )
+
+
+def test_reduce_fusion_of_a_mistral_is_refused_when_its_checkpoint_is_read(tmp_path: Path) -> None:
+    at = target(tp_size=2)
+    checkpoint = made(tmp_path, at, architectures=["MistralForCausalLM"])
+    with pytest.raises(UsageError) as error:
+        run(tmp_path, checkpoint, at, reduce_fusion=True)
+    assert error.value.exit_code == 2
+    assert str(error.value) == (
+        "build.reduce_fusion is not for a MistralForCausalLM: trtllm-build would turn it off with only a line in its "
+        "log; leave it out"
     )
 
 

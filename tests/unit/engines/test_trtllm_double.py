@@ -19,10 +19,11 @@ import pytest
 from tests.support.doubles import trtllm_build
 from tests.support.factories import hf_folder
 from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import EmbeddingSharding, config_json, plan_rank
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.checkpoint.layout import plan_rank
 from trtpipe.engines.hf.safetensors_file import header_bytes
+from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # Sizes that INT4 in groups of 64 can be cut in two by; three layers, which two stages share unevenly.

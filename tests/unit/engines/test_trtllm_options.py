@@ -29,9 +29,16 @@ def target(
     cache: KvCacheQuantAlgo | None = None,
     tp: int = 1,
     release: str | None = None,
+    architecture: str | None = None,
 ) -> Target:
     quantization = Quantization(quant_algo=algo, kv_cache_quant_algo=cache)
-    return Target(gpu=gpu, mapping=Mapping(tp_size=tp), quantization=quantization, toolchain=find_toolchain(release))
+    return Target(
+        gpu=gpu,
+        mapping=Mapping(tp_size=tp),
+        quantization=quantization,
+        toolchain=find_toolchain(release),
+        architecture=architecture,
+    )
 
 
 def words(build: BuildConfig, at: Target) -> list[str]:
@@ -173,6 +180,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "build.reduce_fusion needs --tp above 1: with one rank nothing is reduced; leave it out",
     ),
     (
+        {"reduce_fusion": True},
+        {"tp": 2, "architecture": "MistralForCausalLM"},
+        "build.reduce_fusion is not for a MistralForCausalLM: trtllm-build would turn it off with only a line in its "
+        "log; leave it out",
+    ),
+    (
         {"reduce_fusion": True, "user_buffer": True},
         {"tp": 2},
         "build.user_buffer is for FP8 weights: these are unquantized; leave it out",
@@ -191,6 +204,12 @@ def test_what_this_target_cannot_have(settings: dict[str, Any], at: dict[str, An
     with pytest.raises(UsageError) as error:
         resolve(BuildConfig(**settings), target(**at))
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", None])
+def test_the_norm_of_a_llama_is_fused_with_the_all_reduce(architecture: str | None) -> None:
+    made, _ = resolve(BuildConfig(reduce_fusion=True), target(tp=2, architecture=architecture))
+    assert made.reduce_fusion is True
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

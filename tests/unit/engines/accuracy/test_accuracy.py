@@ -24,8 +24,8 @@ from trtpipe.engines.accuracy.job import LayerError, Measured, Saturation
 from trtpipe.engines.accuracy.models import vocabulary_rows
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import EmbeddingSharding
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
+from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Thresholds
 from trtpipe.engines.quantize.worker import work as quantize
 from trtpipe.pipeline.accuracy import gate

@@ -9,23 +9,12 @@ from typing import Any
 import pytest
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import (
-    CheckpointConfig,
-    CheckpointError,
-    EmbeddingSharding,
-    Piece,
-    TensorPlan,
-    check_mapping,
-    config_json,
-    kv_head_rows,
-    parse_config,
-    plan_rank,
-    rank_file,
-    read_config,
-    source_shapes,
-)
+from trtpipe.engines.checkpoint.config import CheckpointError, config_json, parse_config, read_config
+from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, source_shapes
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
 
 # 4 heads of 8 over 2 key/value heads; a vocabulary of 11 that no tp divides.
 MODEL = ModelConfig(

@@ -14,8 +14,9 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.memory import check_fit, rank_bytes
 from trtpipe.engines.errors import UsageError
-from trtpipe.engines.hf.folder import ModelConfig, read_model_config
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, QuantAlgo, Quantization
 
 BF16 = DataType.BFLOAT16

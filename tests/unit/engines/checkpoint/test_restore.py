@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from tests.support.factories import hf_folder, read_tensors
 from tests.support.strategies import models
 from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import CheckpointError, EmbeddingSharding, check_mapping, rank_file
+from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.checkpoint.restore import differences, restore
+from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.hf.safetensors_file import read_header
+from trtpipe.engines.model_config import EmbeddingSharding
 
 
 def checkpoint(

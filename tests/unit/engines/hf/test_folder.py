@@ -11,8 +11,9 @@ import pytest
 from tests.support.factories import CONFIG, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
-from trtpipe.engines.hf.folder import ModelConfig, NotALlama, locate_tensors, read_model_config, require_tokenizer
+from trtpipe.engines.hf.folder import NotALlama, locate_tensors, read_model_config, require_tokenizer
 from trtpipe.engines.hf.safetensors_file import SafetensorsError
+from trtpipe.engines.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
 LLAMA3 = {
@@ -333,12 +334,12 @@ def test_a_tied_model_may_lack_its_head(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_is_told_since_a_checkpoint_cannot_carry_it(tmp_path: Path) -> None:
-    from trtpipe.engines.checkpoint.layout import notices
+    from trtpipe.engines.families.mistral import FAMILY
 
     narrow = read_model_config(hf_folder(tmp_path / "a", architectures=["MistralForCausalLM"], sliding_window=64))
-    (line,) = notices(narrow)
+    (line,) = FAMILY.notices(narrow)
     assert "sliding window of 64 tokens" in line
     assert "max_attention_window_size 64" in line
     wide = read_model_config(hf_folder(tmp_path / "b", architectures=["MistralForCausalLM"], sliding_window=256))
     absent = read_model_config(hf_folder(tmp_path / "c", architectures=["MistralForCausalLM"], sliding_window=None))
-    assert notices(wide) == notices(absent) == []
+    assert FAMILY.notices(wide) == FAMILY.notices(absent) == []

@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from tests.unit.engines.quantize.test_export import CASES, SAMPLES, llama, ours
 from trtpipe.configs.facts import load_quant_recipes
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import plan_rank, read_config
+from trtpipe.engines.checkpoint.config import read_config
+from trtpipe.engines.checkpoint.layout import plan_rank
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
+from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import export as hf_export
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import (
@@ -41,6 +43,7 @@ __all__ = ["llama"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES = load_quant_recipes()
+NAMES = SourceNames()
 
 
 def rank(folder: Path, number: int = 0) -> dict[str, torch.Tensor]:
@@ -209,15 +212,13 @@ def layer(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def input_scales(amax: float) -> LayerScales:
-    from trtpipe.engines.quantize.scales import LINEARS
-
-    return LayerScales(linears={name: LinearScales(input_amax=torch.tensor(amax)) for name in LINEARS})
+    return LayerScales(linears={name: LinearScales(input_amax=torch.tensor(amax)) for name in NAMES.linears})
 
 
 def test_fp8_shares_the_scale_of_a_fused_matrix() -> None:
     q = torch.tensor([[448.0, 1.0], [2.0, -448.0]], dtype=torch.bfloat16)
     k = torch.tensor([[896.0, 0.5], [3.0, 7.0]], dtype=torch.bfloat16)
-    out = for_tensorrt_llm(layer(q_proj=q, k_proj=k), input_scales(44.8), Quantization(quant_algo=QuantAlgo.FP8))
+    out = for_tensorrt_llm(layer(q_proj=q, k_proj=k), input_scales(44.8), Quantization(quant_algo=QuantAlgo.FP8), NAMES)
     assert out["self_attn.q_proj.weights_scaling_factor"].tolist() == [2.0]
     assert out["self_attn.v_proj.weights_scaling_factor"].tolist() == [2.0]
     assert out["self_attn.q_proj.weight"].float().tolist() == [[224.0, 0.5], [1.0, -224.0]]
@@ -234,7 +235,7 @@ def test_rowwise_fp8_is_within_a_sixteenth(values: list[float]) -> None:
     if not torch.any(weight):
         return
     out = for_tensorrt_llm(
-        layer(o_proj=weight), LayerScales(), Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+        layer(o_proj=weight), LayerScales(), Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN), NAMES
     )
     scale, codes = out["self_attn.o_proj.per_channel_scale"], out["self_attn.o_proj.weight"].float()
     error = (codes * scale[:, None] - weight.float()).abs()
@@ -244,24 +245,24 @@ def test_rowwise_fp8_is_within_a_sixteenth(values: list[float]) -> None:
 
 def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
     fp8 = Quantization(quant_algo=QuantAlgo.FP8)
-    save_scales([input_scales(1.0), input_scales(2.0)], tmp_path / "s", fp8)
-    assert load_scales(tmp_path / "s", 2, fp8)[1].linear("mlp.up_proj").input_amax == torch.tensor(2.0)
+    save_scales([input_scales(1.0), input_scales(2.0)], tmp_path / "s", fp8, NAMES)
+    assert load_scales(tmp_path / "s", 2, fp8, NAMES)[1].linear("mlp.up_proj").input_amax == torch.tensor(2.0)
     with pytest.raises(InputDataError, match=r"model\.layers\.1\..* which this model has no place for"):
-        load_scales(tmp_path / "s", 1, fp8)
+        load_scales(tmp_path / "s", 1, fp8, NAMES)
 
 
 def test_scales_of_another_recipe_are_refused(tmp_path: Path) -> None:
-    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["int8-sq"].quantization)
+    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["int8-sq"].quantization, NAMES)
     with pytest.raises(
         InputDataError, match="holds scales for quant_algo W8A8_SQ_PER_CHANNEL: the recipe has quant_algo FP8"
     ):
-        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization)
-    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["fp8"].quantization)
+        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization, NAMES)
+    save_scales([input_scales(1.0)], tmp_path / "s", RECIPES["fp8"].quantization, NAMES)
     with pytest.raises(InputDataError, match=r"holds scales for kv_cache_quant_algo None: the recipe has .* FP8"):
-        load_scales(tmp_path / "s", 1, RECIPES["fp8-kv"].quantization)
+        load_scales(tmp_path / "s", 1, RECIPES["fp8-kv"].quantization, NAMES)
     (tmp_path / "s").write_bytes(b"no scales")
     with pytest.raises(InputDataError, match="cannot be read as scales"):
-        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization)
+        load_scales(tmp_path / "s", 1, RECIPES["fp8"].quantization, NAMES)
 
 
 def test_places_are_checked_before_the_work(llama: Path, tmp_path: Path) -> None:

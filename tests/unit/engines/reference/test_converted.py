@@ -18,9 +18,9 @@ import torch
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import EmbeddingSharding
 from trtpipe.engines.engine_process.request import Output, Request
 from trtpipe.engines.hf.folder import INDEX_NAME
+from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.reference.runtime import Runtime
 
 VOCAB = 101

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.factories import hf_folder
 from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import read_config
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 from trtpipe.engines.reference.attention import Attention, Span
 from trtpipe.engines.reference.cuda import graphs

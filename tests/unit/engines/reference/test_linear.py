@@ -7,8 +7,9 @@ import torch
 
 from trtpipe.engines.accuracy.watch import Count, _watch_branches
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.quantize.algorithms import make_linear
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked, make_linear
+from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked
 from trtpipe.engines.reference.mlp import Each, OneInput, OneProduct, make_branches
 from trtpipe.engines.reference.number_formats import quantize_rows, to_e4m3, to_int8, unpack_int4
 

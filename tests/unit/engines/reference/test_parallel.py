@@ -18,11 +18,12 @@ import torch
 from tests.support.factories import hf_folder
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import EmbeddingSharding, rank_file
+from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.reference.runtime import Runtime
 
 pytestmark = [pytest.mark.process, pytest.mark.loopback]

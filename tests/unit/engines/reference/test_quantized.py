@@ -15,18 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.factories import CHECKPOINT, hf_folder
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import (
-    CheckpointConfig,
-    CheckpointError,
-    TensorPlan,
-    plan_rank,
-    rank_file,
-    rank_layout,
-    source_shapes,
-)
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, rank_layout, source_shapes
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.engine_process.request import Request
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.safetensors_file import header_bytes
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.reference import runtime as runtime_module
 from trtpipe.engines.reference.attention import Span

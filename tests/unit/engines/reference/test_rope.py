@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from trtpipe.engines.base import DataType, Mapping
-from trtpipe.engines.checkpoint.layout import CheckpointConfig, CheckpointError
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.rope import inverse_frequencies, rotary_tables
 
 LONGROPE = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4.0] * 8}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.checkpoint.layout import read_config
 from trtpipe.engines.engine_process.request import FloatArray, Output, Request, RequestRefused
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.reference.runtime import Runtime

@@ -13,16 +13,10 @@ import torch
 
 from tests.support.factories import CHECKPOINT
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.checkpoint.layout import (
-    CheckpointConfig,
-    CheckpointError,
-    EmbeddingSharding,
-    plan_rank,
-    rank_file,
-    rank_layout,
-)
-from trtpipe.engines.hf.folder import ModelConfig
+from trtpipe.engines.checkpoint.config import CheckpointError
+from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, rank_layout
 from trtpipe.engines.hf.safetensors_file import header_bytes
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
 from trtpipe.engines.reference.weights import load_weights
 
 CONFIG = replace(CHECKPOINT, vocab_size=7, hidden_size=8, intermediate_size=12, num_hidden_layers=3, head_size=2)

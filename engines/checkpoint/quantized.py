@@ -1,0 +1,68 @@
+"""Tensors that a checkpoint stores for a quantized linear, and the scales of a quantized KV cache.
+
+A quantized linear consists of several tensors: the codes under the weight's name, and the scales beside them. Their
+pieces name a source that the quantizer makes, such as `model.layers.0.self_attn.q_proj.weights_scaling_factor`;
+rows and columns count in the units of that source (AWQ packs two output rows in a byte).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantize.formats import TENSORRT_LLM
+
+# The linears of a layer, which are quantized.
+LINEARS = ("attention.qkv.weight", "attention.dense.weight", "mlp.fc.weight", "mlp.gate.weight", "mlp.proj.weight")
+
+
+def quantized(plan: TensorPlan, quantization: Quantization) -> Iterator[TensorPlan]:
+    """Tensors stored for one tensor of a layer: codes and scales for a linear's weight, otherwise the tensor."""
+    algo = quantization.quant_algo
+    if algo is None or algo.row.engine_encodes or not plan.name.endswith(LINEARS):
+        yield plan
+        return
+    row, names = algo.row, TENSORRT_LLM.names(algo)
+    name, pieces = plan.name.removesuffix("weight"), plan.pieces
+    out, width = plan.shape
+    columns = pieces[0].cols or (0, width)
+
+    def encoded(
+        suffix: str, dtype: str | None, shape: tuple[int, ...], cut: list[tuple[Piece, tuple[int, int]]]
+    ) -> TensorPlan:
+        parts = (Piece(piece.source.removesuffix("weight") + suffix, rows) for piece, rows in cut)
+        return TensorPlan(name + suffix, shape, tuple(parts), dtype=dtype)
+
+    def scalar(suffix: str) -> TensorPlan:
+        return encoded(suffix, "F32", (1,), [(pieces[0], (0, 1))])
+
+    if quantization.packed:
+        group = quantization.group_size
+        halves = tuple(Piece(p.source, (p.rows[0] // 2, p.rows[1] // 2), p.cols) for p in pieces)
+        yield TensorPlan(plan.name, (out // 2, width), halves, dtype=row.codes)
+        groups = (columns[0] // group, columns[1] // group)
+        scales = tuple(Piece(p.source.removesuffix("weight") + names["scale"], p.rows, groups) for p in pieces)
+        yield TensorPlan(name + names["scale"], (out, width // group), scales, dtype="F32")
+    else:
+        yield TensorPlan(plan.name, plan.shape, pieces, dtype=row.codes)
+        if row.scale == "tensor":
+            yield scalar(names["scale"])
+        else:
+            yield encoded(names["scale"], "F32", (out,), [(piece, piece.rows) for piece in pieces])
+    if row.second_scale:
+        yield scalar(names["second_scale"])
+    if row.static_input:
+        yield scalar(names["input_scale"])
+    if row.smoothed:
+        yield encoded(names["smooth"], None, (width,), [(pieces[0], columns)])
+
+
+def cache_scales(ours: str, theirs: str, algo: KvCacheQuantAlgo | None) -> Iterator[TensorPlan]:
+    names = {
+        None: (),
+        KvCacheQuantAlgo.FP8: ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"),
+        KvCacheQuantAlgo.INT8: ("kv_cache_scaling_factor",),
+    }[algo]
+    for name in names:
+        yield TensorPlan(ours + name, (1,), (Piece(theirs + name, (0, 1)),), dtype="F32")

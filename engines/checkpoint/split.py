@@ -1,0 +1,81 @@
+"""Check that a model can be split over ranks: heads, features and layers, and the tiles of quantized kernels."""
+
+from __future__ import annotations
+
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.model_config import EmbeddingSharding, Geometry
+from trtpipe.engines.quantization import UNQUANTIZED, Quantization
+
+# Weight-only kernels work on tiles of this many rows and columns.
+KERNEL_MULTIPLE = 64
+
+
+def check_mapping(
+    model: Geometry,
+    mapping: Mapping,
+    embedding: EmbeddingSharding = EmbeddingSharding.NONE,
+    quantization: Quantization = UNQUANTIZED,
+) -> None:
+    """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`."""
+    obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
+    if obstacle:
+        sizes = range(1, model.num_attention_heads + 1)
+        fitting = [str(tp) for tp in sizes if not _tp_obstacle(model, tp, quantization)]
+        if fitting:
+            raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
+        raise UsageError(obstacle, remedy=f"use --group-size 64, if it divides {_inputs(model, 1)}")
+    if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
+        raise UsageError(
+            f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
+            why="--embedding-sharding-dim 1 cuts the embedding table along it",
+            remedy="use --embedding-sharding-dim 0",
+        )
+    if mapping.pp_size > model.num_hidden_layers:
+        raise UsageError(
+            f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
+            remedy=f"use at most --pp {model.num_hidden_layers}",
+        )
+
+
+def _inputs(model: Geometry, tp: int) -> str:
+    """Numbers of input features of a rank's linears, each number once, as text."""
+    sizes = {model.hidden_size, model.num_attention_heads * model.head_size // tp, model.intermediate_size // tp}
+    return " and ".join(str(size) for size in sorted(sizes))
+
+
+def _rounding(model: Geometry, tp: int, quantization: Quantization) -> str:
+    """Size that weight-only kernels would round up, or "": the loader would then expect padding that is not written."""
+    algo = quantization.quant_algo
+    if algo is None or not algo.row.tiled:
+        return ""
+    unit = max(KERNEL_MULTIPLE, quantization.group_size if quantization.packed else 0)
+    heads, kv = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
+    sizes = {
+        "hidden_size": (model.hidden_size, unit * tp),
+        "attention heads": (heads * model.head_size, unit),
+        "queries, keys and values": ((heads + 2 * kv) * model.head_size, unit),
+        "intermediate_size": (model.intermediate_size // tp, unit),
+    }
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            return f"{algo.value} needs a multiple of {multiple}, and {name} of a rank is {size} at tp_size {tp}"
+    return ""
+
+
+def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
+    """Why the model cannot be split into `tp` ranks; "" when it can."""
+    kv = model.num_key_value_heads
+    if model.num_attention_heads % tp:
+        return f"tp_size {tp} does not divide the {model.num_attention_heads} attention heads"
+    if kv % tp and tp % kv:
+        return f"tp_size {tp} neither divides nor is a multiple of the {kv} key/value heads, which ranks hold whole"
+    if model.intermediate_size % tp:
+        return f"tp_size {tp} does not divide intermediate_size {model.intermediate_size}"
+    if quantization.packed:
+        group, ffn = quantization.group_size, model.intermediate_size // tp
+        if any(n % group for n in (model.hidden_size, model.num_attention_heads * model.head_size // tp, ffn)):
+            return f"groups of {group} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
+        if ffn % 2 or model.head_size % 2 or model.hidden_size % 2:
+            return f"an odd number of output features at tp_size {tp} cannot be packed two to a byte"
+    return _rounding(model, tp, quantization)

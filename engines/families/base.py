@@ -1,0 +1,121 @@
+"""Interface of a model family: everything that differs between families when a model is read, converted and quantized.
+
+The checkpoint format (`engines.checkpoint`) asks a family for its config and for the tensors of one layer. What all
+families share is not asked: the embedding, the final norm and the head.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trtpipe.engines.checkpoint.plan import TensorPlan
+from trtpipe.engines.hf.config_fields import ConfigFields
+from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Geometry, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceNames:
+    """Names of a Hugging Face folder's tensors, without `.weight`; the defaults are Llama's.
+
+    layers            what precedes the number of a layer
+    attention         what precedes the names of the KV cache's scales in a layer
+    q, k, v, o        linears of the attention, by their names within a layer, as all names that follow
+    gate, up, down    linears of the MLP; gate is the activated one
+    input_norm        norm before q, k and v
+    post_norm         norm before gate and up
+    """
+
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers."
+    attention: str = "self_attn."
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+
+    def layer(self, index: int) -> str:
+        """What precedes the names of layer `index`."""
+        return f"{self.layers}{index}."
+
+    @property
+    def attention_inputs(self) -> tuple[str, ...]:
+        """Linears that share the attention's input."""
+        return self.q, self.k, self.v
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """Linears that share the MLP's input."""
+        return self.gate, self.up
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linears of a layer, which are quantized."""
+        return *self.attention_inputs, self.o, *self.mlp_inputs, self.down
+
+    def norm_before(self, linear: str) -> str | None:
+        """Norm whose output `linear` reads; None when it reads something else."""
+        return (
+            self.input_norm
+            if linear in self.attention_inputs
+            else self.post_norm
+            if linear in self.mlp_inputs
+            else None
+        )
+
+
+class Family(ABC):
+    """A model family.
+
+    architectures  the Hugging Face `architectures` entries that it covers, each with its `model_type`
+    names          names of its source tensors
+    reduce_fusion  whether trtllm-build can fuse its all-reduce with the norm after it (`build.reduce_fusion`)
+    """
+
+    architectures: ClassVar[Mapping[str, str]]
+    names: ClassVar[SourceNames] = SourceNames()
+    reduce_fusion: ClassVar[bool]
+
+    @abstractmethod
+    def read_config(self, architecture: str, fields: ConfigFields) -> ModelConfig:
+        """Normalise a Hugging Face config.json. Raises InputDataError for a model that TensorRT-LLM cannot compute."""
+
+    @abstractmethod
+    def checkpoint_config(self, model: ModelConfig, embedding: EmbeddingSharding) -> dict[str, Any]:
+        """The keys of a checkpoint's config.json that describe the model, in the order of TensorRT-LLM's converter."""
+
+    @abstractmethod
+    def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
+        """What makes a checkpoint's config.json one of another family; "" when nothing does."""
+
+    @abstractmethod
+    def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
+        """Content of the Hugging Face config.json that a checkpoint was made from."""
+
+    @abstractmethod
+    def layer_shapes(self, model: Geometry) -> dict[str, tuple[int, ...]]:
+        """Tensors of a layer of the Hugging Face folder, name within the layer -> shape."""
+
+    @abstractmethod
+    def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
+        """Plans of a layer's unquantized tensors in a rank file, in file order.
+
+        ours, theirs  what precedes the names of the layer's tensors in the checkpoint and in the Hugging Face folder
+        """
+
+    def check_source(self, folder: Path, model: ModelConfig) -> None:  # noqa: B027  # most families refuse nothing
+        """Raises InputDataError for a model in `folder` that a checkpoint cannot hold."""
+
+    def notices(self, model: ModelConfig) -> list[str]:
+        """Notices for the user about a conversion that keeps all weights."""
+        return []
