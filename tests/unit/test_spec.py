@@ -138,7 +138,7 @@ def test_an_impossible_request_says_what_is_possible(options: dict[str, Any], me
 
 
 def test_a_setting_that_the_family_cannot_have_is_refused_before_the_download() -> None:
-    given = {"gpu": "h100", "dtype": "fp8-kv", "tp": 2, "toolchain": "1.1.0"}
+    given: dict[str, Any] = {"gpu": "h100", "dtype": "fp8-kv", "tp": 2, "toolchain": "1.1.0"}
     assert plan("build.reduce_fusion=true", model="llama3-8b", **given).build.reduce_fusion is True
     line = refusal(UsageError, "build.reduce_fusion=true", model="mistral-7b", **given)
     assert line.startswith("build.reduce_fusion is not for a MistralForCausalLM: ")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ RENAMED = {
     "self_attn.o_proj": "look.out", "mlp.gate_proj": "feed.open", "mlp.up_proj": "feed.in",
     "mlp.down_proj": "feed.out", "post_attention_layernorm": "between", "input_layernorm": "before",
 }  # fmt: skip
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "attention_bias": True}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "attention_bias": True}
 
 
 @pytest.fixture
