@@ -27,5 +27,5 @@ def test_a_command_is_listed_in_its_group_and_runs(monkeypatch: pytest.MonkeyPat
     assert "weigh" not in listed.partition("Facts:")[0]
     facts = [line.split() for line in listed.partition("Facts:")[2].splitlines()]
     assert ["weigh", "Weigh", "a", "target."] in facts
-    assert "Output:\n  --unit TEXT" in run(made, ["weigh", "--help"]).output
+    assert "Output:\n  --unit" in run(made, ["weigh", "--help"]).output
     assert run(made, ["weigh", "x", "--unit", "g"]).output == "x in g\n"
