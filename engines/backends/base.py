@@ -41,7 +41,7 @@ class Workshop:
 
 
 class ServedBy(str, enum.Enum):
-    """What executes an engine under tritonserver."""
+    """Program that executes an engine under tritonserver."""
 
     # NVIDIA's C++ backend `tensorrtllm`; each rank is a server under mpirun.
     TENSORRTLLM = "tensorrtllm"
@@ -58,7 +58,7 @@ class EngineBackend(Protocol):
     SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
     COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
     ANYWHERE  whether its engines run on any machine, with or without a GPU
-    SERVED_BY what executes its engines under tritonserver
+    SERVED_BY program that executes its engines under tritonserver
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only

@@ -21,8 +21,8 @@ from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, Ge
 class SourceNames:
     """Names of a Hugging Face folder's tensors, without `.weight`; the defaults are Llama's.
 
-    layers            what precedes the number of a layer
-    attention         what precedes the names of the KV cache's scales in a layer
+    layers            prefix before the number of a layer
+    attention         prefix of the names of the KV cache's scales within a layer
     q, k, v, o        linears of the attention, by their names within a layer, as all names that follow
     gate, up, down    linears of the MLP; gate is the activated one
     input_norm        norm before q, k and v
@@ -45,7 +45,7 @@ class SourceNames:
     post_norm: str = "post_attention_layernorm"
 
     def layer(self, index: int) -> str:
-        """What precedes the names of layer `index`."""
+        """Prefix of the tensor names of layer `index`."""
         return f"{self.layers}{index}."
 
     @property
@@ -96,7 +96,7 @@ class Family(ABC):
 
     @abstractmethod
     def checkpoint_fault(self, raw: Mapping[str, Any]) -> str:
-        """What makes a checkpoint's config.json one of another family; "" when nothing does."""
+        """Why the config.json of a checkpoint does not belong to this family; "" when it does."""
 
     @abstractmethod
     def hf_config(self, config: CheckpointConfig) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Family(ABC):
     def plan_layer(self, model: Geometry, tp: int, tp_rank: int, ours: str, theirs: str) -> Iterator[TensorPlan]:
         """Plans of a layer's unquantized tensors in a rank file, in file order.
 
-        ours, theirs  what precedes the names of the layer's tensors in the checkpoint and in the Hugging Face folder
+        ours, theirs  prefixes of the layer's tensor names in the checkpoint and in the Hugging Face folder
         """
 
     def check_source(self, folder: Path, model: ModelConfig) -> None:  # noqa: B027  # most families refuse nothing

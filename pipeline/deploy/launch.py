@@ -30,7 +30,7 @@ MARGIN_SECONDS = 5
 
 
 def own_image(passport: Passport) -> bool:
-    """Whether NVIDIA's image does not hold the runtime: in our image, the command that serves it knows its paths."""
+    """Whether the engine needs our image, since NVIDIA's lacks its runtime. `trtpipe serve` knows the paths in ours."""
     return load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
 
 

@@ -68,6 +68,6 @@ def aliases() -> dict[str, tuple[str, ...]]:
 
 
 def better(name: str, unit: str) -> str:
-    """Whether "lower" or "higher" values of a report's metric are better, "" where neither is."""
+    """Better direction of a report's metric: "lower", "higher", or "" where there is none."""
     metric = COST if name == COST.name else metrics.find(name.removesuffix(WHOLE_RUN))
     return _BETTER.get(unit, "") if metric is None else metric.better

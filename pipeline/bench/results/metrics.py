@@ -49,7 +49,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """What a metric means and where it is shown. Tables, CSV, pages, comparisons, `--slo` and `--fail-if` follow it.
+    """Meaning of a metric, and where it is shown. Tables, CSV, pages, comparisons, `--slo` and `--fail-if` use it.
 
     name        key in reports, name in the CSV
     unit        empty for a share, which tables show in percent
@@ -345,7 +345,7 @@ def _error_rate(records: Records) -> float | None:
 
 
 def _own_tokens(records: Records, column: Ints) -> Floats:
-    """Tokens of each request, 0 where it failed or nobody knows."""
+    """Tokens of each request; 0 for a failed request, and where the number is unknown."""
     import numpy as np
 
     return np.where(records.failed | (column == NONE), 0, column).astype(np.float64)
@@ -412,7 +412,7 @@ _RATES = (
 )
 
 
-# Needs objectives: `slo.judge` computes it.
+# Goodput needs objectives: `slo.judge` computes it.
 _GOODPUT = (
     Metric(
         name="request_goodput",

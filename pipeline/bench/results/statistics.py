@@ -133,7 +133,7 @@ def bootstrap(found: Values) -> dict[str, list[float] | None] | None:
 
 @lru_cache(maxsize=1)  # most metrics have values of the same requests
 def _weights(owners: int) -> Floats:
-    """How often each resample has drawn each request: shape [RESAMPLES, owners]."""
+    """Number of times that each resample has drawn each request; shape [RESAMPLES, owners]."""
     import numpy as np
 
     drawn = np.random.default_rng(0).integers(0, owners, (RESAMPLES, owners))
