@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +99,19 @@ def test_commands_ask_which_is_meant(both: Both, tmp_path: Path) -> None:
 def test_one_is_loaded_anew_while_the_other_serves(both: Both) -> None:
     done = both.cli.ok("reload", both.second, "--server", both.record["server"])
     assert done.out.count("\n") == 1
+    log = Path(both.record["log"])
+    engine = f"{both.second}.tensorrt_llm"
+    deadline = time.monotonic() + 60
+    while f"successfully unloaded '{engine}'" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert both.text(f"{both.first}.ensemble")
     assert both.text(f"{both.second}.ensemble")
+    # The old version's metrics have the names and labels of the new one's: tritonserver 2.51 writes to freed memory
+    # when the old version deletes them.
+    assert "Signal" not in log.read_text()
+    page = httpx.get(both.record["metrics"]).text
+    assert f'nv_trt_llm_request_metrics{{model="{engine}",request_type="max",version="1"}} 32' in page
 
 
 def test_what_is_served_is_a_sound_repository(both: Both) -> None:

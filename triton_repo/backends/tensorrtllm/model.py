@@ -9,6 +9,7 @@ waiting request at once and started again.
 """
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -105,8 +106,7 @@ class TritonPythonModel:
         self.closing.set()
         self.engine.stop()
         self.receiver.join()
-        # While the server still listens: metrics that outlive it end the stub with a crash.
-        self.metrics = None
+        self.metrics.keep()
         self.in_flight.close()
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -479,6 +479,15 @@ class _Metrics:
         stats["kv_fraction"] = stats["kv_used_blocks"] / max(1, stats["kv_max_blocks"])
         for metric, key, _ in self.gauges:
             metric.set(float(stats[key]))
+
+    def keep(self):
+        """Never delete these metrics, not even when the interpreter ends.
+
+        The server has one metric for equal names and labels. Deleted by one stub, it is gone for the others, which
+        then write to freed memory: another instance, or the version that has replaced this one
+        (triton-inference-server/server issue 8663). So the metrics of an unloaded model keep their last values.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 def _engine(parameters, model_repository, max_queue_size):
