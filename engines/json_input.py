@@ -196,7 +196,7 @@ def _check_text(text: str) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+            raise ValueError("it holds half of a surrogate pair, which is not a character") from None
 
 
 def open_regular(path: Path) -> BinaryIO:

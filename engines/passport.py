@@ -131,9 +131,9 @@ def passport_from(raw: dict[str, Any]) -> Passport:
         first = error.errors()[0]
         raise TypeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if min(passport.tp_size, passport.pp_size) < 1 or passport.world_size > MAX_RANKS:
-        raise TypeError(f"tp_size {passport.tp_size} and pp_size {passport.pp_size} are no numbers of ranks")
+        raise TypeError(f"tp_size {passport.tp_size} and pp_size {passport.pp_size} are not numbers of ranks")
     if passport.rank_bytes < 0:
-        raise TypeError(f"rank_bytes {passport.rank_bytes} is no size")
+        raise TypeError(f"rank_bytes {passport.rank_bytes} is not a size")
     return passport
 
 

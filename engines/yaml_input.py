@@ -51,7 +51,7 @@ def parse_yaml(text: str | bytes, *, repeats: bool = False) -> Any:
 
 
 def load_yaml(path: Path, *, repeats: bool = False) -> Any:
-    """Parse a YAML file. Raises OSError, or ValueError as `parse_yaml` does and for a path that is no regular file."""
+    """Parse a YAML file. Raises OSError, or ValueError as `parse_yaml` does and if the path is not a regular file."""
     return parse_yaml(read_bounded(path, MAX_BYTES), repeats=repeats)
 
 
@@ -83,7 +83,7 @@ def _check_events(text: str) -> None:
             try:
                 event.value.encode("utf-8")
             except UnicodeEncodeError:  # libyaml refuses it itself
-                raise YamlError(f"half of a surrogate pair is no character, on line {line}", line) from None
+                raise YamlError(f"half of a surrogate pair is not a character, on line {line}", line) from None
             if event.anchor is not None:
                 known[event.anchor] = (1, 0)
         elif isinstance(event, yaml.AliasEvent):

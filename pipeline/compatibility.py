@@ -52,7 +52,7 @@ def examine(passport: Passport) -> Verdict:
     if passport.toolchain is not None:
         known = facts.load_toolchains().get(passport.toolchain)
         if known is None:
-            against.append(f"it was built by TensorRT-LLM {passport.toolchain}, which is no toolchain of this release")
+            against.append(f"it was built by TensorRT-LLM {passport.toolchain}, which this release does not know")
         else:
             floor = known.driver
     against += objections(passport, gpus, floor=floor)

@@ -102,5 +102,5 @@ def _words(name: str, value: Any) -> list[Any]:
     if name not in ("tp", "pp"):
         return list(words)
     if not all(word.isdigit() for word in words):
-        raise UsageError(f"--{name} {value} is no list of numbers", remedy="write for example 1,2")
+        raise UsageError(f"--{name} {value} is not a list of numbers", remedy="write for example 1,2")
     return [int(word) for word in words]

@@ -131,7 +131,7 @@ def recipe_layer(path: str) -> Layer:
     file = shipped.get(path) or Path(path)
     if not file.is_file():
         raise UsageError(
-            f"no recipe '{path}'", why="it is no file and no recipe we ship", remedy=suggestion(path, shipped)
+            f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
         )
     return f"recipe {file.name}", read.read_yaml(file)
 
@@ -267,7 +267,7 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
                 continue
             if not isinstance(value, dict):
                 remedy = f"name a setting, such as {key}.{fields[0]}"
-                raise _error(label)(f"{label}: {key} is no mapping", remedy=remedy)
+                raise _error(label)(f"{label}: {key} is not a mapping", remedy=remedy)
             read.check_keys(value, fields, f"{label}: {key}", _error(label))
             out.update({f"{key}.{name}": (inner, label) for name, inner in value.items()})
     return out

@@ -52,7 +52,7 @@ def _renamed_config(path: Path, names: set[str], prefix: str) -> str:
     try:
         text_format.Parse(read_text(path), config)
     except (text_format.ParseError, ValueError, TypeError, RecursionError) as error:
-        raise InputDataError(f"{path} is no model configuration", why=str(error)) from None
+        raise InputDataError(f"{path} is not a model configuration", why=str(error)) from None
     config.name = prefix + path.parent.name
     for step in config.ensemble_scheduling.step:
         step.model_name = prefix + step.model_name

@@ -30,7 +30,7 @@ def read_template(tokenizer: Path) -> str | None:
         except UnicodeDecodeError as error:
             raise InputDataError(f"{file} is not UTF-8", why=str(error), remedy=RAW) from None
         except ValueError as error:
-            raise InputDataError(f"{file} is no chat template", why=str(error), remedy=RAW) from None
+            raise InputDataError(f"{file} is not a chat template", why=str(error), remedy=RAW) from None
     template = _settings(tokenizer, "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -65,7 +65,7 @@ class ConfigFields:
         for key in ("rope_scaling", "rope_parameters"):
             value = raw.get(key)
             if value is not None and not isinstance(value, dict):
-                raise InputDataError(f"{path}: {key} is no object")
+                raise InputDataError(f"{path}: {key} is not an object")
             if not value:
                 continue
             if value.get("rope_theta") is not None:

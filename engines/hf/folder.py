@@ -51,7 +51,9 @@ def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise NotALlama(
-            f"{folder} is no Hugging Face model folder", why="it has no config.json", remedy="give the model's folder"
+            f"{folder} is not a Hugging Face model folder",
+            why="it has no config.json",
+            remedy="give the model's folder",
         )
     return parse_model_config(read_config_json(path, "model config"), path, quantized=quantized)
 

@@ -39,7 +39,8 @@ def check_gguf(path: Path) -> None:
             header = _Header(path, file)
             magic = file.read(4)
             if magic != b"GGUF":
-                raise GgufError(f"{path} is no GGUF file", why=f"it begins with {magic!r}", remedy="download it again")
+                why = f"it begins with {magic!r}"
+                raise GgufError(f"{path} is not a GGUF file", why=why, remedy="download it again")
             keys, tensors = header.read()
     except OSError as error:
         raise GgufError(f"GGUF file {path} cannot be read", why=error.strerror or str(error)) from None

@@ -92,9 +92,9 @@ def quantize(
     if device not in DEVICES:
         raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
     if scales is not None and not scales.is_file():
-        raise UsageError(f"{scales} is no file of scales", remedy="make one with --save-scales")
+        raise UsageError(f"{scales} is not a file of scales", remedy="make one with --save-scales")
     if save_scales is not None and not save_scales.parent.is_dir():
-        raise UsageError(f"{save_scales} cannot be written", why=f"{save_scales.parent} is no folder")
+        raise UsageError(f"{save_scales} cannot be written", why=f"{save_scales.parent} is not a folder")
     quantization = recipe.quantization
     if quantization.calibrated and samples is None and scales is None:
         raise UsageError(f"{recipe.name} needs calibration samples", remedy="pass --calib")

@@ -40,7 +40,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """
     readers = {".txt": _paragraphs, ".jsonl": _objects}
     if path.suffix not in readers:
-        raise UsageError(f"{path} is no file of texts", remedy="give a .txt file (paragraphs) or a .jsonl file")
+        raise UsageError(f"{path} is not a file of texts", remedy="give a .txt file (paragraphs) or a .jsonl file")
     return _some(path, readers[path.suffix](path))
 
 

@@ -333,7 +333,8 @@ def _sampling_refusal(request: Request, vocab: int) -> str:
 def _section(raw: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     value = raw.get(name)
     if not isinstance(value, dict):
-        raise InputDataError(f"{path} has no {name}", why="this is no engine folder", remedy="build the engine again")
+        why = "this is not an engine folder"
+        raise InputDataError(f"{path} has no {name}", why=why, remedy="build the engine again")
     return value
 
 

@@ -359,7 +359,7 @@ def _check_place(report: Path) -> None:
     from trtpipe.engines.errors import HostError, UsageError
 
     if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
-        raise UsageError(f"--report '{report}' is no file", remedy="give a name such as report.json")
+        raise UsageError(f"--report '{report}' is not a file", remedy="give a name such as report.json")
     if report.suffix in (".csv", ".html", ".jsonl"):
         raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
     try:
@@ -367,7 +367,8 @@ def _check_place(report: Path) -> None:
         with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
             pass
     except OSError as error:
-        why = f"{report.parent} is no folder" if isinstance(error, NotADirectoryError) else error.strerror or str(error)
+        below_a_file = isinstance(error, NotADirectoryError)
+        why = f"{report.parent} is not a folder" if below_a_file else error.strerror or str(error)
         raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
 
 
@@ -381,7 +382,7 @@ def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
         return [int(word) if whole or word.strip().isdigit() else float(word) for word in text.split(",")]
     except ValueError:
         kind = "whole numbers" if whole else "numbers"
-        raise UsageError(f"'{text}' is no list of {kind}", remedy="give for example 1,4,16") from None
+        raise UsageError(f"'{text}' is not a list of {kind}", remedy="give for example 1,4,16") from None
 
 
 def _sampling(words: list[str]) -> dict[str, Any]:
@@ -392,7 +393,7 @@ def _sampling(words: list[str]) -> dict[str, Any]:
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
-            raise UsageError(f"'{word}' is no option", remedy="give NAME=VALUE, such as top_p=0.9")
+            raise UsageError(f"'{word}' is not an option", remedy="give NAME=VALUE, such as top_p=0.9")
         out[name] = parse_yaml_value(value, f"--sampling {name}")
     return out
 

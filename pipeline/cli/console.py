@@ -50,7 +50,7 @@ def err() -> RichConsole:
 
 
 def console(*, stderr: bool = False, soft_wrap: bool = False) -> RichConsole:
-    # Paths and causes are shown unchanged: `[old]` in a path is no markup and `:key:` no emoji.
+    # Paths and causes are shown unchanged: `[old]` in a path is not markup, and `:key:` is not an emoji.
     return _console_class()(stderr=stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
 
 
@@ -373,7 +373,7 @@ def comparison(compared: Comparison, *, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
-    """A status line of a benchmark; where stderr is no terminal, a line as each load point begins and as it ends."""
+    """A status line of a benchmark; where stderr is not a terminal, a line as each load point begins and as it ends."""
     where = err()
     if not where.is_terminal:
         yield _bench_note

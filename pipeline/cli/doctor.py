@@ -82,7 +82,7 @@ def _store(store: Store) -> str:
         folder = folder.parent
     free = shutil.disk_usage(folder).free / 1e9
     if not folder.is_dir():
-        raise HostError(f"{folder} is no folder", remedy="set TRTPIPE_HOME to a folder of yours")
+        raise HostError(f"{folder} is not a folder", remedy="set TRTPIPE_HOME to a folder of yours")
     if not os.access(folder, os.W_OK):
         raise HostError(f"{folder} cannot be written", remedy="set TRTPIPE_HOME to a folder of yours")
     if free < DISK_GB:

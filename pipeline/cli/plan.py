@@ -106,7 +106,7 @@ def _whole(text: str) -> int:
     from trtpipe.engines.errors import UsageError
 
     if not text.isdigit():
-        raise UsageError(f"--tp {text} is no number of GPUs", remedy="give for example 1,2,4")
+        raise UsageError(f"--tp {text} is not a number of GPUs", remedy="give for example 1,2,4")
     return int(text)
 
 
@@ -120,5 +120,5 @@ def _price(text: str) -> tuple[str, float]:
     except ValueError:
         price = 0.0
     if not 0 < price < 1e6:
-        raise UsageError(f"--price {text} is no price", remedy="give for example h100=2.5, of one GPU an hour")
+        raise UsageError(f"--price {text} is not a price", remedy="give for example h100=2.5, of one GPU an hour")
     return facts.find_gpu(name).name, price

@@ -376,4 +376,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"'{text}' is no list of numbers", remedy="write for example 1,4,16") from None
+        raise UsageError(f"'{text}' is not a list of numbers", remedy="write for example 1,4,16") from None

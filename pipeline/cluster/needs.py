@@ -48,6 +48,6 @@ def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
 
 
 def accelerator(gpu: GpuSpec) -> str:
-    """Ray's name of the card: the word after the maker's, up to the first sign that is no letter or digit."""
+    """Ray's name of the card: the word after the maker's, up to the first sign that is not a letter or digit."""
     found = re.match(r"\w+[ -]+([A-Za-z0-9]+)", gpu.product)
     return found[1] if found else gpu.name.upper()

@@ -90,7 +90,7 @@ class DeployConfig:
                 remedy="put the repository into a folder of the image, such as models",
             )
         if self.host_path is not None and (not self.host_path.startswith("/") or ".." in self.host_path.split("/")):
-            raise UsageError(f"--host-path '{self.host_path}' is no absolute path", remedy="give one from the root")
+            raise UsageError(f"--host-path '{self.host_path}' is not an absolute path", remedy="give one from the root")
         for name, pattern, what in (
             ("namespace", LABEL, "a DNS label"),
             ("pvc", SUBDOMAIN, "a DNS name"),

@@ -48,7 +48,7 @@ logger = logging.getLogger("rendezvous")
 
 
 class Untrusted(Exception):
-    """The other end does not know the secret, or is no rendezvous at all."""
+    """The other end does not know the secret, or is not a rendezvous at all."""
 
 
 class Link:

@@ -136,7 +136,7 @@ def _failure(entry: dict[str, Any], where: str) -> Failure:
     try:
         groups = re.compile(failure.pattern).groupindex
     except re.error as error:
-        raise ConfigError(f"{where}: pattern is no regular expression", why=str(error)) from None
+        raise ConfigError(f"{where}: pattern is not a regular expression", why=str(error)) from None
     for key, phrase in (("cause", failure.cause), ("remedy", failure.remedy)):
         try:
             fields = list(string.Formatter().parse(phrase))

@@ -207,7 +207,7 @@ class DockerExecutor:
              f"the pull of {self.image} broke off", "run again: the layers that arrived are kept"),
         )  # fmt: skip
         if re.search(r"invalid reference|invalid (repository|tag)", reason):
-            return UsageError(f"'{self.image}' is no name of an image", why=reason)
+            return UsageError(f"'{self.image}' is not the name of an image", why=reason)
         for pattern, what, remedy in reasons:
             if re.search(pattern, reason, re.IGNORECASE):
                 return HostError(what, why=reason, remedy=remedy)

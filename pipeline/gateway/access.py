@@ -50,7 +50,7 @@ def _check_certificate(certificate: Path, key: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         raise InputDataError(
-            f"{certificate} and {key} are no certificate and its key",
+            f"{certificate} and {key} are not a certificate and its key",
             why=error.reason or str(error),
             remedy="give PEM files that belong together, the key without a password",
         ) from None

@@ -69,7 +69,7 @@ class GatewayOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
         if not 0 <= self.port < 1 << 16:
-            raise UsageError(f"port {self.port} is no port", remedy="give a number from 0 to 65535")
+            raise UsageError(f"port {self.port} is not a port", remedy="give a number from 0 to 65535")
         for name in ("workers", "connections", "max_body_bytes", "max_choices", "default_max_tokens", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, not {getattr(self, name)}")

@@ -43,7 +43,7 @@ class Text:
             raise InputDataError(f"{folder} holds no tokenizer that can be read", why=str(error)) from None
         if not all(type(token) is int and 0 <= token < 2**31 for token in [*self.end_ids, self.pad_id]):
             raise InputDataError(
-                f"the end or padding token of {folder} is no token id",
+                f"the end or padding token of {folder} is not a token id",
                 why=f"eos_token_id is {quoted(str(self.end_ids))}, pad_token_id {quoted(str(self.pad_id))}",
                 remedy="correct generation_config.json",
             )

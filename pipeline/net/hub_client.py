@@ -64,7 +64,7 @@ class HubClient(LimitedClient):
         for name in NAME_HEADERS:
             value = response.headers.get(name)
             if value is not None and own and not re.fullmatch(SAFE_NAME, value.removeprefix("W/").strip('"')):
-                raise AnswerRefused(f"its {name} is no digest: {value[:80]}")
+                raise AnswerRefused(f"its {name} is not a digest: {value[:80]}")
         wait = response.headers.get("retry-after")
         if wait is not None and not (re.fullmatch("[0-9]{1,2}", wait) and int(wait) <= MAX_WAIT_SECONDS):
             response.headers["retry-after"] = str(MAX_WAIT_SECONDS)
@@ -75,7 +75,7 @@ class HubClient(LimitedClient):
         try:
             value = parse_json(response.content, max_bytes=MAX_ANSWER_BYTES)
         except ValueError as error:
-            raise AnswerRefused(f"its answer is no JSON: {error}") from None
+            raise AnswerRefused(f"its answer is not JSON: {error}") from None
         level = [value]
         while level:
             inner: list[Any] = []
@@ -84,7 +84,7 @@ class HubClient(LimitedClient):
                     for name in NAME_FIELDS:
                         said = one.get(name)
                         if said is not None and not (isinstance(said, str) and re.fullmatch(SAFE_NAME, said)):
-                            raise AnswerRefused(f"its `{name}` is no digest: {str(said)[:80]}")
+                            raise AnswerRefused(f"its `{name}` is not a digest: {str(said)[:80]}")
                     inner += one.values()
                 elif isinstance(one, list):
                     inner += one
@@ -101,7 +101,7 @@ class HubClient(LimitedClient):
         try:
             url = response.url.join(link)
         except httpx.InvalidURL:
-            raise AnswerRefused(f"its list goes on at what is no URL: {link[:200]}") from None
+            raise AnswerRefused(f"its list goes on at what is not a URL: {link[:200]}") from None
         if url.netloc != response.url.netloc:
             raise AnswerRefused(f"its list goes on at another host: {str(url)[:200]}")
         place = str(url)

@@ -187,7 +187,7 @@ class Scrape:
 
 
 def parse(text: str, at_s: float) -> Scrape:
-    """Read Prometheus' text format; samples that are no finite number are left out. Raises InputDataError."""
+    """Read Prometheus' text format; samples that are not finite numbers are left out. Raises InputDataError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     within = len(text) <= MAX_PAGE and text.count("\n") < MAX_LINES
@@ -213,7 +213,7 @@ def parse(text: str, at_s: float) -> Scrape:
                     family=metric.name, part=part, labels=labels, value=value, grows=grows
                 )
     except (ValueError, IndexError, OverflowError) as error:  # the parser's errors for an invalid line
-        raise InputDataError("these are no metrics in Prometheus' text format", why=str(error)) from None
+        raise InputDataError("these are not metrics in Prometheus' text format", why=str(error)) from None
     return Scrape(at_s, tuple(samples.values()))
 
 

@@ -14,7 +14,7 @@ def open_registry(url: str) -> Registry:
     scheme, separator, rest = url.partition("://")
     if not separator:
         if not url or re.match("[a-z0-9]{2,}:", url):
-            raise UsageError(f"'{url}' is no address", remedy="give for example s3://bucket/prefix, or a folder")
+            raise UsageError(f"'{url}' is not an address", remedy="give for example s3://bucket/prefix, or a folder")
         from trtpipe.pipeline.registry.files import FileRegistry
 
         return FileRegistry.open(Path(url).absolute().as_uri(), url)

@@ -104,7 +104,7 @@ def translated(url: str) -> Iterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    """The first line of a library's message, with the exception's kind where the line is no sentence."""
+    """The first line of a library's message, with the exception's kind where the line is not a sentence."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     name = type(error).__name__
     return line[:300] if " " in line else f"{name}: {line[:300]}" if line else name

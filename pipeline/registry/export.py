@@ -103,7 +103,7 @@ def unpack(
                 name: _take(tar, path, name, entry, store, counter) for name, entry in index["artefacts"].items()
             }
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:  # tarfile raises all of these
-        raise InputDataError(f"{path} is no whole export", why=str(error), remedy="copy it again") from None
+        raise InputDataError(f"{path} is not a whole export", why=str(error), remedy="copy it again") from None
     except OSError as error:
         raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     link(plan, artefacts, store, index["provenance"])
@@ -142,7 +142,7 @@ def _read_index(tar: tarfile.TarFile, path: Path) -> dict[str, Any]:
     first = tar.next()
     stream = tar.extractfile(first) if first is not None and first.name == INDEX and first.isreg() else None
     if stream is None:
-        raise InputDataError(f"{path} is no export of trtpipe", why=f"it does not begin with {INDEX}")
+        raise InputDataError(f"{path} is not an export of trtpipe", why=f"it does not begin with {INDEX}")
     try:
         index = parse_json(stream.read(MAX_INDEX_BYTES + 1), max_bytes=MAX_INDEX_BYTES)
     except ValueError as error:

@@ -77,7 +77,7 @@ class OciRegistry:
             ) from None
         if answer.status_code not in (200, 401, 403):
             raise HostError(
-                f"{self.url} is no registry of images", why=f"{answer.url} answers {answer.status_code}",
+                f"{self.url} is not a registry of images", why=f"{answer.url} answers {answer.status_code}",
                 remedy="check its address",
             )  # fmt: skip
         self._ask("GET", self._place("tags/list"), also=(404,))  # 404 where nothing was pushed yet

@@ -36,7 +36,7 @@ def joined(place: str, link: str) -> str:
     try:
         return urljoin(place, link)
     except ValueError:
-        raise HostError(f"{place} leads to what is no URL", why=link[:200]) from None
+        raise HostError(f"{place} leads to what is not a URL", why=link[:200]) from None
 
 
 class OciClient:

@@ -115,7 +115,7 @@ def check_chain(told: Any, entries: Mapping[str, Mapping[str, Any]] = {}) -> lis
             if said != given:
                 raise ArtefactRefused("the provenance does not hold", why=f"its {what} are not those of its stages")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputDataError("this is no provenance of trtpipe", why=f"{type(error).__name__}: {error}") from None
+        raise InputDataError("this is not provenance of trtpipe", why=f"{type(error).__name__}: {error}") from None
     for makes, known in entries.items():
         if makes not in found:
             raise ArtefactRefused(f"the provenance says nothing of the {makes}")
@@ -284,5 +284,5 @@ def unwrapped(told: Any) -> Statement:
     except (KeyError, TypeError, ValueError) as error:
         raise InputDataError("the provenance is a damaged envelope", why=f"{type(error).__name__}: {error}") from None
     if not isinstance(found, dict):
-        raise InputDataError("this is no provenance of trtpipe", why=f"it is a {type(found).__name__}")
+        raise InputDataError("this is not provenance of trtpipe", why=f"it is a {type(found).__name__}")
     return found

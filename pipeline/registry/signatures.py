@@ -35,7 +35,7 @@ def verify_envelope(envelope: bytes, keys: Sequence[Path]) -> Statement:
 
     keys  public keys in PEM form: ECDSA (P-256, P-384, P-521), Ed25519 or RSA
 
-    Raises ArtefactRefused where none of the keys signed it or its content is no statement, InputDataError
+    Raises ArtefactRefused where none of the keys signed it or its content is not a statement, InputDataError
     for a malformed envelope or a file that is not a public key, HostError where the library is not installed.
     """
     public = [key for path in keys for key in _public_keys(path)]

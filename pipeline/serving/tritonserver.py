@@ -153,7 +153,7 @@ def choose_endpoints(host: str, http: int, grpc: int, metrics: int, openai: int 
             if port is None:
                 continue
             if not 0 <= port < 1 << 16:
-                raise UsageError(f"--{name}-port {port} is no port", remedy="give a number from 0 to 65535")
+                raise UsageError(f"--{name}-port {port} is not a port", remedy="give a number from 0 to 65535")
             if port in chosen.values():
                 raise UsageError(f"port {port} is asked for twice", remedy=f"pass --{name}-port 0 to choose a free one")
             probe = probes.enter_context(socket.socket())

@@ -82,7 +82,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         check_values(data)  # the library takes 500 bytes or more for each value
         return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises no narrower class
-        raise InputDataError(f"{path} is no tokenizer", why=str(error), remedy="download the model again") from None
+        raise InputDataError(f"{path} is not a tokenizer", why=str(error), remedy="download the model again") from None
 
 
 def texts(data: str) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _find(data: str) -> DataSet | Path:
     if path.is_file():
         return path
     raise UsageError(
-        f"no calibration data '{data}'", why="it is no file and no data set", remedy=suggestion(data, sets)
+        f"no calibration data '{data}'", why="it is neither a file nor a data set", remedy=suggestion(data, sets)
     )
 
 

@@ -156,7 +156,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
             remedy="download it while online, or pass a local folder as --model",
         ) from None
     except errors.HFValidationError as error:
-        raise UsageError(f"'{repo_id}' is no repository id", why=str(error)) from None
+        raise UsageError(f"'{repo_id}' is not a repository id", why=str(error)) from None
     except TrtpipeError:
         raise
     except (httpx.HTTPError, httpx.InvalidURL, OSError, *MALFORMED) as error:

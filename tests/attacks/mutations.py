@@ -109,7 +109,7 @@ def mutate_value(rng: random.Random, value: Any) -> Any:
         container[rng.choice(("", "x", "../x", "a\0", str(key) + "x", "x" * 5000))] = container.pop(key)
     elif kind == 2:
         other, name = rng.choice(spots)
-        container[key] = copy.deepcopy(other[name])  # what holds itself is no JSON
+        container[key] = copy.deepcopy(other[name])  # what holds itself is not JSON
     elif kind == 3 and isinstance(container[key], (list, dict)) and container[key]:
         container[key] = list(container[key]) * rng.choice((2, 1000))
     elif kind == 4 and isinstance(container[key], (int, float)):

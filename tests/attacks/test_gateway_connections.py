@@ -384,7 +384,7 @@ def test_requests_sent_ahead_of_the_answer_end_the_connection(folder: Path) -> N
             status, _, body = await one.answer()
             assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "x")
             assert await one.closed() == b""
-        async with wire(client) as one:  # what follows is no request at all
+        async with wire(client) as one:  # what follows is not a request at all
             await one.send(head(f"Content-Length: {len(HELLO)}") + HELLO + b"nonsense\r\n\r\n")
             assert (await one.answer())[0] == 200
             assert await one.closed() == b""

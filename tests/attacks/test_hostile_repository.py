@@ -57,8 +57,8 @@ def entries(count: int, text: str) -> str:
 INFLIGHT: dict[str, tuple[Change, str]] = {
     "backslashes": (more("tensorrt_llm", 'name: "' + "\\" * 500_000 + '"'), "1,000 backslashes in a row"),
     "a gigabyte": (lambda repository: os.truncate(repository / "ensemble" / "config.pbtxt", 1 << 30), "1,048,576"),
-    "a depth": (more("tensorrt_llm", "model_warmup { inputs { " * 20_000), "is no model configuration"),
-    "digits": (more("tensorrt_llm", "max_batch_size: " + "1" * 500_000), "is no model configuration"),
+    "a depth": (more("tensorrt_llm", "model_warmup { inputs { " * 20_000), "is not a model configuration"),
+    "digits": (more("tensorrt_llm", "max_batch_size: " + "1" * 500_000), "is not a model configuration"),
     "parameters": (
         more("tensorrt_llm", entries(5000, 'parameters {key:"none@" value:{string_value:"x"}}\n')),
         "none4999",
@@ -72,11 +72,11 @@ INFLIGHT: dict[str, tuple[Change, str]] = {
     "a deep sum": (script("x = " + "+".join(["a"] * 100_000)), "cannot be read"),
     "a list": (script("x = [" + "a," * 120_000 + "]\nclass X: pass\n"), "has no class TritonPythonModel"),
     "a null byte": (script(b"a = 1\0"), "model-script"),
-    "an encoding": (script(b"# coding: nobody\n"), "is no Python"),
+    "an encoding": (script(b"# coding: nobody\n"), "is not Python"),
 }
 LLMAPI: dict[str, tuple[str, str]] = {
     "arguments": (MODEL_YAML + entries(40_000, "none@: 1\n"), "settings: LLM takes fewer"),
-    "a bomb": ("a: &a [x,x,x,x,x,x,x,x,x]\n" + entries(9, "b@: &b@ [*a,*a]\n") + "c: " + "[" * 70, "is no YAML"),
+    "a bomb": ("a: &a [x,x,x,x,x,x,x,x,x]\n" + entries(9, "b@: &b@ [*a,*a]\n") + "c: " + "[" * 70, "is not YAML"),
     "an infinity": (MODEL_YAML + "max_num_tokens: .inf\n", "is inf"),
     "no number": (MODEL_YAML + "max_num_tokens: .nan\n", "is nan"),
     "a number to base 60": (MODEL_YAML + "max_num_tokens: 1" + ":1" * 200_000, "more than 64 digits"),
@@ -122,5 +122,5 @@ def test_a_configuration_that_cannot_be_read_is_not_combined(tmp_path: Path, tex
     inflight(tmp_path / "repository")
     (tmp_path / "repository" / "ensemble" / "config.pbtxt").write_bytes(text.encode("latin-1"))
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputDataError, match="is no model configuration"):
+    with pytest.raises(InputDataError, match="is not a model configuration"):
         link_models(tmp_path / "repository", "a-", tmp_path / "out")

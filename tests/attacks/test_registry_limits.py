@@ -235,7 +235,7 @@ def test_a_registry_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         (lambda page: '</v2/team/models/tags/list?last=a>; rel="next"', "lists its tags without an end"),
         (lambda page: f'</v2/team/models/tags/list?last={page}>; rel="next"', "20 tags on 20 pages"),
         (lambda page: '<http://127.0.0.2/v2/team/models/tags/list>; rel="next"', "leads to another host"),
-        (lambda page: '<http://[::1/tags/list>; rel="next"', "leads to what is no URL"),
+        (lambda page: '<http://[::1/tags/list>; rel="next"', "leads to what is not a URL"),
         (lambda page: '<file:///etc/passwd>; rel="next"', "leads to another host"),
     ],
     ids=["a circle", "no end", "another host", "no URL", "a file"],

@@ -319,7 +319,7 @@ def test_a_digest_in_a_list_is_no_path(server: Hub, commit: str, tmp_path: Path,
         return [Answer(200, {}, json.dumps([entry]).encode()).wire()] if "/tree/" in asked.path else None
 
     server.changed = changed
-    with pytest.raises(HostError, match="its `oid` is no digest"):
+    with pytest.raises(HostError, match="its `oid` is not a digest"):
         hub.download(REPO, commit, ignore)
 
 
@@ -346,11 +346,11 @@ def test_lists_of_the_hub_that_do_not_end(server: Hub, commit: str, link: str, m
         return [Answer(200, {"Link": more}, body if status == 200 else b"[]").wire()]
 
     server.changed = changed
-    with pytest.raises(HostError, match=r"its list (goes on at (another host|what is no URL)|has no end)"):
+    with pytest.raises(HostError, match=r"its list (goes on at (another host|what is not a URL)|has no end)"):
         hub.download(REPO, commit, ignore)
     with pytest.raises(
         HostError,
-        match=r"its list (goes on at (another host|what is no URL)|has no end)|lists its targets without an end",
+        match=r"its list (goes on at (another host|what is not a URL)|has no end)|lists its targets without an end",
     ):
         open_registry(f"hf://{REPO}").targets()
 

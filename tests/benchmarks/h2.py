@@ -188,7 +188,7 @@ def fed(streams: int, parsed: bool) -> float:
 
 def measure(port: int, name: str, streams: int, parsed: bool, pipe: Pipe) -> None:
     """In a process of its own, so that neither client runs in what the other left behind."""
-    from tritonclient.grpc import service_pb2  # noqa: F401  # its import is no part of a response's cost
+    from tritonclient.grpc import service_pb2  # noqa: F401  # its import is not a part of a response's cost
 
     run = through_grpc if name == "grpc.aio" else through_ours
     if name == "ours, uvloop":

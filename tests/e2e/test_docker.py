@@ -391,5 +391,5 @@ def test_a_registry_that_is_not_there(dockerd: str, make_task: MakeTask) -> None
 
 @pytest.mark.parametrize("image", ["UPPER", "a b", "x:"])
 def test_a_name_that_is_none(dockerd: str, image: str) -> None:
-    with pytest.raises(UsageError, match=f"'{image}' is no name of an image: "):
+    with pytest.raises(UsageError, match=f"'{image}' is not the name of an image: "):
         DockerExecutor(image, base_url=dockerd).prepare()

@@ -156,7 +156,11 @@ def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_
     ("options", "status", "telling"),
     [
         (["--quant", "fp9"], 2, "unknown dtype 'fp9'; did you mean 'fp8'?"),
-        (["--quant", "fp8", "--calib", "nowhere"], 2, "no calibration data 'nowhere': it is no file and no data set"),
+        (
+            ["--quant", "fp8", "--calib", "nowhere"],
+            2,
+            "no calibration data 'nowhere': it is neither a file nor a data set",
+        ),
         (["--quant", "fp8", "--calib", "SHORT"], 3, "the calibration text gives 0 rows of 512 tokens, not 512; pass"),
         (["--quant", "fp8", "--format", "onnx"], 2, "unknown format 'onnx'; known: trtllm, hf"),
         (["--quant", "int4-awq"], 2, "groups of 128 do not divide the 576 and 1536 input features"),

@@ -37,7 +37,7 @@ def test_every_combination_in_order() -> None:
     [
         ({"gpu": "a100,"}, "--gpu a100, has an empty place"),
         ({"gpu": "a100,a100"}, "--gpu a100,a100 names something twice"),
-        ({"tp": "1,two"}, "--tp 1,two is no list of numbers"),
+        ({"tp": "1,two"}, "--tp 1,two is not a list of numbers"),
     ],
 )
 def test_lists_that_are_none(options: dict[str, Any], message: str) -> None:

@@ -224,7 +224,7 @@ def test_sizes_that_contradict_each_other_are_refused(assignments: list[str], me
         ),
         ({"build": {"max_batch_size": 8.5}}, "recipe r.yaml: build: max_batch_size: Input should be a valid integer"),
         ({"serving": {"decoupled": "yes"}}, "recipe r.yaml: serving: decoupled: Input should be a valid boolean"),
-        ({"build": 8}, "recipe r.yaml: build is no mapping; name a setting, such as build.max_batch_size"),
+        ({"build": 8}, "recipe r.yaml: build is not a mapping; name a setting, such as build.max_batch_size"),
         ({"dtype": 16}, "recipe r.yaml: dtype is 16, not a name"),
         ({"tp": "2"}, "recipe r.yaml: tp is '2', not a whole number"),
         ({"pp": True}, "recipe r.yaml: pp is True, not a whole number"),
@@ -250,7 +250,7 @@ def test_a_mistake_in_a_recipe_names_the_file(recipe: dict[str, Any], message: s
         ),
         (["=8"], "--set =8 is not NAME=VALUE; write for example build.max_batch_size=16"),
         (["build=8", "build.max_batch_size=8"], "--set build.max_batch_size=8 contradicts --set build=8"),
-        (["build=8"], "--set: build is no mapping; name a setting, such as build.max_batch_size"),
+        (["build=8"], "--set: build is not a mapping; name a setting, such as build.max_batch_size"),
         (["gpu.sm=80"], "--set: gpu is {'sm': 80}, not a name"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_recipe_is_a_file_or_a_name_we_ship(in_folder: Path) -> None:
     with pytest.raises(UsageError) as caught:
         recipe_layer("smollm2-gpu")
     assert str(caught.value) == (
-        "no recipe 'smollm2-gpu': it is no file and no recipe we ship; did you mean 'smollm2-cpu'?"
+        "no recipe 'smollm2-gpu': it is neither a file nor a recipe we ship; did you mean 'smollm2-cpu'?"
     )
 
 

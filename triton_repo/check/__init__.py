@@ -66,7 +66,7 @@ def check_repository(
     """
     report = Report(repository=folder)
     if not folder.is_dir():
-        report.error("no-models", folder, "", "is no folder", remedy="give a model repository")
+        report.error("no-models", folder, "", "is not a folder", remedy="give a model repository")
         return report.faults
     models = read_models(folder, report)
     engines = _engines(models, report)

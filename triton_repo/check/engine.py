@@ -95,7 +95,7 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
         return None
     if not folder.is_dir():
         report.error(
-            "engine-folder", model.path, where, f"is '{text}', which is no folder", remedy="name the folder it is in"
+            "engine-folder", model.path, where, f"is '{text}', which is not a folder", remedy="name the folder it is in"
         )
         return None
     passport = _passport(folder, report)

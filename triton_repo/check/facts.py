@@ -136,7 +136,7 @@ def _rows(cls: type[_T], rows: Any, where: str) -> dict[str, _T]:
     out = {}
     for name, row in rows.items():
         if not isinstance(row, dict):
-            raise FactsError(f"{where}: {name} is no mapping")
+            raise FactsError(f"{where}: {name} is not a mapping")
         _known(row, [one.name for one in fields(cls)], f"{where}: {name}")  # type: ignore[arg-type]
         try:
             out[str(name)] = cls(**_plain(cls, row))

@@ -135,7 +135,7 @@ def _take(
                 "ensemble-input",
                 ensemble.path,
                 where,
-                f"feeds '{theirs}', which is no input of {model.name}",
+                f"feeds '{theirs}', which is not an input of {model.name}",
                 why="Triton refuses the ensemble",
                 remedy=did_you_mean(near),
             )
@@ -177,7 +177,7 @@ def _make(
                 "ensemble-output",
                 ensemble.path,
                 where,
-                f"reads '{theirs}', which is no output of {model.name}",
+                f"reads '{theirs}', which is not an output of {model.name}",
                 why="Triton refuses the ensemble",
                 remedy=did_you_mean(nearest(theirs, set(declared) - set(step.output_map), 0.6)),
             )

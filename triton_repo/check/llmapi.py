@@ -73,7 +73,7 @@ def _read(path: Path, report: Report) -> dict[str, Any] | None:
     except ValueError as error:
         line = getattr(error, "line", None)
         where = f"line {line}" if line is not None else ""
-        report.error("llmapi-settings", path, where, "is no YAML", why=str(error))
+        report.error("llmapi-settings", path, where, "is not YAML", why=str(error))
     else:
         if isinstance(value, dict):
             return value
@@ -168,7 +168,7 @@ def _check_triton(
             "llmapi-settings",
             path,
             where,
-            "is missing" if section is None else "is no mapping",
+            "is missing" if section is None else "is not a mapping",
             why="the script looks up its decoupled and max_batch_size",
             remedy="add it with both",
         )
@@ -281,7 +281,7 @@ def _check_model(
     if folder is None or (place.mapped and not (folder / "config.json").is_file()):
         return None
     if not (folder / "config.json").is_file():
-        report.error("llmapi-model", path, where, f"is '{name}', which has no config.json", "it is no model folder")
+        report.error("llmapi-model", path, where, f"is '{name}', which has no config.json", "it is not a model folder")
         return None
     engine = any(folder.glob("rank*.engine"))
     torch = settings.get("backend") == "pytorch" or ("backend" not in settings and release.reaches("1.0.0"))

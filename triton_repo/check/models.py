@@ -100,7 +100,7 @@ class Model:
 
 
 def read_models(repository: Path, report: Report) -> dict[str, Model]:
-    """Read all models of the repository by name; report folders that are no models or lack a part."""
+    """Read all models of the repository by name; report folders that are not models or lack a part."""
     models: dict[str, Model] = {}
     bare: list[Path] = []
     for folder in sorted(path for path in repository.iterdir() if path.is_dir()):
@@ -136,7 +136,7 @@ def read_models(repository: Path, report: Report) -> dict[str, Model]:
                 "not-a-model",
                 folder,
                 "",
-                "is no model, and Triton takes each folder of a repository for one",
+                "is not a model, and Triton takes each folder of a repository for one",
                 why=f"it has neither {CONFIG} nor a version folder",
                 remedy="move it out, or start with --model-control-mode=explicit",
             )

@@ -43,7 +43,7 @@ def locate(text: str, repository: Path, models: dict[str, Model]) -> Place:
             if (base / path).exists():
                 return Place(path=base / path)
     except (OSError, ValueError):  # a null byte, or a name too long
-        return Place(absent=True, why="it is no path")
+        return Place(absent=True, why="it is not a path")
     why = f"there is none in {repository.name or repository}, nor in the folder above it, nor here"
     return Place(absent=True, why="the server expands no ~" if text.startswith("~") else why)
 

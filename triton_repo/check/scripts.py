@@ -114,7 +114,7 @@ def _tree(path: Path, report: Report) -> ast.Module | None:
         # Not reported: a newer Python allows more inside f-strings than this one.
         if "f-string" not in str(error.msg):
             report.error(
-                "model-script", path, f"line {error.lineno}", "is no Python", why=str(error.msg), remedy="replace it"
+                "model-script", path, f"line {error.lineno}", "is not Python", why=str(error.msg), remedy="replace it"
             )
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         report.error("model-script", path, "", "cannot be read", why=str(error))

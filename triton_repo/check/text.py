@@ -67,7 +67,7 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
             path,
             _place(text, offset + first.start()),
             f"still holds the placeholder {', '.join(names[:NAMED])}{more}",
-            why="it stands without quotes, so the file is no model configuration",
+            why="it stands without quotes, so the file is not a model configuration",
             remedy="fill it in (fill_template.py passes over names it does not know)",
         )
         return text, None
@@ -85,16 +85,16 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
             "syntax",
             path,
             f"line {line}, column {column}" if line is not None else "",
-            "is no model configuration",
+            "is not a model configuration",
             why=what,
             remedy=_remedy(what),
         )
     except (DeprecationWarning, SyntaxWarning) as error:
         report.error(
-            "syntax", path, "", "is no model configuration", why=str(error), remedy="write a backslash as \\\\"
+            "syntax", path, "", "is not a model configuration", why=str(error), remedy="write a backslash as \\\\"
         )
     except (RecursionError, ValueError, TypeError) as error:
-        report.error("syntax", path, "", "is no model configuration", why=type(error).__name__)
+        report.error("syntax", path, "", "is not a model configuration", why=type(error).__name__)
     return text, None
 
 

@@ -71,7 +71,7 @@ def _folder(
     if place.path is None:
         return None
     if not place.path.is_dir():
-        report.error("tokenizer-folder", model.path, where, f"{named}, which is no folder", remedy="name its folder")
+        report.error("tokenizer-folder", model.path, where, f"{named}, which is not a folder", remedy="name its folder")
         return None
     names = {path.name for path in place.path.iterdir()}
     if names & {*FILES, *SETTINGS}:

@@ -1,7 +1,7 @@
 """Comparison of two or more reports: the first is the base, load points match where protocol and load are the same.
 
-Where the requests of both sides were kept, each ratio has an interval and is significant or not; without requests there
-is no statement about significance. A condition that cannot be judged counts as fired, so that a gate never passes for
+Where the requests of both sides were kept, each ratio has an interval and is significant or not; without requests
+nothing is said about significance. A condition that cannot be judged counts as fired, so that a gate never passes for
 lack of data.
 """
 
@@ -175,7 +175,7 @@ def compare(
             f"{len(price_per_hour)} prices for {len(paths)} reports", remedy="give one price, or one for each report"
         )
     if any(not 0 < price < math.inf for price in price_per_hour):
-        raise UsageError("a price is no positive number", remedy="give what an hour costs")
+        raise UsageError("a price is not a positive number", remedy="give what an hour costs")
     prices: list[float | None] = [*price_per_hour] or [None]
     prices *= len(paths) // len(prices)
     sides = {

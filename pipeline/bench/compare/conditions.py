@@ -69,7 +69,7 @@ def parse(text: str, known: Mapping[str, Kind]) -> Condition:
     """Read one expression about the metrics in `known`. Raises UsageError."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"'{text}' is no condition", remedy=_EXAMPLES)
+        raise UsageError(f"'{text}' is not a condition", remedy=_EXAMPLES)
     statistic, metrics = _name(text, found["name"], known)
     kind = known[metrics[0]]
     if kind.is_rate and statistic is not None:

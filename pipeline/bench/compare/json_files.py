@@ -26,14 +26,14 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
     except UnicodeDecodeError as error:
-        raise InputDataError(f"{file} is no text", why=error.reason) from None
+        raise InputDataError(f"{file} is not text", why=error.reason) from None
     except ValueError as error:
-        raise InputDataError(f"{file} is no JSON", why=str(error), remedy="give a whole file") from None
+        raise InputDataError(f"{file} is not JSON", why=str(error), remedy="give a whole file") from None
     if not found:
         raise InputDataError(f"{file} is empty", remedy="measure again")
     for value in found:
         if not isinstance(value, dict):
-            raise InputDataError(f"{file} is no result", why=f"it holds a {type(value).__name__}, not an object")
+            raise InputDataError(f"{file} is not a result", why=f"it holds a {type(value).__name__}, not an object")
     return [_known(value) for value in found] if b"NaN" in data or b"Infinity" in data else found
 
 
@@ -46,10 +46,10 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = parse_json(line)
             except ValueError as error:
-                raise InputDataError(f"{where} is no JSON object", why=str(error), remedy=remedy) from None
+                raise InputDataError(f"{where} is not JSON object", why=str(error), remedy=remedy) from None
             if not isinstance(value, dict):
                 why = f"it holds a {type(value).__name__}"
-                raise InputDataError(f"{where} is no JSON object", why=why, remedy=remedy)
+                raise InputDataError(f"{where} is not JSON object", why=why, remedy=remedy)
             yield where, value
     except OSError as error:
         raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None

@@ -39,7 +39,7 @@ def checked(line: dict[str, Any], where: str) -> dict[str, Any]:
     fault = next(_faults(line), None)
     if fault is not None:
         remedy = "measure again, or remove the file to do without it"
-        raise InputDataError(f"{where} is no request of a report", why=fault, remedy=remedy)
+        raise InputDataError(f"{where} is not a request of a report", why=fault, remedy=remedy)
     return line
 
 
@@ -59,9 +59,9 @@ def _faults(line: dict[str, Any]) -> Iterator[str]:
         yield f"failure is {_told(failure)}"
     stamps, tokens = line.get("stamps_ns"), line.get("tokens")
     if not _are_numbers(stamps, _MOMENT):
-        yield "stamps_ns is no list of moments"
+        yield "stamps_ns is not a list of moments"
     if tokens is not None and not (_are_numbers(tokens, _COUNT) and len(tokens) >= len(line["stamps_ns"])):
-        yield "tokens is no list of a number for each of stamps_ns"
+        yield "tokens is not a list of a number for each of stamps_ns"
 
 
 def _are_numbers(values: Any, bounds: tuple[int, int]) -> bool:

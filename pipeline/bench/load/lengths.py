@@ -269,7 +269,7 @@ class _Parser:
         try:
             number = float(text)
         except ValueError:
-            raise self._wrong(f"{name} '{text.strip()}' is no number", FORMS) from None
+            raise self._wrong(f"{name} '{text.strip()}' is not a number", FORMS) from None
         if not math.isfinite(number):
             raise self._wrong(f"{name} is not finite")
         most = MOST_TOKENS if self.whole else MOST_SECONDS
@@ -280,7 +280,7 @@ class _Parser:
     def _length(self, text: str, name: str) -> float:
         number = self._number(text, name)
         if self.whole and (number < 1 or number != int(number)):
-            raise self._wrong(f"{name}, {number:g}, is no whole number of tokens from 1 on")
+            raise self._wrong(f"{name}, {number:g}, is not a whole number of tokens from 1 on")
         if number < 0:
             raise self._wrong(f"{name}, {number:g}, is negative")
         return number

@@ -170,7 +170,7 @@ def _messages(value: Any, where: str) -> tuple[Message, ...]:
         for message in value
     )
     if not plain or not value:
-        raise InputDataError(f"{where}: messages is no list of objects with role and content, both text")
+        raise InputDataError(f"{where}: messages is not a list of objects with role and content, both text")
     return tuple(value)
 
 

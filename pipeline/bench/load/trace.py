@@ -58,7 +58,7 @@ def _request(where: str, entry: dict[str, Any]) -> TracedRequest:
     _check(where, "input_length", entry["input_length"], (int,), 1, MOST_TOKENS)
     _check(where, "output_length", entry["output_length"], (int,), 1, MOST_TOKENS)
     if not isinstance(hash_ids, list):
-        raise InputDataError(f"{where}: hash_ids is no list")
+        raise InputDataError(f"{where}: hash_ids is not a list")
     for identity in hash_ids:
         _check(where, "hash_ids", identity, (int,), 0, 2**63 - 1)
     # Ids beyond the length of the input stand for no text.
@@ -68,6 +68,6 @@ def _request(where: str, entry: dict[str, Any]) -> TracedRequest:
 
 def _check(where: str, key: str, value: Any, kinds: tuple[type, ...], least: int, most: int) -> None:
     if type(value) not in kinds or not value >= least:
-        raise InputDataError(f"{where}: {key} is {shown(value)}, which is no number from {least} on")
+        raise InputDataError(f"{where}: {key} is {shown(value)}, which is not a number from {least} on")
     if value > most:
         raise InputDataError(f"{where}: {key} is {shown(value)}, which is more than {most:,}")

@@ -41,7 +41,7 @@ class OpenAiHttp:
             names = [entry["id"] for entry in listing["data"] if isinstance(entry["id"], str)]
         except (KeyError, TypeError):
             raise HostError(
-                f"what answers at {site.url} is no OpenAI-compatible server",
+                f"what answers at {site.url} is not an OpenAI-compatible server",
                 why=f"GET {site.path}/models gives status {status} and no list",
                 remedy="give the URL of its API, such as http://localhost:9000/v1",
             ) from None

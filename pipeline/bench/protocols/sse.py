@@ -21,7 +21,7 @@ class SseDecoder:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Data of the events that `piece` completes. Raises ValueError for a line that is no line of an event stream.
+        """Data of the events that `piece` completes. Raises ValueError for a line that an event stream cannot hold.
 
         A browser skips unknown fields. Here they indicate a proxy's error page, or a token in a broken line.
         """

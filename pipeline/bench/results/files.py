@@ -49,7 +49,7 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
 def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
     """The options of a report.json, to repeat its run; `tokenizer` replaces one that is stored elsewhere now.
 
-    Raises InputDataError for a file that is no report, and where input files have changed: that is no repetition.
+    Raises InputDataError for a file that is not a report, and where input files have changed: that is no repetition.
     """
     try:
         report = load_json(path)
@@ -57,11 +57,11 @@ def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
         raise InputDataError(f"{path} cannot be read", why=str(error), remedy="name a report.json") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
         found = json.dumps(report.get("schema") if isinstance(report, dict) else None)[:40]
-        raise InputDataError(f"{path} is no report of this kind", why=f"schema {found}, not {SCHEMA}")
+        raise InputDataError(f"{path} is not a report of this kind", why=f"schema {found}, not {SCHEMA}")
     options = BenchOptions.from_json(report.get("options"), str(path))
     digests = report.get("work_sha256", {})
     if not isinstance(digests, dict):
-        raise InputDataError(f"{path} is damaged", why="work_sha256 is no mapping", remedy="measure anew")
+        raise InputDataError(f"{path} is damaged", why="work_sha256 is not a mapping", remedy="measure anew")
     options = replace(options, tokenizer=tokenizer or options.tokenizer)
     then = {str(options.tokenizer): report.get("tokenizer_sha256"), **digests}
     for file, sha256 in then.items():

@@ -36,7 +36,7 @@ class Objective:
         if self.metric not in _times():
             raise _unknown(self.metric)
         if _STATISTIC.fullmatch(self.statistic) is None:
-            raise UsageError(f"'{self.statistic[:60]}' is no statistic", remedy="give mean, max, or one such as p99")
+            raise UsageError(f"'{self.statistic[:60]}' is not a statistic", remedy="give mean, max, or one such as p99")
         if not 0 <= self.limit_ms < math.inf:
             raise UsageError(f"the limit of {self.metric} is {self.limit_ms:g}", remedy="give a positive number")
 
@@ -54,7 +54,7 @@ def parse_objective(text: str) -> Objective:
     """`ttft:p99<200ms`, or `ttft:200ms` for the p99. Raises UsageError."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"'{text}' is no objective", remedy="give one such as ttft:p99<200ms or itl:30ms")
+        raise UsageError(f"'{text}' is not an objective", remedy="give one such as ttft:p99<200ms or itl:30ms")
     metric = aliases().get(found["metric"], found["metric"])
     if metric not in _times():
         raise _unknown(found["metric"])
@@ -71,7 +71,7 @@ def _times() -> dict[str, Distribution]:
 
 
 def _unknown(metric: str) -> UsageError:
-    return UsageError(f"'{metric[:60]}' is no time", remedy=suggestion(metric, [*aliases(), *_times()]))
+    return UsageError(f"'{metric[:60]}' is not a time", remedy=suggestion(metric, [*aliases(), *_times()]))
 
 
 def aliases() -> dict[str, str]:

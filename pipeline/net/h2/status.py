@@ -56,7 +56,7 @@ class Status:
 
 OK = Status(Code.OK)
 
-# gRPC's own tables: status of a call for an HTTP/2 reset, and for an HTTP status of a server that is no gRPC server.
+# gRPC's own tables: status of a call for an HTTP/2 reset, and for an HTTP status of a server that is not a gRPC server.
 _OF_RESET = {
     ErrorCode.REFUSED_STREAM: Code.UNAVAILABLE,
     ErrorCode.CANCEL: Code.CANCELLED,

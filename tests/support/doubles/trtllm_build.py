@@ -1128,7 +1128,7 @@ def _copy_lora(source: Path, out: Path, index: int, kind: str) -> str:
 
 
 def _digest(model: Model, weights: Path | None, settings: dict[str, Any]) -> str:
-    """Of everything an engine is made of. Where the timings lie is no part of that."""
+    """Of everything an engine is made of. Where the timings lie is not a part of that."""
     made_of = {name: value for name, value in settings.items() if not name.endswith("_timing_cache")}
     digest = hashlib.sha256(json.dumps([model.raw, made_of], sort_keys=True).encode())
     if weights:

@@ -158,9 +158,8 @@ def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
     folder.mkdir(parents=True)
     done = run("settings", "--model", folder, "--gpu", "cpu")
     assert f"folder {folder}" in done.out.replace("\n", "")
-    assert (
-        run("build", "--model", folder, "--gpu", "cpu").error().startswith(f"{folder} is no Hugging Face model folder")
-    )
+    refusal = run("build", "--model", folder, "--gpu", "cpu").error()
+    assert refusal.startswith(f"{folder} is not a Hugging Face model folder")
 
 
 def test_models_and_gpus(run: Run) -> None:
@@ -325,9 +324,9 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("bench", "--protocol", "http", "--connections", "3").startswith("--connections is of gRPC; ")
     library = refused("bench", "--transport", "tritonclient", "--connections", "3")
     assert library.startswith("--connections is of our own reader: ")
-    assert refused("bench", *there, "--report", "") == "--report '.' is no file; give a name such as report.json"
+    assert refused("bench", *there, "--report", "") == "--report '.' is not a file; give a name such as report.json"
     assert refused("bench", *there, "--report", "/dev/full") == (
-        "--report '/dev/full' is no file; give a name such as report.json"
+        "--report '/dev/full' is not a file; give a name such as report.json"
     )
     assert refused("bench", *there, "--report", "x.html") == (
         "--report x.html is the name of a file beside it; give a name such as report.json"
@@ -383,7 +382,7 @@ def missing_tensor(folder: Path) -> None:
 
 
 DAMAGES = [
-    (no_config, "{0} is no Hugging Face model folder: it has no config.json; give the model's folder"),
+    (no_config, "{0} is not a Hugging Face model folder: it has no config.json; give the model's folder"),
     (
         another_family,
         "{0}/config.json describes a LlamaForCausalLMs: trtpipe converts dense Llama-family models; "
@@ -502,7 +501,7 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     assert done.status == 3
     line = len(text.splitlines()) + 1
     assert done.error() == (
-        f"{mine} has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is no model configuration: "
+        f"{mine} has 1 fault(s): postprocessing/config.pbtxt: line {line}, column 17: is not a model configuration: "
         f"Couldn't parse integer: many; run `trtpipe check {mine}` for all"
     )
     checked = run("check", "mine")
@@ -543,7 +542,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     )  # fmt: skip
     assert refused("--tls-cert", empty, "--tls-key", absent) == (3, f"the key {absent} cannot be read: {readable}")
     status, words = refused("--tls-cert", empty, "--tls-key", empty)
-    assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are no certificate and its key")
+    assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are not a certificate and its key")
     assert words.endswith("; give PEM files that belong together, the key without a password")
     with pytest.raises(AssertionError, match="the server is next"):
         run("serve", *ports)
@@ -773,7 +772,7 @@ def test_the_line_of_a_running_benchmark() -> None:
 def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
-        with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is no folder; give another"):
+        with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is not a folder"):
             bench._check_place(report)
     bench._check_place(tmp_path / "new" / "deep" / "report.json")
     # A run that fails before it has figures leaves no folders behind.
@@ -1010,11 +1009,11 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--dtype", "fp9"], "unknown dtype 'fp9'; did you mean 'fp8'?"),
         (["--kv-cache", "int9"], "unknown KV cache type 'int9'; did you mean 'int8'?"),
         (["--gpu", "h1000"], "unknown GPU 'h1000'; did you mean 'h100'?"),
-        (["--slo", "tptt:1ms"], "'tptt' is no time; did you mean 'tpot'?"),
-        (["--price", "h100"], "--price h100 is no price; give for example h100=2.5, of one GPU an hour"),
-        (["--tp", "x"], "--tp x is no number of GPUs; give for example 1,2,4"),
+        (["--slo", "tptt:1ms"], "'tptt' is not a time; did you mean 'tpot'?"),
+        (["--price", "h100"], "--price h100 is not a price; give for example h100=2.5, of one GPU an hour"),
+        (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
         (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
-        (["--load", "chatt"], "unknown load 'chatt': it is no YAML file either; did you mean 'chat'?"),
+        (["--load", "chatt"], "unknown load 'chatt': it is not YAML file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "set max_total_tokens in its work"),
     ],

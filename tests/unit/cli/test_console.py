@@ -239,14 +239,14 @@ def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:
     ("locale", "shown"), [("C.UTF-8", rb"mod\xe8le\udcff\x1b[31m"), ("C", rb"mod\udcc3\udca8le\udcff\x1b[31m")]
 )
 def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: bytes) -> None:
-    """A folder's name has a letter that ASCII lacks, a byte that is no text, and an escape sequence."""
+    """A folder's name has a letter that ASCII lacks, a byte that is not text, and an escape sequence."""
     folder = os.fsencode(tmp_path) + "/mod\u00e8le".encode() + b"\xff\x1b[31m"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0", "LC_ALL": locale}
     for words in ((b"inspect", folder), (b"--debug", b"inspect", folder)):
         done = subprocess.run([*python_command("trtpipe"), *words], env=environment, capture_output=True, check=False)
         assert done.stderr.isascii()
         assert b"\x1b" not in done.stderr
-        assert shown + b" is no checkpoint: it has no config.json" in done.stderr.replace(b"\n", b"")
+        assert shown + b" is not a checkpoint: it has no config.json" in done.stderr.replace(b"\n", b"")
     script = (
         r"from trtpipe.pipeline.cli import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
     )

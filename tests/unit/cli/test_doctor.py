@@ -110,7 +110,7 @@ def test_the_store_s_disk(store: Store, tmp_path: Path, monkeypatch: pytest.Monk
     store.home.write_text("a file")
     assert findings(store)["store"] == (
         "missing",
-        f"{store.home} is no folder; set TRTPIPE_HOME to a folder of yours",
+        f"{store.home} is not a folder; set TRTPIPE_HOME to a folder of yours",
     )
 
 

@@ -599,7 +599,7 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
          "^--pvc and --model-image are given: .*; give exactly one of --pvc, --model-image, --host-path$"),
         (engine(), "h100", {"pvc": "Models"}, UsageError, "--pvc 'Models' is not a DNS name"),
         (engine(), "h100", {"repository_path": "../x"}, UsageError, "leads out of the volume"),
-        (engine(), "h100", {"pvc": None, "host_path": "srv"}, UsageError, "--host-path 'srv' is no absolute path"),
+        (engine(), "h100", {"pvc": None, "host_path": "srv"}, UsageError, "--host-path 'srv' is not an absolute path"),
         (engine(), "h100", {"pvc": None, "model_image": "x", "repository_path": "/"}, UsageError, "root of an image"),
         (engine(), "h100", {"namespace": "a.b"}, UsageError, "--namespace 'a.b' is not a DNS label"),
         (engine(), "h100", {"shm_size": "much"}, UsageError, "shm_size 'much' is not a quantity"),

@@ -19,7 +19,7 @@ MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensor
 OWN = {"up"}
 # Those of Grafana's value formats that the dashboard needs, and its own suffixes.
 UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
-# Words of PromQL that are no metrics; anything else outside of braces is one.
+# Words of PromQL that are not metrics; anything else outside of braces is one.
 WORDS = {
     "absent", "and", "avg", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on", "or", "rate", "sum",
 }  # fmt: skip
@@ -52,7 +52,7 @@ def expressions(board: dict[str, Any], rules: list[dict[str, Any]]) -> list[str]
 
 
 def series(expr: str) -> dict[str, list[dict[str, str]]]:
-    """The metrics an expression selects -> the labels of each selection. Fails on what is no PromQL we write."""
+    """The metrics an expression selects -> the labels of each selection. Fails on what is not a PromQL we write."""
     found: dict[str, list[dict[str, str]]] = {}
     rest = re.sub(r"\b(by|on) \([a-z_, ]*\)", r"\1", expr)
 

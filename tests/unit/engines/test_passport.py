@@ -122,10 +122,10 @@ def test_packaging_takes_no_engine_of_another_target(changes: dict[str, Any], to
     ("changes", "told"),
     [
         ({"rank_bytes": "1"}, "rank_bytes: Input should be a valid integer"),
-        ({"rank_bytes": -1}, "rank_bytes -1 is no size"),
+        ({"rank_bytes": -1}, "rank_bytes -1 is not a size"),
         ({"rank_bytes": float("nan")}, "rank_bytes: Input should be"),
-        ({"tp_size": 0}, "tp_size 0 and pp_size 1 are no numbers of ranks"),
-        ({"tp_size": 10**9}, "tp_size 1000000000 and pp_size 1 are no numbers of ranks"),
+        ({"tp_size": 0}, "tp_size 0 and pp_size 1 are not numbers of ranks"),
+        ({"tp_size": 10**9}, "tp_size 1000000000 and pp_size 1 are not numbers of ranks"),
         ({"image": 1}, "image: Input should be a valid string"),
         ({"sms": ["90"]}, r"sms\.0: Input should be a valid integer"),
         ({"build_config": None}, "build_config: Input should be"),

@@ -758,7 +758,7 @@ def test_bytes_that_are_no_text_do_not_matter(tmp_path: Path) -> None:
         ("    cause: the disk is full\n", "", "build.yaml: disk-full: cause: Field required"),
         ("    cause: the disk is full", "    cause: 3", "build.yaml: disk-full: cause: Input should be a valid string"),
         ("name: disk-full", "name: Disk full", "build.yaml: Disk full: the name is not in kebab case"),
-        ("'(?i)no space", "'(?i)(no space", "build.yaml: disk-full: pattern is no regular expression: missing )"),
+        ("'(?i)no space", "'(?i)(no space", "build.yaml: disk-full: pattern is not a regular expression: missing )"),
         ("the disk is full", "the {disk}", "build.yaml: disk-full: cause: 'disk' is not the bare name of a group"),
         ("the disk is full", "the {}", "build.yaml: disk-full: cause: '' is not the bare name of a group"),
         ("make room", "make {room", "build.yaml: disk-full: remedy: expected '}' before end of string"),

@@ -518,7 +518,7 @@ class TestPull:
             raise refused("invalid reference format")
 
         monkeypatch.setattr(daemon, "get", get)
-        with pytest.raises(UsageError, match="'A B' is no name of an image: invalid reference format"):
+        with pytest.raises(UsageError, match="'A B' is not the name of an image: invalid reference format"):
             DockerExecutor("A B").prepare()
 
 

@@ -165,7 +165,7 @@ def test_samples_keep_their_family_part_and_labels() -> None:
     assert (waiting.value, waiting.grows) == (2, False)
     (reused,) = scrape.find("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="reused")
     assert reused.grows
-    # The quantile that is no number is left out, its count is not.
+    # The quantile that is not a number is left out, its count is not.
     assert not scrape.find("nv_inference_queue_summary_us")
     assert scrape.total("nv_inference_queue_summary_us", "count") == 4
 

@@ -135,7 +135,7 @@ DAMAGE: list[tuple[Edit, type[TrtpipeError], str]] = [
     (flip("checkpoint/rank0.safetensors"), InputDataError, "checkpoint/rank0.safetensors is damaged: its digest is"),
     (flip("tokenizer/tokenizer.json"), InputDataError, "tokenizer/tokenizer.json is damaged"),
     (lambda content: content.pop("checkpoint/config.json"), InputDataError, "lacks checkpoint/config.json"),
-    (lambda content: content.pop("trtpipe.json"), InputDataError, "is no export of trtpipe"),
+    (lambda content: content.pop("trtpipe.json"), InputDataError, "is not an export of trtpipe"),
     (lambda content: content.update({"trtpipe.json": b"{"}), InputDataError, "trtpipe.json is damaged"),
     (index(format=2), ArtefactRefused, "is of format 2, this trtpipe reads 1; export it again"),
     (outside, InputDataError, "holds the file name ../../config.json: it leads out of its folder"),

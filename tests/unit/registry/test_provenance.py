@@ -181,5 +181,5 @@ def test_a_file_that_has_changed(made: Store) -> None:
     "told", [{}, [], None, {"predicate": None}, {"predicate": {}}, {"predicate": {"runDetails": {"byproducts": [{}]}}}]
 )
 def test_what_is_no_statement(told: Any) -> None:
-    with pytest.raises(InputDataError, match="this is no provenance of trtpipe"):
+    with pytest.raises(InputDataError, match="this is not provenance of trtpipe"):
         provenance.check_chain(told)

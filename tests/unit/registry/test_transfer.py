@@ -524,8 +524,8 @@ def test_provenance_travels_along(made: Store, tmp_path: Path, monkeypatch: pyte
         ("oci://host/Team/models", UsageError, "oci://host/Team/models names no repository: its name is of small lett"),
         ("hf://alone", UsageError, "hf://alone names no repository"),
         ("x4://place", UsageError, "x4://place: Protocol not known: x4"),
-        ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is no address"),
-        ("", UsageError, "'' is no address"),
+        ("s3:/bucket/x", UsageError, "'s3:/bucket/x' is not an address"),
+        ("", UsageError, "'' is not an address"),
         ("github://h/x", HostError, "github://h/x cannot be used: .*; check its address"),
     ],
 )
@@ -573,7 +573,7 @@ def test_credentials_of_docker_login(
 
 def test_what_listens_is_no_registry(s3: dict[str, str]) -> None:
     url = s3["AWS_ENDPOINT_URL"].replace("http://", "oci://") + "/team/models"
-    with pytest.raises(HostError, match=f"{url} is no registry of images: .* answers 4"):
+    with pytest.raises(HostError, match=f"{url} is not a registry of images: .* answers 4"):
         open_registry(url)
 
 

@@ -174,7 +174,7 @@ def test_one_port_cannot_serve_two() -> None:
 def test_a_number_that_is_no_port_is_refused(port: int) -> None:
     with pytest.raises(UsageError) as caught:
         choose_endpoints("127.0.0.1", port, 0, 0)
-    assert str(caught.value) == f"--http-port {port} is no port; give a number from 0 to 65535"
+    assert str(caught.value) == f"--http-port {port} is not a port; give a number from 0 to 65535"
 
 
 @pytest.mark.loopback

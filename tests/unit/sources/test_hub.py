@@ -255,7 +255,7 @@ def test_a_missing_commit(server: Hub, files: dict[str, bytes]) -> None:
 def test_what_is_no_repository_id(server: Hub, repo_id: str) -> None:
     with pytest.raises(UsageError) as error:
         hub.resolve_commit(repo_id, "main")
-    assert refused(error, 2).startswith(f"'{repo_id}' is no repository id: ")
+    assert refused(error, 2).startswith(f"'{repo_id}' is not a repository id: ")
     assert server.asked == []
 
 

@@ -127,7 +127,7 @@ def test_pickles_are_refused(folder: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "is no Hugging Face model folder: it has no config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "is not a Hugging Face model folder: it has no config.json"),
         (
             lambda folder: (folder / "config.json").write_text('{"architectures": ["BertModel"]}'),
             "describes a BertModel: trtpipe converts dense Llama-family models",
@@ -196,7 +196,7 @@ def test_what_is_no_gguf_file(tmp_path: Path, out: Path, worker: list[dict[str, 
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert refusal(GgufSource(path=str(path)), out, InputDataError, 3) == (
-        f"{path} is no GGUF file: it begins with {content[:4]!r}; download it again"
+        f"{path} is not a GGUF file: it begins with {content[:4]!r}; download it again"
     )
     assert worker == []
 

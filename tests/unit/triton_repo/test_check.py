@@ -970,7 +970,7 @@ def test_facts_are_read_strictly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("parameters.yaml", "engine: {one: {kind: boolean}}", facts.parameters, "unknown kind 'boolean'"),
         ("parameters.yaml", "engine: [one]", facts.parameters, "holds no rows"),
         ("parameters.yaml", "[]", facts.parameters, "holds no sections"),
-        ("parameters.yaml", "engine: {one: 1}", facts.parameters, "one is no mapping"),
+        ("parameters.yaml", "engine: {one: 1}", facts.parameters, "one is not a mapping"),
         ("tensors.yaml", "engine: {inputs: {}, output: {}}", facts.tensors, "did you mean 'outputs'"),
     ):
         (tmp_path / name).write_text(text)

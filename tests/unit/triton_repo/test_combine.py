@@ -94,7 +94,7 @@ def test_the_settings_of_the_llm_api_follow(tmp_path: Path) -> None:
 def test_a_configuration_that_is_none(tmp_path: Path) -> None:
     write_config(tmp_path / "repository", "m", "nonsense: 1")
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputDataError, match="is no model configuration"):
+    with pytest.raises(InputDataError, match="is not a model configuration"):
         link_models(tmp_path / "repository", "a.", tmp_path / "out")
 
 

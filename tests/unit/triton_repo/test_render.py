@@ -143,10 +143,10 @@ def test_what_cannot_be_served_is_refused(engine: Engine, tokenizer: Path, out: 
 @pytest.mark.parametrize(
     ("model", "old", "new", "telling"),
     [
-        ("tensorrt_llm", "max_batch_size: 8", "max_batch_size: eight", "is no model configuration"),
+        ("tensorrt_llm", "max_batch_size: 8", "max_batch_size: eight", "is not a model configuration"),
         ("tensorrt_llm", 'name: "tensorrt_llm"', 'name: "llm"', "names the model 'llm', its folder is 'tensorrt_llm'"),
         ("preprocessing", "preprocessing/1/tokenizer", "${tokenizer_dir}", "still holds the placeholder"),
-        ("ensemble", 'key: "input_ids"', 'key: "inputs_ids"', "feeds 'inputs_ids', which is no input of tensorrt_llm"),
+        ("ensemble", 'key: "input_ids"', 'key: "inputs_ids"', "feeds 'inputs_ids', which is not an input"),
         ("ensemble", 'value: "_INPUT_ID"', 'value: "_INPUT"', "nothing produces '_INPUT_ID'"),
         (
             "ensemble",

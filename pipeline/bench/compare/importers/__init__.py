@@ -89,7 +89,7 @@ def read_report(path: Path) -> dict[str, Any]:
                 if damage is not None:
                     raise ValueError(damage)
                 return report
-    raise InputDataError(f"{file} is no benchmark result that we know", remedy=KNOWN)
+    raise InputDataError(f"{file} is not a benchmark result that we know", remedy=KNOWN)
 
 
 def _faults(report: Mapping[str, Any]) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _level_faults(level: Any, where: str) -> Iterator[str]:
         yield f"{where} has {len(level['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
     for name, entry in level["metrics"].items():
         if not isinstance(entry, dict):
-            yield f"{where}: {name} is no mapping"
+            yield f"{where}: {name} is not a mapping"
         for statistic, value in entry.items():
             is_number = type(value) in (int, float) and 0 <= value < math.inf
             if statistic != "interval" and value is not None and not is_number:
@@ -135,7 +135,7 @@ def _unlike_verdict(value: Any, what: str) -> Iterator[str]:
 def _unlike(value: Any, form: Mapping[str, tuple[type, ...]], what: str) -> Iterator[str]:
     """How `value` differs from an object of that schema."""
     if not isinstance(value, dict):
-        yield f"{what} is no mapping"
+        yield f"{what} is not a mapping"
     for key, kinds in form.items():
         if key not in value:
             yield f"{what} has no {key}"

@@ -311,7 +311,7 @@ def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str
     ("damage", "told"),
     [
         (lambda value: value.update(levels=None), "levels of the report is null"),
-        (lambda value: value.update(levels=[None]), "level 0 is no mapping"),
+        (lambda value: value.update(levels=[None]), "level 0 is not a mapping"),
         (lambda value: value["levels"][0].pop("metrics"), "level 0 has no metrics"),
         (lambda value: value["levels"][0].update(metrics=[]), "metrics of level 0 is []"),
         (
@@ -518,4 +518,4 @@ def test_without_a_price_the_file_of_each_gpu_has_one(
 def test_a_price_that_is_no_number(tmp_path: Path, run: Callable[..., Any]) -> None:
     code, _, err = run("compare", tmp_path, tmp_path, "--price-per-hour", "2,x")
     assert code == 2
-    assert "'2,x' is no list of numbers" in err
+    assert "'2,x' is not a list of numbers" in err

@@ -49,11 +49,11 @@ def test_conditions(text: str, metric: str, statistic: str, limit: float, relati
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "'' is no condition; write for example"),
-        ("p99_ttft", "'p99_ttft' is no condition"),
-        ("p99_ttft > fast", "is no condition"),
-        ("p99_ttft > 1.1x and error_rate > 1%", "is no condition"),
-        ("p99_ttft == 3ms", "is no condition"),
+        ("", "'' is not a condition; write for example"),
+        ("p99_ttft", "'p99_ttft' is not a condition"),
+        ("p99_ttft > fast", "is not a condition"),
+        ("p99_ttft > 1.1x and error_rate > 1%", "is not a condition"),
+        ("p99_ttft == 3ms", "is not a condition"),
         ("p99_tttf > 1.1x", "is about tttf; did you mean 'ttft'?"),
         ("throughputs < 0.9x", "is about throughputs; did you mean 'throughput'?"),
         ("p98_ttft > 1x", "asks for p98: reports do not have it; did you mean"),

@@ -269,7 +269,7 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
     ("content", "says"),
     [
         ("", "is empty"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "holds a list"),
         (
             '{"schema": "trtpipe.bench/1"}',
@@ -280,7 +280,7 @@ def test_ours_is_read_as_it_is_and_a_folder_by_its_usual_name(tmp_path: Path) ->
             '{"a": 1}',
             "we know; known are report.json of trtpipe bench and the results of aiperf (0.13 (schema 1)), vllm",
         ),
-        ('{"aiperf_version": "1", "schema_version": "2.0"}', "is no benchmark result that we know"),
+        ('{"aiperf_version": "1", "schema_version": "2.0"}', "is not a benchmark result that we know"),
         ('{"aiperf_version": "1", "schema_version": "1.0"}', "looks like a result of aiperf but cannot be read"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_file_that_is_not_there_and_a_folder_without_one(tmp_path: Path) -> No
     with pytest.raises(InputDataError, match=r"has no result file: none of report\.json"):
         read_report(tmp_path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputDataError, match="is no text"):
+    with pytest.raises(InputDataError, match="is not text"):
         read_report(tmp_path / "bytes.json")
 
 
@@ -315,7 +315,7 @@ def copied(folder: Path, line: Callable[[dict[str, Any]], Any] = lambda line: li
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (lambda line: 5, r"line 1 of .* is no JSON object: it holds a int; measure again, or remove"),
+        (lambda line: 5, r"line 1 of .* is not JSON object: it holds a int; measure again, or remove"),
         (
             lambda line: {"metadata": line["metadata"]},
             "of aiperf but cannot be read: KeyError: 'metrics'",

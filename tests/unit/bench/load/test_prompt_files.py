@@ -58,9 +58,9 @@ def test_a_jsonl_file_has_a_request_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "top_k": 1.5}', "prompts.jsonl:1: top_k is 1.5, not int"),
         ('{"prompt": "a", "temperature": true}', "prompts.jsonl:1: temperature is True, not int or float"),
         ('{"prompt": "a", "stop": [1]}', "prompts.jsonl:1: stop is [1], not str or a list of strings"),
-        ('{"messages": []}', "prompts.jsonl:1: messages is no list of objects with role and content, both text"),
-        ('{"messages": [{"role": "user"}]}', "prompts.jsonl:1: messages is no list of objects"),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "prompts.jsonl:1: messages is no list of objects"),
+        ('{"messages": []}', "prompts.jsonl:1: messages is not a list of objects with role and content, both text"),
+        ('{"messages": [{"role": "user"}]}', "prompts.jsonl:1: messages is not a list of objects"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "prompts.jsonl:1: messages is not a list of objects"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:

@@ -205,7 +205,7 @@ def test_the_engine_s_own_model_has_its_output_ids_counted(known: MockServerProc
                 answer = outcome(client, exchange)
                 assert isinstance(answer, Answer)
                 assert answer.tokens == [1] * 8
-                assert client.codec.text(exchange) == "", "ids are no text"
+                assert client.codec.text(exchange) == "", "ids are not text"
 
     run(scenario())
 
@@ -630,7 +630,7 @@ def test_something_else_listens(known: MockServerProcess, transport: str) -> Non
         ]
         for listing in listings:
             server.resources["GET", "/v1/models"] = listing
-            telling = rf"is no OpenAI-compatible server: GET /v1/models gives status {listing[0]} and no list"
+            telling = rf"is not an OpenAI-compatible server: GET /v1/models gives status {listing[0]} and no list"
             refused(HostError, telling, "completions", 0, server.port, wiring)
         server.resources["GET", "/v1/models"] = (401, {"error": {"message": "no key"}})
         refused(UsageError, "asks for a key; give it in TRTPIPE_API_KEY", "completions", 0, server.port, wiring)

@@ -52,17 +52,17 @@ def test_the_grammar(text: str, objective: Objective) -> None:
 def test_what_is_no_objective(text: str) -> None:
     with pytest.raises(UsageError) as error:
         parse_objective(text)
-    assert str(error.value) == f"'{text}' is no objective; give one such as ttft:p99<200ms or itl:30ms"
+    assert str(error.value) == f"'{text}' is not an objective; give one such as ttft:p99<200ms or itl:30ms"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tftt:p99<1s", "'tftt' is no time; did you mean 'ttft'?"),
-        ("request_latensy<1s", "'request_latensy' is no time; did you mean 'request_latency'?"),
+        ("tftt:p99<1s", "'tftt' is not a time; did you mean 'ttft'?"),
+        ("request_latensy<1s", "'request_latensy' is not a time; did you mean 'request_latency'?"),
         (
             "xyzzy<1s",
-            "'xyzzy' is no time; known: dispatch_delay, e2e, icl, inter_chunk_latency, inter_token_latency, itl, "
+            "'xyzzy' is not a time; known: dispatch_delay, e2e, icl, inter_chunk_latency, inter_token_latency, itl, "
             "latency, request_latency, request_latency_from_due, time_per_output_token, time_to_first_token, "
             "time_to_first_token_from_due, tpot, ttft",
         ),
@@ -75,7 +75,7 @@ def test_a_metric_that_nobody_knows(text: str, words: str) -> None:
 
 
 def test_a_metric_that_is_no_time_has_no_limit_in_ms() -> None:
-    with pytest.raises(UsageError, match="'output_sequence_length' is no time"):
+    with pytest.raises(UsageError, match="'output_sequence_length' is not a time"):
         parse_objective("output_sequence_length<30ms")
 
 

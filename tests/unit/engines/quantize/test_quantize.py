@@ -271,8 +271,8 @@ def test_places_are_checked_before_the_work(llama: Path, tmp_path: Path) -> None
             job.quantize(llama, None, RECIPES["fp8"], samples=SAMPLES, log=tmp_path / "log", **options)
         return str(error.value)
 
-    assert refused(scales=tmp_path / "none").endswith("none is no file of scales; make one with --save-scales")
-    assert "is no folder" in refused(save_scales=tmp_path / "nowhere" / "s")
+    assert refused(scales=tmp_path / "none").endswith("none is not a file of scales; make one with --save-scales")
+    assert "is not a folder" in refused(save_scales=tmp_path / "nowhere" / "s")
     assert refused(device="cude") == "unknown device 'cude'; did you mean 'cuda'?"
 
 

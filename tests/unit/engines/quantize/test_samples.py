@@ -260,7 +260,7 @@ def test_another_kind_of_file_is_refused_before_it_is_read(tmp_path: Path, name:
     with pytest.raises(UsageError) as error:
         read_texts(tmp_path / name)
     assert str(error.value) == (
-        f"{tmp_path / name} is no file of texts; give a .txt file (paragraphs) or a .jsonl file"
+        f"{tmp_path / name} is not a file of texts; give a .txt file (paragraphs) or a .jsonl file"
     )
 
 

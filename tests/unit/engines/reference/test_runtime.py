@@ -491,7 +491,7 @@ def test_impossible_options_are_named(plain: Path, options: dict[str, Any], mess
 def test_a_checkpoint_is_no_engine(models: Callable[[str], tuple[Path, Any]], tmp_path: Path) -> None:
     convert(models("plain")[0], tmp_path, dtype=DataType.FLOAT32, mapping=Mapping())
     assert read_config(tmp_path).vocab_size == VOCAB
-    with pytest.raises(InputDataError, match="has no pretrained_config: this is no engine folder"):
+    with pytest.raises(InputDataError, match="has no pretrained_config: this is not an engine folder"):
         Runtime(tmp_path)
 
 
