@@ -128,6 +128,7 @@ def test_commands_of_one_process(here: Callable[..., str], trap: Trap, pythonpat
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_workers_with_torch(here: Callable[..., str], trap: Trap) -> None:
     hf_folder(trap.folder / "tiny")
     (trap.folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 50)
@@ -138,7 +139,7 @@ def test_workers_with_torch(here: Callable[..., str], trap: Trap) -> None:
     assert "perplexity" in answer
 
 
-@pytest.mark.parametrize("pythonpath", [None, "."])
+@pytest.mark.parametrize("pythonpath", [pytest.param(None, marks=pytest.mark.slow), "."])
 def test_the_load_tester_and_its_server(here: Callable[..., str], pythonpath: str | None) -> None:
     answer = here("bench", "selftest", "--protocol", "grpc", "--streams", "4", pythonpath=pythonpath)
     assert "a core of this client can take" in answer

@@ -40,8 +40,9 @@ def tiny(cli: Cli, serve: Callable[[str], Served], tmp_path_factory: pytest.Temp
     cli.ok(
         "build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *sizes, "--set", "serving.max_queue_size=2"
     )
-    yield serve("faulty.cpu.fp32")
-    cli.run("stop", "faulty.cpu.fp32")
+    server = serve("faulty.cpu.fp32")
+    yield server
+    server.kill()
 
 
 def ask(model: str, tokens: int = LONG, *, stream: bool = True, **more: Any) -> dict[str, Any]:

@@ -85,6 +85,7 @@ def test_a_quantized_model_answers(cli: Cli, run: Path, serve: Callable[[str], S
         cli.ok("stop", served.name)
 
 
+@pytest.mark.slow
 def test_scales_are_found_once_for_every_mapping(cli: Cli, run: Path, build: list[str]) -> None:
     assert reused(cli.ok(*build)) == dict.fromkeys(STAGES, True)
     # 9 heads and 3 of keys and values: three ranks of 3 and 1.
@@ -127,6 +128,7 @@ def test_one_wrong_scale_fails_the_gate_and_its_layer_is_named(
     assert "layer 2" in (report / "accuracy.html").read_text()
 
 
+@pytest.mark.slow
 def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     shutil.copyfile(CONFIGS / "calibration" / "demo.txt", text)

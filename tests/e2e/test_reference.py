@@ -11,7 +11,7 @@ from trtpipe.engines.reference.runtime import Runtime
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("reuse", [True, False], ids=["reuse", "no-reuse"])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reuse", "no-reuse"])
 def test_greedy_text_is_that_of_transformers(
     smollm2_engine_fp32: Path, prompts: list[tuple[int, ...]], expected: list[list[int]], reuse: bool
 ) -> None:

@@ -351,6 +351,7 @@ def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) 
     assert not using(copy)
 
 
+@pytest.mark.slow
 def test_a_dead_stub_is_reported_and_its_model_loaded_again(served: Served, tmp_path: Path) -> None:
     copy = tmp_path / "watched"
     _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
@@ -413,7 +414,7 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
     assert len(set(digests)) == 3
 
 
-@pytest.mark.parametrize("connections", [1, 3])
+@pytest.mark.parametrize("connections", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_reader_of_bench_keeps_to_windows_with_a_real_triton(
     served: Served, smollm2_hf: Path, monkeypatch: pytest.MonkeyPatch, connections: int
 ) -> None:

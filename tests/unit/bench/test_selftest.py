@@ -21,6 +21,7 @@ ROW = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_it_says_how_wrong_this_client_is() -> None:
     command = [sys.executable, "-m", "trtpipe", "bench", "selftest", "--protocol", "grpc,http", "--streams", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -223,6 +223,7 @@ def test_a_machine_that_is_lost_in_mid_stage(built: Built, machines: Site, in_fo
     assert read_passport(Path("runs") / made.target / "engine").made["gpu"] == "NVIDIA L40S"
 
 
+@pytest.mark.slow
 def test_the_only_machine_that_could_is_lost(
     built: Built, machines: Site, in_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
