@@ -33,13 +33,6 @@ settings.register_profile("thorough", deadline=None, max_examples=400)
 settings.load_profile("trtpipe")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Group tests for `--dist loadgroup`: those that serve all of SmolLM2 share its server, and no two of its engines
-    compute at a time; other tests stay with those of their file."""
-    lane = "smollm2" if "target" in getattr(item, "fixturenames", ()) else item.path.name
-    item.add_marker(pytest.mark.xdist_group(lane))
-
-
 class Guarded(AssertionError):
     """A unit test tried to reach the outside."""
 

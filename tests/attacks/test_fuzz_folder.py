@@ -1,4 +1,4 @@
-"""Damaged folders, two thousand of them, and twenty thousand in `make test-slow`: each is refused by our own error class or is a sound folder; nothing else happens."""
+"""Damaged folders: each is refused by our own error class or is a sound folder; nothing else happens."""
 
 from __future__ import annotations
 
