@@ -24,14 +24,14 @@ LISTS = ("model", "gpu", "dtype", "runtime", "toolchain", "tp", "pp")
 class Outcome:
     """Outcome of a target: what was made, and the failure that ended it, if any."""
 
-    plan: BuildSpec
+    spec: BuildSpec
     results: tuple[StageResult, ...]
     error: TrtpipeError | None
 
     @property
     def state(self) -> str:
         if self.error is None:
-            last = stages_of(self.plan)[-1].name
+            last = stages_of(self.spec)[-1].name
             made = self.results[-1].stage if self.results else last
             return "ready" if made == last else f"made up to {made}"
         return "waits for its GPU" if isinstance(self.error, GpuAbsent) else "failed"
@@ -40,9 +40,9 @@ class Outcome:
     def next_step(self) -> str:
         if self.error is None:
             packaged = bool(self.results) and self.results[-1].stage == "package"
-            return f"trtpipe serve {self.plan.target}" if packaged else ""
+            return f"trtpipe serve {self.spec.target}" if packaged else ""
         if isinstance(self.error, GpuAbsent):
-            return f"trtpipe export {self.plan.target}; where the GPU is: trtpipe build --from {self.plan.target}.tar"
+            return f"trtpipe export {self.spec.target}; where the GPU is: trtpipe build --from {self.spec.target}.tar"
         return str(self.error)
 
 
@@ -53,21 +53,21 @@ def combinations(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**options, **dict(zip(lists, row, strict=True))} for row in rows]
 
 
-def build_all(plans: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:
+def build_all(specs: list[BuildSpec], build: Callable[[BuildSpec], list[StageResult]]) -> list[Outcome]:
     """Build one target after the other; a failed target does not stop the others. Raises as `require_distinct`."""
-    require_distinct(plans)
+    require_distinct(specs)
     out = []
-    for plan in plans:
+    for spec in specs:
         try:
-            out.append(Outcome(plan=plan, results=tuple(build(plan)), error=None))
+            out.append(Outcome(spec=spec, results=tuple(build(spec)), error=None))
         except TrtpipeError as error:
-            out.append(Outcome(plan=plan, results=(), error=error))
+            out.append(Outcome(spec=spec, results=(), error=error))
     return out
 
 
-def require_distinct(plans: list[BuildSpec]) -> None:
+def require_distinct(specs: list[BuildSpec]) -> None:
     """Raise UsageError for two targets of one name, because they would share a run folder."""
-    names = [plan.target for plan in plans]
+    names = [spec.target for spec in specs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"two targets are called {twice}", remedy="give the models' folders other names")

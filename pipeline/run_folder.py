@@ -22,7 +22,7 @@ RUNS = Path("runs")
 
 
 class RunFolder:
-    """./runs/<target>/: links to the current artefacts, the plan, and the records they were made from."""
+    """./runs/<target>/: links to the current artefacts, the spec, and the records they were made from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,10 +31,10 @@ class RunFolder:
     def of(cls, target: str) -> RunFolder:
         return cls(RUNS / target)
 
-    def start(self, plan: BuildSpec, store: Store) -> None:
-        """Create the folder, write the plan, and register it so that `gc` keeps the artefacts it links to."""
+    def start(self, spec: BuildSpec, store: Store) -> None:
+        """Create the folder, write the spec, and register it so that `gc` keeps the artefacts it links to."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        write_whole(self.path / "plan.json", json.dumps(spec.to_json(), indent=2) + "\n")
         roots = store.home / "roots"
         roots.mkdir(parents=True, exist_ok=True)
         absolute = str(self.path.resolve())

@@ -1,4 +1,4 @@
-"""Execution of a plan: reuse each stage that is whole and current, or run it and report why."""
+"""Execution of a spec: reuse each stage that is whole and current, or run it and report why."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Perform(Protocol):
     """Runs a stage, or finds its artefact; `last` is the record of the stage's last run in this run folder."""
 
     def __call__(
-        self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None
+        self, stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None
     ) -> StageResult: ...
 
 
@@ -63,25 +63,25 @@ class Reporter(Protocol):
 
 
 def execute(
-    plan: BuildSpec, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
+    spec: BuildSpec, store: Store, reporter: Reporter, *, until: str | None = None, verify: bool = False,
     keep_failed: bool = False, given: Mapping[str, Artefact] | None = None, perform: Perform | None = None,
     trust: Trust | None = None,
 ) -> list[StageResult]:  # fmt: skip
-    """Run the plan's stages up to and including `until`, or reuse them. Updates the run folder after each.
+    """Run the spec's stages up to and including `until`, or reuse them. Updates the run folder after each.
 
     `perform` runs stages elsewhere. `given` holds artefacts from elsewhere, by what their stages make; these stages do
     not run. Other artefacts from elsewhere are reused where `trust` admits them. Raises TrtpipeError; what was finished
     before a failure is kept.
     """
     made = dict(given or {})
-    stages = _still_needed(plan, stages_until(stages_of(plan), until), made)
-    run = RunFolder.of(plan.target)
+    stages = _still_needed(spec, stages_until(stages_of(spec), until), made)
+    run = RunFolder.of(spec.target)
     here = perform is None
     if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
         # Checked before the download, not after it. Without a GPU the earlier stages are still worth running.
         with contextlib.suppress(hardware.GpuAbsent):
-            check_machine(plan)
-    run.start(plan, store)
+            check_machine(spec)
+    run.start(spec, store)
     if perform is None:
         perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust)
     for name, artefact in made.items():
@@ -89,23 +89,23 @@ def execute(
             reporter.note(f"{name}: {artefact.origin.describe()}")
     results: dict[str, StageResult] = {}
     for stage in stages:
-        inputs = {name: made[name] for name in stage.inputs(plan)}
-        result = perform(stage, plan, inputs, run.last(stage.name))
+        inputs = {name: made[name] for name in stage.inputs(spec)}
+        result = perform(stage, spec, inputs, run.last(stage.name))
         results[stage.makes] = result
         made[stage.makes] = result.artefact
         run.update(stage, result.artefact)
         reporter.finished(result)
-        if stage.makes == "model" and load_backend(plan.runtime).COMPILED:
+        if stage.makes == "model" and load_backend(spec.runtime).COMPILED:
             model = read_model_config(result.artefact.path)
-            check_fit(model, plan.precision.dtype, plan.mapping, plan.quantization, plan.gpu)
+            check_fit(model, spec.precision.dtype, spec.mapping, spec.quantization, spec.gpu)
     return list(results.values())
 
 
-def check_machine(plan: BuildSpec) -> None:
+def check_machine(spec: BuildSpec) -> None:
     """Check, before anything is downloaded, for what would stop the build at its end. Raises HostError."""
-    if load_backend(plan.runtime).COMPILED:
-        hardware.matching_gpus(plan.engine_target)
-        hardware.choose_executor(plan.executor, plan.toolchain)
+    if load_backend(spec.runtime).COMPILED:
+        hardware.matching_gpus(spec.engine_target)
+        hardware.choose_executor(spec.executor, spec.toolchain)
 
 
 def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, ...]:
@@ -117,7 +117,7 @@ def stages_until(stages: tuple[Stage, ...], until: str | None) -> tuple[Stage, .
     return stages[: names.index(until) + 1]
 
 
-def _still_needed(plan: BuildSpec, stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
+def _still_needed(spec: BuildSpec, stages: tuple[Stage, ...], made: Mapping[str, Artefact]) -> tuple[Stage, ...]:
     """The stages without those whose artefacts are in `made`, and without those that only these needed."""
     if not made:
         return stages
@@ -126,13 +126,13 @@ def _still_needed(plan: BuildSpec, stages: tuple[Stage, ...], made: Mapping[str,
     for stage in reversed(stages):
         if stage.makes in needed and stage.makes not in made:
             out.insert(0, stage)
-            needed.update(stage.inputs(plan))
+            needed.update(stage.inputs(spec))
     return tuple(out)
 
 
-def wanted_record(stage: Stage, plan: BuildSpec, inputs: dict[str, str], store: Store) -> Record:
-    """The record that the stage would have under this plan; `inputs` are content digests of the stages it reads."""
-    settings = stage.settings(plan)
+def wanted_record(stage: Stage, spec: BuildSpec, inputs: dict[str, str], store: Store) -> Record:
+    """The record that the stage would have under this spec; `inputs` are content digests of the stages it reads."""
+    settings = stage.settings(spec)
     return Record(
         stage=stage.name,
         stage_version=stage.version,
@@ -143,12 +143,12 @@ def wanted_record(stage: Stage, plan: BuildSpec, inputs: dict[str, str], store: 
 
 
 def satisfy(
-    stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *,
+    stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *,
     store: Store, reporter: Reporter, verify: bool = False, keep_failed: bool = False, trust: Trust | None = None,
 ) -> StageResult:  # fmt: skip
     """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
-    record = wanted_record(stage, plan, digests, store)
+    record = wanted_record(stage, spec, digests, store)
     found = store.find(record, verify=verify)
     if found is not None:
         return StageResult(
@@ -177,7 +177,7 @@ def satisfy(
             def work(out: Path) -> dict[str, Any]:
                 return stage.run(
                     Job(
-                        settings=stage.settings(plan),
+                        settings=stage.settings(spec),
                         inputs={name: artefact.path for name, artefact in inputs.items()},
                         digests=digests,
                         out=out,
@@ -216,27 +216,27 @@ class StageStatus:
     path: Path | None
 
 
-def status(plan: BuildSpec, store: Store) -> list[StageStatus]:
-    """What the next build of this plan would do. Only reads; a stage that depends on a stale one is stale too.
+def status(spec: BuildSpec, store: Store) -> list[StageStatus]:
+    """What the next build of this spec would do. Only reads; a stage that depends on a stale one is stale too.
 
     `build --from` uses imported artefacts; a plain build makes its own.
     """
-    run = RunFolder.of(plan.target)
+    run = RunFolder.of(spec.target)
     out: list[StageStatus] = []
     known: dict[str, str] = {}
-    stages = stages_of(plan)
+    stages = stages_of(spec)
     for stage in stages:
         brought = run.find(stage.name, store)
         if brought is not None and brought.origin is not None:
             known[stage.makes] = brought.manifest.content
             out.append(StageStatus(stage.name, "imported", brought.origin.describe(), brought.path))
             continue
-        stale = [maker.name for maker in stages if maker.makes in stage.inputs(plan) and maker.makes not in known]
+        stale = [maker.name for maker in stages if maker.makes in stage.inputs(spec) and maker.makes not in known]
         if stale:
             out.append(StageStatus(stage.name, "stale", f"input: {stale[0]} must run first", None))
             continue
         try:
-            record = wanted_record(stage, plan, {name: known[name] for name in stage.inputs(plan)}, store)
+            record = wanted_record(stage, spec, {name: known[name] for name in stage.inputs(spec)}, store)
         except TrtpipeError as error:
             out.append(StageStatus(stage.name, "unknown", str(error), None))
             continue

@@ -88,25 +88,25 @@ def build(
     given = None
     if bundle is not None:
         arrived = _bundle(bundle, store, options, trust.keys)
-        plans, given = [arrived.plan], arrived.artefacts
+        specs, given = [arrived.spec], arrived.artefacts
     else:
-        plans = [_plan(one) for one in matrix.combinations(options)]
+        specs = [_plan(one) for one in matrix.combinations(options)]
 
-    def make(plan: BuildSpec) -> list[StageResult]:
-        _announce(plan)
+    def make(spec: BuildSpec) -> list[StageResult]:
+        _announce(spec)
         return execute(
-            plan, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
+            spec, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
         )
 
-    outcomes = _build_on_cluster(plans, store, ray, exchange, until) if on_cluster else matrix.build_all(plans, make)
+    outcomes = _build_on_cluster(specs, store, ray, exchange, until) if on_cluster else matrix.build_all(specs, make)
     store.digests.save()
-    if len(plans) > 1:
-        console.table(("target", "state", "next"), [(o.plan.target, o.state, o.next_step) for o in outcomes])
+    if len(specs) > 1:
+        console.table(("target", "state", "next"), [(o.spec.target, o.state, o.next_step) for o in outcomes])
     elif outcomes[0].error is None:
-        run = RunFolder.of(plans[0].target).path
+        run = RunFolder.of(specs[0].target).path
         console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
         if outcomes[0].results[-1].stage == "package":
-            console.result(f"next: trtpipe serve {plans[0].target}")
+            console.result(f"next: trtpipe serve {specs[0].target}")
     matrix.raise_failures(outcomes)
 
 
@@ -219,7 +219,7 @@ def import_(
 
     with console.BuildReporter().stage("import", str(file)) as progress:
         arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
-    console.result(f"next: trtpipe build --from {arrived.plan.target}")
+    console.result(f"next: trtpipe build --from {arrived.spec.target}")
 
 
 def gc(
@@ -278,7 +278,7 @@ def scrub() -> None:
 
 
 def _plan(options: dict[str, Any]) -> BuildSpec:
-    """The plan from a command's options, weakest first: the recipe, options, --set."""
+    """The spec from a command's options, weakest first: the recipe, options, --set."""
     from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
 
     layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
@@ -304,14 +304,14 @@ def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:
 
 
 def _build_on_cluster(
-    plans: list[BuildSpec], store: Store, address: str | None, exchange: str | None, until: str | None
+    specs: list[BuildSpec], store: Store, address: str | None, exchange: str | None, until: str | None
 ) -> list[Outcome]:
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cluster.driver import Cluster
 
     cluster = Cluster(address or "auto", store, exchange, console.ClusterReporter.told)
     try:
-        return cluster.build(plans, lambda plan: console.ClusterReporter(plan.target), until)
+        return cluster.build(specs, lambda spec: console.ClusterReporter(spec.target), until)
     finally:
         cluster.close()
 
@@ -341,4 +341,4 @@ def _bundle(name: str, store: Store, options: dict[str, Any], trust_keys: tuple[
         return arrived
     if options["executor"] not in EXECUTORS:
         raise UsageError(f"unknown executor '{options['executor']}'", remedy="known: " + ", ".join(EXECUTORS))
-    return dataclasses.replace(arrived, plan=dataclasses.replace(arrived.plan, executor=options["executor"]))
+    return dataclasses.replace(arrived, spec=dataclasses.replace(arrived.spec, executor=options["executor"]))

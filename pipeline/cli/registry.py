@@ -90,7 +90,7 @@ def pull(
     )
     arrived = shipped.arrived
     if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
-        execute(arrived.plan, store, reporter, given=arrived.artefacts)
+        execute(arrived.spec, store, reporter, given=arrived.artefacts)
         console.result(f"next: trtpipe serve {target}")
     store.digests.save()
 

@@ -93,23 +93,23 @@ class Cluster:
         self._listener.start()
 
     def build(
-        self, plans: list[BuildSpec], reporter: Callable[[BuildSpec], Reporter], until: str | None
+        self, specs: list[BuildSpec], reporter: Callable[[BuildSpec], Reporter], until: str | None
     ) -> list[Outcome]:
         """Build every target, in parallel; a failed target does not stop the others. Raises as `require_distinct`."""
-        require_distinct(plans)
+        require_distinct(specs)
 
-        def one(plan: BuildSpec) -> Outcome:
-            told = reporter(plan)
+        def one(spec: BuildSpec) -> Outcome:
+            told = reporter(spec)
             try:
                 perform = partial(self._perform, reporter=told)
-                results = execute(plan, self._store, told, until=until, perform=perform)
-                return Outcome(plan=plan, results=tuple(results), error=None)
+                results = execute(spec, self._store, told, until=until, perform=perform)
+                return Outcome(spec=spec, results=tuple(results), error=None)
             except TrtpipeError as error:
-                return Outcome(plan=plan, results=(), error=error)
+                return Outcome(spec=spec, results=(), error=error)
 
-        with ThreadPoolExecutor(min(AT_ONCE, len(plans))) as pool:
+        with ThreadPoolExecutor(min(AT_ONCE, len(specs))) as pool:
             try:
-                return list(pool.map(one, plans))
+                return list(pool.map(one, specs))
             except BaseException:
                 self._cancel()
                 raise
@@ -125,18 +125,18 @@ class Cluster:
         self._ray.shutdown()
 
     def _perform(
-        self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
+        self, stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *, reporter: Reporter
     ) -> StageResult:
         digests = {name: one.manifest.content for name, one in inputs.items()}
-        record = wanted_record(stage, plan, digests, self._store)
+        record = wanted_record(stage, spec, digests, self._store)
         result = partial(StageResult, stage=stage.name, makes=stage.makes)
         found = self._store.find(record)
         if found is not None:
             self._offer(found)
             return result(reused=True, reason="same inputs and settings", artefact=found)
-        if isinstance(stage.settings(plan), (FolderSource, GgufSource)):
+        if isinstance(stage.settings(spec), (FolderSource, GgufSource)):
             # Only this machine has these files.
-            made = satisfy(stage, plan, inputs, last, store=self._store, reporter=reporter)
+            made = satisfy(stage, spec, inputs, last, store=self._store, reporter=reporter)
             self._offer(made.artefact)
             return made
         with self._lock:
@@ -146,7 +146,7 @@ class Cluster:
                 flying = self._flying[record.key] = Future()
         if mine:
             try:
-                flying.set_result(self._run(stage, plan, inputs, last))
+                flying.set_result(self._run(stage, spec, inputs, last))
             except BaseException as error:
                 flying.set_exception(error)
         answer = flying.result()
@@ -157,17 +157,17 @@ class Cluster:
             return result(reused=True, reason="made for another target", artefact=here)
         return result(reused=answer.reused, reason=f"{answer.reason}, on {answer.node}", artefact=here)
 
-    def _run(self, stage: Stage, plan: BuildSpec, inputs: dict[str, Artefact], last: Record | None) -> Answer:
-        wanted = needs(stage, plan, self._largest)
+    def _run(self, stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None) -> Answer:
+        wanted = needs(stage, spec, self._largest)
         if wanted.accelerator and not self._largest.get(f"accelerator_type:{wanted.accelerator}"):
             raise hardware.GpuAbsent(
-                f"no machine of the cluster has {plan.gpu.describe()}",
+                f"no machine of the cluster has {spec.gpu.describe()}",
                 why=f"building asks for the accelerator type {wanted.accelerator}",
                 remedy="add one to the cluster",
             )
         order = Order(
             trtpipe=__version__,
-            plan=plan.to_json(),
+            spec=spec.to_json(),
             stage=stage.name,
             inputs={name: dataclasses.asdict(one.manifest.record) for name, one in inputs.items()},
             contents={name: one.manifest.content for name, one in inputs.items()},
@@ -177,24 +177,24 @@ class Cluster:
             exchange=self._url,
         )
         task = self._remote.options(
-            **wanted.options(), max_retries=RETRIES, name=f"{plan.target} {stage.name}", scheduling_strategy="SPREAD"
+            **wanted.options(), max_retries=RETRIES, name=f"{spec.target} {stage.name}", scheduling_strategy="SPREAD"
         )
         with self._lock:
             if self._closed:
                 raise KeyboardInterrupt
-            ref = task.remote(self._work, order, plan.target, self._queue)
-            self._refs[ref] = plan.target, stage.name
+            ref = task.remote(self._work, order, spec.target, self._queue)
+            self._refs[ref] = spec.target, stage.name
         try:
-            answer = self._await(ref, wanted, f"{stage.name} of {plan.target}")
+            answer = self._await(ref, wanted, f"{stage.name} of {spec.target}")
         except self._ray.exceptions.TaskCancelledError:
-            raise StageFailed(f"{stage.name} of {plan.target} was cancelled") from None
+            raise StageFailed(f"{stage.name} of {spec.target} was cancelled") from None
         except self._ray.exceptions.RayTaskError as error:
             why = f"{type(error.cause).__name__}: {error.cause}"
-            raise StageFailed(f"{stage.name} of {plan.target} failed", why=why) from None
+            raise StageFailed(f"{stage.name} of {spec.target} failed", why=why) from None
         except self._ray.exceptions.RayError as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise StageFailed(
-                f"{stage.name} of {plan.target} was lost {RETRIES + 1} times", why=why, remedy="see `ray status`"
+                f"{stage.name} of {spec.target} was lost {RETRIES + 1} times", why=why, remedy="see `ray status`"
             ) from None
         finally:
             with self._lock:

@@ -36,13 +36,13 @@ class Needs:
         return all(resources.get(name, 0) >= least for name, least in wanted.items())
 
 
-def needs(stage: Stage, plan: BuildSpec, largest: dict[str, float]) -> Needs:
+def needs(stage: Stage, spec: BuildSpec, largest: dict[str, float]) -> Needs:
     """`largest` is the most that one machine of the cluster has of each: nothing asks for more, except for GPUs."""
-    uses = stage.resources(plan)
+    uses = stage.resources(spec)
     cpus = min(uses.cores, int(largest.get("CPU", 1)))
     memory = min(uses.memory, int(largest.get("memory", GIB)) // 2)
     if uses.gpu == "target":
-        return Needs(cpus=cpus, memory=memory, gpus=1, accelerator=accelerator(plan.gpu))
+        return Needs(cpus=cpus, memory=memory, gpus=1, accelerator=accelerator(spec.gpu))
     gpus = 1 if uses.gpu == "faster" and largest.get("GPU", 0) >= 1 else 0
     return Needs(cpus=cpus, memory=memory, gpus=gpus)
 

@@ -30,7 +30,7 @@ Tell = Callable[[str, str], None]
 class Order:
     """A stage to run.
 
-    plan      the target's plan, as JSON
+    spec      the target's spec, as JSON
     inputs    records of the artefacts that it reads, by name, and `contents` their digests
     last      the record of its last run
     home      home of the store, where machines share it; else each machine has its own, and `exchange` is a URL
@@ -38,7 +38,7 @@ class Order:
     """
 
     trtpipe: str
-    plan: dict[str, Any]
+    spec: dict[str, Any]
     stage: str
     inputs: dict[str, dict[str, Any]]
     contents: dict[str, str]
@@ -88,10 +88,10 @@ def run_stage(order: Order, tell: Tell) -> Answer:
             if not found:
                 raise HostError(f"{node} does not find the {name}", remedy="run again")
             inputs[name] = found
-        plan = read_spec(order.plan, "the order")
-        stage = next(one for one in stages_of(plan) if one.name == order.stage)
+        spec = read_spec(order.spec, "the order")
+        stage = next(one for one in stages_of(spec) if one.name == order.stage)
         last = None if order.last is None else Record(**order.last)
-        result = satisfy(stage, plan, inputs, last, store=store, reporter=_Remote(tell))
+        result = satisfy(stage, spec, inputs, last, store=store, reporter=_Remote(tell))
         if exchange is not None:
             exchange.offer(result.artefact)
         return Answer(

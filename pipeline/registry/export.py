@@ -47,9 +47,9 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """An unpacked export: the plan to go on with, and the artefacts by what their stages make."""
+    """An unpacked export: the spec to go on with, and the artefacts by what their stages make."""
 
-    plan: BuildSpec
+    spec: BuildSpec
     artefacts: dict[str, Artefact]
 
 
@@ -93,7 +93,7 @@ def unpack(
         # Not compressed, as `pack` writes it: a small file could expand to any size.
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             index = _read_index(tar, path)
-            plan = planned(index, f"{path}: {INDEX}")
+            spec = planned(index, f"{path}: {INDEX}")
             check_provenance(index, str(path), trust_keys)
             absent = {"checkpoint", "tokenizer"} - index["artefacts"].keys()
             if absent:
@@ -106,20 +106,20 @@ def unpack(
         raise InputDataError(f"{path} is not a whole export", why=str(error), remedy="copy it again") from None
     except OSError as error:
         raise InputDataError(f"{path} cannot be read", why=error.strerror or str(error)) from None
-    link(plan, artefacts, store, index["provenance"])
-    return Bundle(plan=plan, artefacts=artefacts)
+    link(spec, artefacts, store, index["provenance"])
+    return Bundle(spec=spec, artefacts=artefacts)
 
 
 def imported(target: str, store: Store) -> Bundle:
     """Result of an earlier `unpack` for a target. Raises UsageError, or InputDataError if it is gone."""
     run = RunFolder.of(target)
-    plan = run.spec() if (run.path / "plan.json").is_file() else None
-    if plan is None or not run.origins():
+    spec = run.spec() if (run.path / "plan.json").is_file() else None
+    if spec is None or not run.origins():
         raise UsageError(
             f"'{target}' is neither an export nor an imported target", remedy="name a .tar of `trtpipe export`"
         )
     found: dict[str, Artefact] = {}
-    for stage in stages_of(plan):
+    for stage in stages_of(spec):
         if run.origin(stage.name) is None:
             continue
         artefact = run.find(stage.name, store)
@@ -127,7 +127,7 @@ def imported(target: str, store: Store) -> Bundle:
             why = run.fault(stage.name, store) or "it is no longer in the store"
             raise InputDataError(f"the {stage.makes} of {target} cannot be used", why=why, remedy="import it again")
         found[stage.makes] = artefact
-    return Bundle(plan=plan, artefacts=found)
+    return Bundle(spec=spec, artefacts=found)
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

@@ -49,18 +49,18 @@ def describe(
     run = RunFolder.of(target)
     if not run.path.is_dir():
         raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
-    plan = run.spec()
-    made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(plan) if stage.makes in wanted}
+    spec = run.spec()
+    made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(spec) if stage.makes in wanted}
     checkpoint = made.get("checkpoint") or _made(
-        next(stage for stage in stages_of(plan) if stage.makes == "checkpoint"), run, store, False
+        next(stage for stage in stages_of(spec) if stage.makes == "checkpoint"), run, store, False
     )
-    passport = read_passport(made["engine"].path) if "engine" in made else draft_passport(plan, checkpoint)
+    passport = read_passport(made["engine"].path) if "engine" in made else draft_passport(spec, checkpoint)
     index = {
         "format": FORMAT,
         "trtpipe": __version__,
         "target": target,
-        "model": plan.model.to_json(),
-        "settings": plan.settings,
+        "model": spec.model.to_json(),
+        "settings": spec.settings,
         "passport": dataclasses.asdict(passport),
         "artefacts": {name: _entry(artefact) for name, artefact in made.items()},
         "provenance": signed(statement(run, store), sign_key),
@@ -87,22 +87,22 @@ def check_index(index: Any, where: str, again: str = "export") -> Index:
 
 
 def planned(index: Index, where: str) -> BuildSpec:
-    """The plan of a checked index; it must be that of the named target, and the artefacts must be the plan's.
+    """The spec of a checked index; it must be that of the named target, and the artefacts must be the spec's.
 
     Raises InputDataError otherwise, because paths are made from these names.
     """
-    plan = read_spec(index, where)
-    if plan.target != index["target"]:
-        raise InputDataError(f"{where} is damaged", why=f"it is of {plan.target}, and says {index['target']}")
-    makers = {stage.makes: stage.name for stage in stages_of(plan)}
+    spec = read_spec(index, where)
+    if spec.target != index["target"]:
+        raise InputDataError(f"{where} is damaged", why=f"it is of {spec.target}, and says {index['target']}")
+    makers = {stage.makes: stage.name for stage in stages_of(spec)}
     for name, entry in index["artefacts"].items():
         refuse_code(name, entry, where)
         check_files(name, entry, where)
         if entry["record"]["stage"] != makers.get(name):
             raise InputDataError(
-                f"{where} is damaged", why=f"the {name} of {plan.target} does not come from {entry['record']['stage']}"
+                f"{where} is damaged", why=f"the {name} of {spec.target} does not come from {entry['record']['stage']}"
             )
-    passport, settings = passport_of(index), BUILD.settings(plan)
+    passport, settings = passport_of(index), BUILD.settings(spec)
     for name, said, asked in (
         ("runtime", passport.runtime, settings.runtime),
         ("gpu", passport.gpu, settings.target.gpu.name),
@@ -112,7 +112,7 @@ def planned(index: Index, where: str) -> BuildSpec:
     ):
         if said != asked:
             raise InputDataError(f"{where} is damaged", why=f"{name}: its passport says {said}, its settings {asked}")
-    return plan
+    return spec
 
 
 def check_provenance(index: Index, where: str, keys: Sequence[Path] = ()) -> None:
@@ -168,17 +168,17 @@ def receive(
         return found
 
 
-def link(plan: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
-    """The run folder of the plan's target, with links to these artefacts and their provenance statement `told`."""
-    run = RunFolder.of(plan.target)
-    run.start(plan, store)
+def link(spec: BuildSpec, artefacts: Mapping[str, Artefact], store: Store, told: Any) -> RunFolder:
+    """The run folder of the spec's target, with links to these artefacts and their provenance statement `told`."""
+    run = RunFolder.of(spec.target)
+    run.start(spec, store)
     write_whole(run.path / PROVENANCE, json.dumps(told, indent=1) + "\n")
     if is_envelope(told):
         for artefact in artefacts.values():
             write_whole(artefact.path.parent / ENVELOPE, json.dumps(told) + "\n")
     for source in {artefact.origin.source for artefact in artefacts.values() if artefact.origin is not None}:
         run.drop_imports(keep=source)
-    for stage in stages_of(plan):
+    for stage in stages_of(spec):
         if stage.makes in artefacts:
             run.update(stage, artefacts[stage.makes])
     return run
@@ -212,11 +212,11 @@ def check_files(name: str, entry: dict[str, Any], where: str) -> None:
         raise InputDataError(f"{where}: the {name} is not what its digest says", remedy="copy it again")
 
 
-def refuse_settings(plan: BuildSpec, where: str) -> Callable[[Path], None]:
-    """An inspection of an engine: its settings file must equal the one that this version writes for the plan."""
+def refuse_settings(spec: BuildSpec, where: str) -> Callable[[Path], None]:
+    """An inspection of an engine: its settings file must equal the one that this version writes for the spec."""
 
     def inspect(engine: Path) -> None:
-        for name, text in load_backend(plan.runtime).rendered(plan.build, plan.engine_target).items():
+        for name, text in load_backend(spec.runtime).rendered(spec.build, spec.engine_target).items():
             path = engine / name
             if not path.is_file() or path.stat().st_size > len(text.encode()) or path.read_text("utf-8") != text:
                 raise ArtefactRefused(

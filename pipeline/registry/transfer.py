@@ -125,7 +125,7 @@ def pull(
     """
     index = read_index(target, registry, trust_keys)
     where = f"{target} at {registry.url}"
-    plan = planned(index, where)
+    spec = planned(index, where)
     missing = [name for name in wanted or () if name not in index["artefacts"]]
     if missing:
         raise UsageError(
@@ -140,7 +140,7 @@ def pull(
             _require_fit(index)
     fetch = Fetch(registry, Counter(sum(file["size"] for file in files_of(index)), progress))
     artefacts = {}
-    inspections = {"engine": refuse_settings(plan, where)}
+    inspections = {"engine": refuse_settings(spec, where)}
     for name, entry in index["artefacts"].items():
         folder = store.incoming(Record(**entry["record"]))
         part = store.of(Origin(source=registry.url, content=entry["content"]))
@@ -148,10 +148,10 @@ def pull(
         artefacts[name] = receive(entry, part, partial(fetch.take, folder), fetch.skip, inspect)
         shutil.rmtree(folder, ignore_errors=True)
         fetch.here.update({file["sha256"]: artefacts[name].path / file["path"] for file in entry["files"]})
-    link(plan, artefacts, store, index["provenance"])
+    link(spec, artefacts, store, index["provenance"])
     return Shipped(
         target=target, artefacts=tuple(artefacts), moved=fetch.moved, there=fetch.there,
-        arrived=Bundle(plan=plan, artefacts=artefacts),
+        arrived=Bundle(spec=spec, artefacts=artefacts),
     )  # fmt: skip
 
 

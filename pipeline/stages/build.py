@@ -101,9 +101,9 @@ class Build(Stage):
         return {"notices": [f"trtllm-build turned a feature off: {line}" for line in off]}
 
 
-def draft_passport(plan: BuildSpec, checkpoint: Artefact) -> Passport:
-    """The passport that the plan's engine will have, without the facts of the build machine and the measurements."""
-    return _passport(BUILD.settings(plan), checkpoint.path, checkpoint.manifest.content, {}, None)
+def draft_passport(spec: BuildSpec, checkpoint: Artefact) -> Passport:
+    """The passport that the spec's engine will have, without the facts of the build machine and the measurements."""
+    return _passport(BUILD.settings(spec), checkpoint.path, checkpoint.manifest.content, {}, None)
 
 
 def _passport(

@@ -129,7 +129,7 @@ def test_zeroed_weights_with_an_honest_record_are_never_reused(
     states = {one.stage: (one.state, one.reason) for one in status(wanted, store)}
     assert states["convert"] == ("imported", f"imported from {hostile}, not built here")
     reporter = Recorder()
-    execute(arrived.plan, store, reporter, given=arrived.artefacts)
+    execute(arrived.spec, store, reporter, given=arrived.artefacts)
     assert f"checkpoint: imported from {hostile}, not built here" in reporter.notes
     assert RunFolder.of(TARGET).imports() == [
         f"the tokenizer was imported from {hostile}, not built here",

@@ -50,7 +50,7 @@ GPUS, DTYPES, RANKS = ("h100", "a100"), ("bf16", "int8"), (1, 2, 4)
 
 def simulated(scale: float, order: Order, tell: Tell) -> Answer:
     """A stage that takes its time and leaves a file."""
-    store, plan = Store(Path(order.home)), read_spec(order.plan, "the order")
+    store, plan = Store(Path(order.home)), read_spec(order.spec, "the order")
     stage = next(one for one in stages_of(plan) if one.name == order.stage)
     digests = {}
     for name, raw in order.inputs.items():

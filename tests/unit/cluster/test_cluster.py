@@ -117,7 +117,7 @@ def test_targets_for_two_cards_share_what_they_have_in_common(built: Built, in_f
     began = sorted(stage for _, stage, kind, _ in told if kind == "begins")
     assert began == ["build", "build", "convert", "package", "package", "tokenizer"]
     for outcome, product in zip(outcomes, ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"), strict=True):
-        engine = Path("runs") / outcome.plan.target / "engine"
+        engine = Path("runs") / outcome.spec.target / "engine"
         assert read_passport(engine).made["gpu"] == product
     assert any(kind == "line" and "TRT-LLM" in text for _, _, kind, text in told), "the program's own words"
     again, told = built(*plans)
@@ -180,7 +180,7 @@ def test_machines_that_share_no_files(built: Built, machines: Site, in_folder: P
     for name in ("first", "other"):
         assert list((machines.folder / name / "home" / "artefacts" / "build").glob("[!.]*")), "made there"
     for outcome in outcomes:
-        assert (Path("runs") / outcome.plan.target / "engine" / "rank0.engine").is_file()
+        assert (Path("runs") / outcome.spec.target / "engine" / "rank0.engine").is_file()
 
 
 def waited(there: Callable[[], bool]) -> None:

@@ -89,7 +89,7 @@ def test_it_is_finished_where_neither_model_nor_store_is(
     elsewhere = Store(tmp_path / "elsewhere")
     arrived = export.unpack(path, elsewhere)
     # But for where each value comes from.
-    assert replace(arrived.plan, values=()) == replace(first, values=())
+    assert replace(arrived.spec, values=()) == replace(first, values=())
     assert {file.name: file.read_bytes() for file in arrived.artefacts["checkpoint"].path.iterdir()} == before
     run = RunFolder.of(first.target)
     assert run.linked("checkpoint") == arrived.artefacts["checkpoint"].path
@@ -101,7 +101,7 @@ def test_it_is_finished_where_neither_model_nor_store_is(
 
     recorder = Recorder()
     with pytest.raises(GpuAbsent):
-        execute(arrived.plan, elsewhere, recorder, given=arrived.artefacts)
+        execute(arrived.spec, elsewhere, recorder, given=arrived.artefacts)
     assert [name for name, _ in recorder.started] == ["build"], "nothing before it needs the model"
 
 

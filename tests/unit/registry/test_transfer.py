@@ -133,7 +133,7 @@ def test_what_arrives_is_what_was_sent(
     assert after == {name: data for name, data in before.items() if name.startswith(("tokenizer/", "engine/"))}
     assert got.moved == sent.moved
     assert got.arrived is not None
-    execute(got.arrived.plan, store, Recorder(), given=got.arrived.artefacts)
+    execute(got.arrived.spec, store, Recorder(), given=got.arrived.artefacts)
     repository = {name: data for name, data in before.items() if name.startswith("repository/")}
     assert {name: data for name, data in content(Path("runs") / TARGET).items() if name in repository} == repository
     again = transfer.pull(TARGET, registry(), store)
