@@ -28,9 +28,9 @@ def main(spec: dict[str, Any]) -> int:
     try:
         forks = ForkServer(options)
         forks.start()  # runs beside this process, which loads the same files
-        board = SharedCounters(Path(spec["board"]), spec["index"], options.workers)
+        counters = SharedCounters(Path(spec["counters"]), spec["index"], options.workers)
         most = most_connections(tls=options.tls_cert is not None)
-        app, connections = build(options, board, forks, most_connections=most)
+        app, connections = build(options, counters, forks, most_connections=most)
         listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
         # All workers bind the port; the kernel distributes the connections.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -169,13 +169,13 @@ class Answer(Response):
     """The response to one request."""
 
     def __init__(
-        self, order: Order, text: Text, upstream: Upstream, board: SharedCounters, arrived: float, deadline: float
+        self, order: Order, text: Text, upstream: Upstream, counters: SharedCounters, arrived: float, deadline: float
     ) -> None:
         """`arrived` and `deadline` are times on the loop's clock."""
         self.order = order
         self.choices = [Choice(n, order, text, Generation(upstream, self._wake)) for n in range(len(order.requests))]
         self.background = None
-        self._board = board
+        self._counters = counters
         self._deadline = deadline
         self._arrived = arrived
         self._dirty = False
@@ -191,7 +191,7 @@ class Answer(Response):
         assert task is not None
         watcher = loop.create_task(self._watch(receive, task))
         timer = loop.call_at(self._deadline, self._expire, task)
-        self._board.add("running")
+        self._counters.add("running")
         status = 200
         try:
             try:
@@ -214,9 +214,9 @@ class Answer(Response):
             watcher.cancel()
             for choice in self.choices:
                 choice.generation.cancel()
-            self._board.add("running", -1)
-            self._board.answered(self.order.endpoint, status)
-            self._board.add("completion_tokens", sum(choice.count for choice in self.choices))
+            self._counters.add("running", -1)
+            self._counters.answered(self.order.endpoint, status)
+            self._counters.add("completion_tokens", sum(choice.count for choice in self.choices))
 
     # Receiving tokens
 
@@ -244,7 +244,7 @@ class Answer(Response):
                 break
         if not self._first:
             self._first = True
-            self._board.first_token(asyncio.get_running_loop().time() - self._arrived)
+            self._counters.first_token(asyncio.get_running_loop().time() - self._arrived)
 
     def _wake(self) -> None:
         self._dirty = True

@@ -39,10 +39,10 @@ LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
 class Gateway:
     """State that the routes share."""
 
-    def __init__(self, options: GatewayOptions, board: SharedCounters, forks: ForkServer) -> None:
+    def __init__(self, options: GatewayOptions, counters: SharedCounters, forks: ForkServer) -> None:
         """Raises InputDataError for keys or a tokenizer that cannot be read."""
         self.options = options
-        self.board = board
+        self.counters = counters
         self.keys = read_keys(options.api_keys_file)
         self.models = {model.name: model for model in options.models}
         self.texts = {model.name: Text(model.tokenizer) for model in options.models}
@@ -72,7 +72,7 @@ class Gateway:
         """Count an answer by its status."""
         endpoint = ENDPOINTS.get(path)
         if endpoint is not None:
-            self.board.answered(endpoint, status)
+            self.counters.answered(endpoint, status)
 
     def find(self, name: str) -> ServedModel:
         model = self.models.get(name)
@@ -83,7 +83,7 @@ class Gateway:
     async def answer(self, request: Request) -> Answer:
         arrived = asyncio.get_running_loop().time()
         self.authorise(request.headers.get("authorization", ""))
-        if self.options.max_requests and self.board.own("running") >= self.options.max_requests:
+        if self.options.max_requests and self.counters.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
         preparing = self.prompts.prepare(ENDPOINTS[request.scope["path"]], request.scope[BODY])
         try:
@@ -114,7 +114,7 @@ class Gateway:
                 log_probs=log_probs is not None,
             )
             requests.append(made)
-        self.board.add("prompt_tokens", sum(map(len, prompts)))
+        self.counters.add("prompt_tokens", sum(map(len, prompts)))
         chat = isinstance(asked, ChatOptions)
         order = Order(
             id=("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -132,7 +132,7 @@ class Gateway:
             log_probs=log_probs is not None,
             likeliest=bool(log_probs),
         )
-        return Answer(order, text, self.upstream, self.board, arrived, arrived + self.options.timeout_s)
+        return Answer(order, text, self.upstream, self.counters, arrived, arrived + self.options.timeout_s)
 
 
 def _sampling(asked: ChatOptions | CompletionOptions, text: Text) -> SamplingParams:
@@ -178,10 +178,10 @@ def _log_probs(asked: ChatOptions | CompletionOptions, engine: EngineModel, *, g
 
 
 def build(
-    options: GatewayOptions, board: SharedCounters, forks: ForkServer, *, most_connections: int
+    options: GatewayOptions, counters: SharedCounters, forks: ForkServer, *, most_connections: int
 ) -> tuple[FastAPI, Connections]:
     """The application and the limits of its connections. Raises InputDataError for unreadable keys or tokenizers."""
-    gateway = Gateway(options, board, forks)
+    gateway = Gateway(options, counters, forks)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -247,7 +247,7 @@ def build(
         gateway.authorise(
             request.headers.get("authorization", "")
         )  # the number and length of requests are confidential
-        return PlainTextResponse(board.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(counters.text(), media_type="text/plain; version=0.0.4")
 
     connections = Connections(
         gateway.admit,

@@ -34,10 +34,10 @@ MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
 class Gateway:
     """A running gateway. Made by `start`."""
 
-    def __init__(self, options: GatewayOptions, port: socket.socket, board: Path, log: Path | None) -> None:
+    def __init__(self, options: GatewayOptions, port: socket.socket, counters: Path, log: Path | None) -> None:
         self.options = options
         self._port = port
-        self._board = board
+        self._counters = counters
         self._log = log
         self._workers: list[subprocess.Popen[bytes]] = []
         self._stopping = threading.Event()
@@ -53,12 +53,12 @@ class Gateway:
         port = _hold(options.host, options.port)
         options = replace(options, port=port.getsockname()[1])
         descriptor, name = tempfile.mkstemp(prefix="trtpipe-gateway-")
-        board = Path(name)
+        counters = Path(name)
         from trtpipe.pipeline.gateway.shared_counters import ROW_BYTES
 
         os.ftruncate(descriptor, ROW_BYTES * options.workers)
         os.close(descriptor)
-        gateway = cls(options, port, board, log)
+        gateway = cls(options, port, counters, log)
         try:
             started = [gateway._spawn(index) for index in range(options.workers)]
             gateway._workers = [process for process, _ in started]
@@ -110,7 +110,7 @@ class Gateway:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._board.unlink(missing_ok=True)
+        self._counters.unlink(missing_ok=True)
         self._port.close()
         for descriptor in (self._life, self._alive):
             with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ class Gateway:
         spec = {
             "options": self.options.to_json(),
             "index": index,
-            "board": str(self._board),
+            "counters": str(self._counters),
             "ready": tell,
             "life": self._life,
         }

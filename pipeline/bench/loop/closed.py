@@ -77,11 +77,11 @@ class ClosedLoop(Driver):
     def _close(self) -> None:
         self._alarm.close()
 
-    def _freed(self, exchange: InFlightRequest) -> None:
+    def _freed(self, request: InFlightRequest) -> None:
         if not self._free:
             self._loop.call_soon(self._step, self._serve)
-        assert exchange.end_ns is not None
-        self._free.append((exchange.slot, exchange.end_ns, exchange))
+        assert request.end_ns is not None
+        self._free.append((request.slot, request.end_ns, request))
 
     def _serve(self) -> None:
         if self._is_over:
@@ -93,13 +93,13 @@ class ClosedLoop(Driver):
         self._filling.difference_update(places)
         batch: list[InFlightRequest] = []
         for place, since, _ in free:
-            exchange = self._next(place, since)
-            if exchange is None:
+            request = self._next(place, since)
+            if request is None:
                 self._resting += 1
             else:
-                exchange.slot = place
-                exchange.due_ns = since
-                batch.append(exchange)
+                request.slot = place
+                request.due_ns = since
+                batch.append(request)
         self._send(batch)
         if self._exhausted and not self._measuring:  # later turns of fillers are not waited for
             self._resting += len(self._later)
@@ -137,10 +137,10 @@ class ClosedLoop(Driver):
                 self.deadline = since + int(self._duration_s * 1e9)
                 self._cap_later(self.deadline)
         if self._fillers is None or since >= self._whole_ns:
-            exchange = None if self._is_past(since) else next(self._measured, None)
-            if exchange is not None:
+            request = None if self._is_past(since) else next(self._measured, None)
+            if request is not None:
                 self._measuring.add(place)
-                return exchange
+                return request
             self._exhausted = True
         # Warm-up requests in flight are not waited for: nothing after them is measured.
         if self._fillers is None or not self._needs_fillers(since):
@@ -149,6 +149,6 @@ class ClosedLoop(Driver):
         return self._unmeasured(next(self._fillers))
 
     @staticmethod
-    def _unmeasured(exchange: InFlightRequest) -> InFlightRequest:
-        exchange.warmup = True
-        return exchange
+    def _unmeasured(request: InFlightRequest) -> InFlightRequest:
+        request.warmup = True
+        return request

@@ -141,10 +141,10 @@ class Driver:
             self._later_alarm.close()
             self._close()
             abandoned = list(self._flying.values())
-            for exchange in abandoned:
-                exchange.on_ended = None
-            for exchange in abandoned:
-                self._sender.cancel(exchange)
+            for request in abandoned:
+                request.on_ended = None
+            for request in abandoned:
+                self._sender.cancel(request)
             self.cut = len(abandoned)
             self._flying.clear()
             self.client = Client(
@@ -166,7 +166,7 @@ class Driver:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _freed(self, exchange: InFlightRequest) -> None:
+    def _freed(self, request: InFlightRequest) -> None:
         """Called when a request has ended."""
         raise NotImplementedError
 
@@ -179,16 +179,16 @@ class Driver:
 
     # Used by each loop
 
-    def _continue(self, exchange: InFlightRequest, latest_ns: int | None = None) -> bool:
+    def _continue(self, request: InFlightRequest, latest_ns: int | None = None) -> bool:
         """Schedule the next turn of a conversation for its due time, or for `latest_ns` if that is earlier; False
         where there is no next turn."""
-        following = None if self._follow is None else self._follow(exchange)
+        following = None if self._follow is None else self._follow(request)
         if following is None:
             return False
         turn, think_ns = following
-        assert exchange.end_ns is not None
-        turn.slot, turn.warmup = exchange.slot, exchange.warmup
-        turn.due_ns = exchange.end_ns + think_ns if latest_ns is None else min(exchange.end_ns + think_ns, latest_ns)
+        assert request.end_ns is not None
+        turn.slot, turn.warmup = request.slot, request.warmup
+        turn.due_ns = request.end_ns + think_ns if latest_ns is None else min(request.end_ns + think_ns, latest_ns)
         heapq.heappush(self._later, (turn.due_ns, turn.id, turn))
         self._later_alarm.at(self._later[0][0])
         return True
@@ -204,9 +204,9 @@ class Driver:
     def _send(self, batch: Sequence[InFlightRequest]) -> None:
         if not batch:
             return
-        for exchange in batch:
-            exchange.on_ended = self._ended
-            self._flying[exchange.id] = exchange
+        for request in batch:
+            request.on_ended = self._ended
+            self._flying[request.id] = request
         self._peak = max(self._peak, len(self._flying))
         self._sender.start(batch)
 
@@ -240,44 +240,44 @@ class Driver:
             self._later_alarm.at(self._later[0][0])
         self._send_due(batch)
 
-    def _ended(self, exchange: InFlightRequest) -> None:
-        del self._flying[exchange.id]
-        self.ended.append(exchange)
-        self._responses += len(exchange.stamps)
-        self._warmed += exchange.warmup
-        if exchange.failure is None:
+    def _ended(self, request: InFlightRequest) -> None:
+        del self._flying[request.id]
+        self.ended.append(request)
+        self._responses += len(request.stamps)
+        self._warmed += request.warmup
+        if request.failure is None:
             self._in_a_row = self._unreached = 0
-            if exchange.stamps and exchange.sent_ns is not None:
-                self._firsts.append(exchange.stamps[0] - exchange.sent_ns)
+            if request.stamps and request.sent_ns is not None:
+                self._firsts.append(request.stamps[0] - request.sent_ns)
         else:
-            self._failed += not exchange.warmup
+            self._failed += not request.warmup
             self._in_a_row += 1
-            last = exchange.failure
+            last = request.failure
             self._unreached = self._unreached + 1 if last.kind == "ConnectFailed" else 0
             most = self._limits.failures
             if (self._in_a_row >= most or self._unreached >= min(most, UNREACHED)) and self.stopped is None:
                 self.stopped = f"{self._in_a_row} requests in a row failed, the last by {last.kind}: {last.message}"
                 self._finish()
-        self._freed(exchange)
+        self._freed(request)
 
     def _sweep(self) -> None:
         """Called now and then: fail requests that have waited too long, and report progress."""
         now = monotonic_ns()
         request_ns, token_ns = self._limits.request_s * 1e9, self._limits.token_s * 1e9
-        for exchange in list(self._flying.values()):
+        for request in list(self._flying.values()):
             kind, told = "", ""
             # A request that still waits for a connection has waited since it was due.
-            sent = exchange.due_ns if exchange.sent_ns is None else exchange.sent_ns
+            sent = request.due_ns if request.sent_ns is None else request.sent_ns
             if now - sent > request_ns:
                 kind, told = "Timeout", f"not over within {self._limits.request_s:g} s"
-            elif exchange.sent_ns is not None and now - (exchange.heard_ns() or sent) > token_ns:
+            elif request.sent_ns is not None and now - (request.heard_ns() or sent) > token_ns:
                 kind, told = "Stalled", f"nothing more within {self._limits.token_s:g} s"
             if kind:
-                self._sender.cancel(exchange)
-                responses = sum(exchange.mark in data for data, _ in exchange.reads())
-                exchange.fail(kind, f"{told}, after {responses} responses")
+                self._sender.cancel(request)
+                responses = sum(request.mark in data for data, _ in request.reads())
+                request.fail(kind, f"{told}, after {responses} responses")
             else:
-                exchange.compact()
+                request.compact()
         if self._watch is not None:
             self._watch(
                 Live(
@@ -286,7 +286,7 @@ class Driver:
                     done=len(self.ended) - self._warmed,
                     failed=self._failed,
                     in_flight=len(self._flying),
-                    responses=self._responses + sum(len(exchange.stamps) for exchange in self._flying.values()),
+                    responses=self._responses + sum(len(request.stamps) for request in self._flying.values()),
                     first_ns=self._firsts,
                     left_s=None if self._until_ns is None else max(0.0, (self._until_ns - now) / 1e9),
                 )

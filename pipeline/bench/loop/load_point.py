@@ -129,9 +129,9 @@ class LoadPointRun:
         assert driver is not None
         assert driver.client is not None
         window = driver.window if isinstance(driver, OpenLoop) else (0, 0)
-        for exchange in driver.ended:
-            if exchange.slot >= 0:  # slot number within the whole load, not within this share
-                exchange.slot = self._share.index + self._share.of * exchange.slot
+        for request in driver.ended:
+            if request.slot >= 0:  # slot number within the whole load, not within this share
+                request.slot = self._share.index + self._share.of * request.slot
         records = settle(driver.ended, self.client.codec.decode, count_tokens)
         _give_back()
         return Driven(
@@ -168,18 +168,18 @@ class LoadPointRun:
     def _open(self, load: Open | Staged | Replay) -> OpenLoop:
         plan = schedule(load, self._seed)
         due_ns = list(self._share.take(plan.due_ns.tolist()))
-        exchanges = [self._make(next(self._asks)) for _ in due_ns]
+        requests = [self._make(next(self._asks)) for _ in due_ns]
         most = load.max_in_flight
         return OpenLoop(
-            self.client.sender, self._limits, exchanges=exchanges, due_ns=due_ns, window_ns=plan.window,
+            self.client.sender, self._limits, requests=requests, due_ns=due_ns, window_ns=plan.window,
             max_in_flight=None if most is None else self._share.count(most), follow=self._follow, watch=self._watch,
         )  # fmt: skip
 
     def _make(self, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
         return self._asker.make(self.client.codec, ask, max_tokens)
 
-    def _follow(self, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
-        return self._asker.follow(self.client.codec, self._asks, exchange)
+    def _follow(self, request: InFlightRequest) -> tuple[InFlightRequest, int] | None:
+        return self._asker.follow(self.client.codec, self._asks, request)
 
 
 def evaluate(

@@ -17,18 +17,18 @@ from trtpipe.pipeline.bench.protocols.transport import Sender
 class OpenLoop(Driver):
     """Sends each request at its due time.
 
-    due_ns         due time of each of `exchanges`, from the start, in order
+    due_ns         due time of each of `requests`, from the start, in order
     window_ns      measured part, from the start: requests due outside it are not measured
     max_in_flight  requests beyond this number wait, which shows as dispatch delay; None for no limit
     """
 
     def __init__(
-        self, sender: Sender, limits: Limits, *, exchanges: Sequence[InFlightRequest], due_ns: Sequence[int],
+        self, sender: Sender, limits: Limits, *, requests: Sequence[InFlightRequest], due_ns: Sequence[int],
         window_ns: tuple[int, int], max_in_flight: int | None = None, follow: Follow | None = None,
         watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sender, limits, follow, watch)
-        self._exchanges = exchanges
+        self._exchanges = requests
         self._offsets = due_ns
         self._window_ns = window_ns
         self.window = (0, 0)  # the measured part by the clock, once it has begun
@@ -57,21 +57,21 @@ class OpenLoop(Driver):
     def _ring(self) -> None:
         now = monotonic_ns()
         while self._next < len(self._due) and self._due[self._next] <= now:
-            exchange = self._exchanges[self._next]
-            exchange.due_ns = self._due[self._next]
-            self._waiting.append(exchange)
+            request = self._exchanges[self._next]
+            request.due_ns = self._due[self._next]
+            self._waiting.append(request)
             self._next += 1
         if self._next < len(self._due):
             self._alarm.at(self._due[self._next])
         self._serve()
 
-    def _freed(self, exchange: InFlightRequest) -> None:
-        self._loop.call_soon(self._step, self._after, exchange)
+    def _freed(self, request: InFlightRequest) -> None:
+        self._loop.call_soon(self._step, self._after, request)
 
-    def _after(self, exchange: InFlightRequest) -> None:
+    def _after(self, request: InFlightRequest) -> None:
         if self._is_over:
             return
-        self._continue(exchange)
+        self._continue(request)
         self._serve()
         if self._next == len(self._due) and not (self._waiting or self._flying or self._later):
             self._finish()
@@ -79,8 +79,8 @@ class OpenLoop(Driver):
     def _serve(self) -> None:
         room = len(self._waiting) if self._most is None else max(0, self._most - len(self._flying))
         batch = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        for exchange in batch:
-            exchange.warmup = not self.window[0] <= exchange.due_ns < self.window[1]
+        for request in batch:
+            request.warmup = not self.window[0] <= request.due_ns < self.window[1]
         self._send(batch)
 
     def _send_due(self, batch: Sequence[InFlightRequest]) -> None:

@@ -29,18 +29,18 @@ class RequestFactory:
             options["min_tokens"] = length if exact else min(least, length)
         identity = f"{self._run}-{next(self._numbers)}"
         message = codec.encode(identity, ask.prompt, length, options, ask.messages)
-        exchange = InFlightRequest(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
-        exchange.exact = exact
+        request = InFlightRequest(identity, message, input_tokens=ask.input_tokens, max_tokens=length)
+        request.exact = exact
         if not ask.last:
-            exchange.ask = ask  # otherwise not kept, since a prompt takes memory
-            exchange.session, exchange.turn = ask.session, ask.turn
-        return exchange
+            request.ask = ask  # otherwise not kept, since a prompt takes memory
+            request.session, request.turn = ask.session, ask.turn
+        return request
 
-    def follow(self, codec: Codec, asks: Asks, exchange: InFlightRequest) -> tuple[InFlightRequest, int] | None:
+    def follow(self, codec: Codec, asks: Asks, request: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         """The next turn of a conversation, and the nanoseconds after the answer at which it is due; None after the last
         turn, or where the answer failed."""
-        answered, exchange.ask = exchange.ask, None
-        if exchange.failure is not None or answered is None:
+        answered, request.ask = request.ask, None
+        if request.failure is not None or answered is None:
             return None
-        ask = asks.next_turn(answered, partial(codec.text, exchange))
+        ask = asks.next_turn(answered, partial(codec.text, request))
         return None if ask is None else (self.make(codec, ask), int(ask.think_s * 1e9))

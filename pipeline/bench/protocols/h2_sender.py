@@ -91,11 +91,11 @@ class H2Sender:
         self._waiting.extend(batch)
         self._begin_waiting()
 
-    def cancel(self, exchange: InFlightRequest) -> None:
-        if exchange.call is not None:
-            exchange.call.cancel()
-        elif exchange in self._waiting:
-            self._waiting.remove(exchange)
+    def cancel(self, request: InFlightRequest) -> None:
+        if request.call is not None:
+            request.call.cancel()
+        elif request in self._waiting:
+            self._waiting.remove(request)
 
     async def close(self) -> None:
         self._closed = True
@@ -139,37 +139,37 @@ class H2Sender:
         connection.cork()
         try:
             while self._waiting and len(begun) < share and connection.has_room:
-                exchange = self._waiting.popleft()
-                begun.append(exchange)
-                exchange.call = connection.start(
+                request = self._waiting.popleft()
+                begun.append(request)
+                request.call = connection.start(
                     STREAM_INFER,
-                    exchange.message,
-                    on_data=exchange.receive,
-                    on_end=partial(self._ended, exchange),
-                    max_bytes=exchange.limit,
-                    max_message=exchange.response_limit,
+                    request.message,
+                    on_data=request.receive,
+                    on_end=partial(self._ended, request),
+                    max_bytes=request.limit,
+                    max_message=request.response_limit,
                 )
         finally:
             sent = connection.uncork()
-        for exchange in begun:
-            exchange.sent_ns = sent if exchange.sent_ns is None else exchange.sent_ns
+        for request in begun:
+            request.sent_ns = sent if request.sent_ns is None else request.sent_ns
 
-    def _ended(self, exchange: InFlightRequest, status: Status, stamp_ns: int) -> None:
-        if status.retry and not self._closed and not exchange.stamps:
-            exchange.call = asyncio.get_running_loop().call_later(_AGAIN_S, self._start_again, exchange)
+    def _ended(self, request: InFlightRequest, status: Status, stamp_ns: int) -> None:
+        if status.retry and not self._closed and not request.stamps:
+            request.call = asyncio.get_running_loop().call_later(_AGAIN_S, self._start_again, request)
             return
-        exchange.message = b""
+        request.message = b""
         if status.ok:
-            exchange.end(stamp_ns)
+            request.end(stamp_ns)
         elif status.oversized:
-            exchange.fail_oversized(status.message)
+            request.fail_oversized(status.message)
         else:
             kind = "ConnectionLost" if status.lost else f"grpc {status.code.name}"
-            exchange.end(stamp_ns, Failure.of(kind, f"{status.message} (after {len(exchange.stamps)} responses)"))
+            request.end(stamp_ns, Failure.of(kind, f"{status.message} (after {len(request.stamps)} responses)"))
 
-    def _start_again(self, exchange: InFlightRequest) -> None:
-        exchange.call = None
-        self.start([exchange])
+    def _start_again(self, request: InFlightRequest) -> None:
+        request.call = None
+        self.start([request])
 
     def _reopen(self) -> None:
         """All connections are lost: open them again, or fail the requests that wait for them."""
@@ -185,8 +185,8 @@ class H2Sender:
             if not self._connections:
                 failed = list(self._waiting)
                 self._waiting.clear()
-                for exchange in failed:
-                    exchange.fail("ConnectFailed", why)
+                for request in failed:
+                    request.fail("ConnectFailed", why)
             self._begin_waiting()
 
         if self._opening is None:

@@ -35,7 +35,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, sender: HttpSender) -> None:
         self._sender = sender
         self._transport: asyncio.Transport | None = None
-        self.exchange: InFlightRequest | None = None
+        self.request: InFlightRequest | None = None
         self._room = 0  # bytes that the body may still have
         self._interim = 0  # informational heads so far
         self._begin()
@@ -54,20 +54,20 @@ class HttpConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, exchange: InFlightRequest) -> None:
+    def send(self, request: InFlightRequest) -> None:
         assert self._transport is not None
         self._begin()
-        self._room, self._interim = exchange.limit, 0
-        self.exchange = exchange
-        exchange.call = self
-        exchange.mark = SSE_DATA
-        exchange.sent_ns = monotonic_ns()
-        self._transport.write(exchange.message)
-        exchange.message = b""
+        self._room, self._interim = request.limit, 0
+        self.request = request
+        request.call = self
+        request.mark = SSE_DATA
+        request.sent_ns = monotonic_ns()
+        self._transport.write(request.message)
+        request.message = b""
 
     def cancel(self) -> None:
         """Abandon the request by closing the connection, the only way in HTTP/1.1."""
-        self.exchange = None
+        self.request = None
         self.close()
 
     def close(self) -> None:
@@ -85,8 +85,8 @@ class HttpConnection(asyncio.Protocol):
         self.feed(data, monotonic_ns())
 
     def feed(self, data: bytes, stamp: int) -> None:
-        exchange = self.exchange
-        if exchange is None:  # an answer that was not requested
+        request = self.request
+        if request is None:  # an answer that was not requested
             self.close()
             return
         while not self._in_body:
@@ -99,13 +99,13 @@ class HttpConnection(asyncio.Protocol):
         ended: bool | None
         if self._chunked:
             if size:
-                exchange.receive(data, stamp)
+                request.receive(data, stamp)
             ended = self._follow_chunks(data)
         else:
             if 0 <= self._left < size:
                 data, self._keep = data[: self._left], False  # more bytes than the answer has
             if data:
-                exchange.receive(data, stamp)
+                request.receive(data, stamp)
             ended = self._follow_length(len(data))
         if ended is False:
             if self._room < 0:
@@ -117,13 +117,13 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._sender.lost(self)
-        exchange, self.exchange = self.exchange, None
-        if exchange is None:
+        request, self.request = self.request, None
+        if request is None:
             return
         if self._in_body and self._left == _CLOSE_DELIMITED and exc is None:
-            self._end(exchange, monotonic_ns())
+            self._end(request, monotonic_ns())
         else:
-            exchange.fail("ConnectionLost", f"{exc or 'the server closed it'} (after {len(exchange.stamps)} reads)")
+            request.fail("ConnectionLost", f"{exc or 'the server closed it'} (after {len(request.stamps)} reads)")
 
     # The answer
 
@@ -145,8 +145,8 @@ class HttpConnection(asyncio.Protocol):
         if self._status >= 200:
             self._in_body = True
             self._head.clear()
-            assert self.exchange is not None
-            self.exchange.chunked = self._chunked
+            assert self.request is not None
+            self.request.chunked = self._chunked
             if self._status == 200 and self._left > self._room:
                 self._stop_oversized()
                 return None
@@ -235,36 +235,36 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def _finish(self, stamp: int) -> None:
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
+        request, self.request = self.request, None
+        assert request is not None
         if self._keep and self.usable:
             self._sender.release(self)
         else:
             self.close()
-        self._end(exchange, stamp)
+        self._end(request, stamp)
 
-    def _end(self, exchange: InFlightRequest, stamp: int) -> None:
+    def _end(self, request: InFlightRequest, stamp: int) -> None:
         if self._status == 200:
-            exchange.end(stamp)
+            request.end(stamp)
             return
-        body = b"".join(piece for piece, _ in pieces(exchange))
-        exchange.end(stamp, Failure.of(f"http {self._status}", error_text(body)))
+        body = b"".join(piece for piece, _ in pieces(request))
+        request.end(stamp, Failure.of(f"http {self._status}", error_text(body)))
 
     def _stop_oversized(self) -> None:
         """The answer is larger than any answer to this request can be. For an error status its beginning is enough."""
-        exchange, self.exchange = self.exchange, None
-        assert exchange is not None
+        request, self.request = self.request, None
+        assert request is not None
         self.close()
         if self._status == 200:
-            exchange.fail_oversized()
+            request.fail_oversized()
         else:
-            self._end(exchange, monotonic_ns())
+            self._end(request, monotonic_ns())
 
     def _fail(self, kind: str, message: str) -> None:
-        exchange, self.exchange = self.exchange, None
+        request, self.request = self.request, None
         self.close()
-        if exchange is not None:
-            exchange.fail(kind, message)
+        if request is not None:
+            request.fail(kind, message)
 
 
 class HttpSender:
@@ -303,20 +303,20 @@ class HttpSender:
                 raise error
 
     def start(self, batch: Sequence[InFlightRequest]) -> None:
-        for exchange in batch:
+        for request in batch:
             while self._idle:
                 connection = self._idle.pop()
                 if connection.usable:
-                    connection.send(exchange)
+                    connection.send(request)
                     break
             else:
-                task = exchange.call = asyncio.ensure_future(self._start_on_a_new_one(exchange))
+                task = request.call = asyncio.ensure_future(self._start_on_a_new_one(request))
                 self._opening.add(task)
                 task.add_done_callback(self._opening.discard)
 
-    def cancel(self, exchange: InFlightRequest) -> None:
-        if exchange.call is not None:
-            exchange.call.cancel()
+    def cancel(self, request: InFlightRequest) -> None:
+        if request.call is not None:
+            request.call.cancel()
 
     def release(self, connection: HttpConnection) -> None:
         self._idle.append(connection)
@@ -346,21 +346,21 @@ class HttpSender:
         self._all.add(connection)
         return connection
 
-    async def _start_on_a_new_one(self, exchange: InFlightRequest) -> None:
+    async def _start_on_a_new_one(self, request: InFlightRequest) -> None:
         try:
             connection = await self._open()
         except OSError as error:
-            exchange.fail("ConnectFailed", error.strerror or str(error))
+            request.fail("ConnectFailed", error.strerror or str(error))
             return
-        if exchange.end_ns is None and not self._closed:
-            connection.send(exchange)
+        if request.end_ns is None and not self._closed:
+            connection.send(request)
         else:  # the request was cancelled meanwhile
             self._idle.append(connection)
 
 
-def pieces(exchange: InFlightRequest) -> Iterable[tuple[bytes, int]]:
+def pieces(request: InFlightRequest) -> Iterable[tuple[bytes, int]]:
     """The body in pieces as they came, each with its stamp. Raises ValueError."""
-    return _dechunk(exchange.reads()) if exchange.chunked else exchange.reads()
+    return _dechunk(request.reads()) if request.chunked else request.reads()
 
 
 def _dechunk(reads: Iterable[tuple[bytes, int]]) -> list[tuple[bytes, int]]:

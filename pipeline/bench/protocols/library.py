@@ -39,21 +39,21 @@ class _TaskSender:
         """Does nothing: the library connects on its own."""
 
     def start(self, batch: Sequence[InFlightRequest]) -> None:
-        for exchange in batch:
-            task = exchange.call = asyncio.ensure_future(self._send(exchange))
+        for in_flight in batch:
+            task = in_flight.call = asyncio.ensure_future(self._send(in_flight))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def cancel(self, exchange: InFlightRequest) -> None:
-        if exchange.call is not None:
-            exchange.call.cancel()
+    def cancel(self, in_flight: InFlightRequest) -> None:
+        if in_flight.call is not None:
+            in_flight.call.cancel()
 
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _send(self, exchange: InFlightRequest) -> None:
+    async def _send(self, in_flight: InFlightRequest) -> None:
         raise NotImplementedError
 
 
@@ -97,28 +97,28 @@ class GrpcAioSender(_TaskSender):
         await super().close()
         await self._channel.close()
 
-    async def _send(self, exchange: InFlightRequest) -> None:
+    async def _send(self, in_flight: InFlightRequest) -> None:
         import grpc
 
-        exchange.sent_ns = monotonic_ns()
+        in_flight.sent_ns = monotonic_ns()
         call = self._method()
         try:
             try:
-                await call.write(exchange.message)
+                await call.write(in_flight.message)
                 await call.done_writing()
             except asyncio.InvalidStateError:
                 pass  # the call has already ended; reading it shows the status
-            left = exchange.limit
+            left = in_flight.limit
             while (message := await call.read()) is not grpc.aio.EOF:
-                exchange.receive(message, monotonic_ns())
+                in_flight.receive(message, monotonic_ns())
                 left -= len(message) + 5
                 if left < 0:
-                    exchange.fail_oversized()
+                    in_flight.fail_oversized()
                     return
         except grpc.aio.AioRpcError as error:
-            exchange.fail(f"grpc {error.code().name}", f"{error.details()} (after {len(exchange.stamps)} responses)")
+            in_flight.fail(f"grpc {error.code().name}", f"{error.details()} (after {len(in_flight.stamps)} responses)")
         else:
-            exchange.end(monotonic_ns())
+            in_flight.end(monotonic_ns())
         finally:
             call.cancel()  # has no effect on a call that has ended
 
@@ -141,37 +141,37 @@ class HttpxSender(_TaskSender):
         await super().close()
         await self._client.aclose()
 
-    async def _send(self, exchange: InFlightRequest) -> None:
+    async def _send(self, in_flight: InFlightRequest) -> None:
         import httpx
 
-        head, _, body = exchange.message.partition(b"\r\n\r\n")
+        head, _, body = in_flight.message.partition(b"\r\n\r\n")
         first, *lines = head.decode().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines)
         del headers["Host"], headers["Content-Length"]  # httpx writes its own headers
         request = self._client.build_request("POST", first.split(" ")[1], content=body, headers=headers)
-        exchange.mark = SSE_DATA
-        exchange.sent_ns = monotonic_ns()
+        in_flight.mark = SSE_DATA
+        in_flight.sent_ns = monotonic_ns()
         try:
             response = await self._client.send(request, stream=True)
             try:
                 refused = response.status_code != 200
-                left = exchange.limit
+                left = in_flight.limit
                 async for piece in response.aiter_raw():
-                    exchange.receive(piece, monotonic_ns())
+                    in_flight.receive(piece, monotonic_ns())
                     left -= len(piece)
                     if left < 0 and not refused:
-                        exchange.fail_oversized()
+                        in_flight.fail_oversized()
                         return
                     if left < 0:
                         break
                 if refused:
-                    exchange.fail(f"http {response.status_code}", error_text(exchange.body))
+                    in_flight.fail(f"http {response.status_code}", error_text(in_flight.body))
                     return
             finally:
                 await response.aclose()
         except httpx.ConnectError as error:
-            exchange.fail("ConnectFailed", str(error))
+            in_flight.fail("ConnectFailed", str(error))
         except httpx.TransportError as error:
-            exchange.fail("ConnectionLost", f"{error or type(error).__name__} (after {len(exchange.stamps)} reads)")
+            in_flight.fail("ConnectionLost", f"{error or type(error).__name__} (after {len(in_flight.stamps)} reads)")
         else:
-            exchange.end(monotonic_ns())
+            in_flight.end(monotonic_ns())

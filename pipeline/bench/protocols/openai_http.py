@@ -62,14 +62,14 @@ class OpenAiHttp:
         body |= {"stream_options": {"include_usage": True}, **({} if sampled else {"temperature": 0}), **options}
         return self._site.post(self._path, identity, body)
 
-    def decode(self, exchange: InFlightRequest) -> Answer:
+    def decode(self, request: InFlightRequest) -> Answer:
         stamps: list[int] = []
         texts: list[str] = []
         usage: int | None = None
         prompt: int | None = None
         done = False
-        found = events(exchange)
-        chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=exchange.limit)
+        found = events(request)
+        chunks = parse_rows([event for event, _ in found if event not in _NO_JSON], max_bytes=request.limit)
         for event, stamp in found:
             if event == b"[DONE]":
                 done = True
@@ -95,9 +95,9 @@ class OpenAiHttp:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
         return Answer(stamps, None, "".join(texts), usage, prompt)
 
-    def text(self, exchange: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest) -> str:
         try:
-            return self.decode(exchange).text
+            return self.decode(request).text
         except BadAnswer:
             return ""
 

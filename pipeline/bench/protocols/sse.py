@@ -69,50 +69,50 @@ def _check_line(line: bytes, *, whole: bool) -> None:
         raise ValueError(f"no line of an event stream: {line[:80]!r}")
 
 
-def events(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
+def events(request: InFlightRequest) -> list[tuple[bytes, int]]:
     """(data, stamp) of each event of a finished answer. Raises BadAnswer."""
-    found = _a_chunk_each(exchange)
+    found = _a_chunk_each(request)
     if found is None:
-        found = _however_cut(exchange)
-    most = exchange.response_limit
-    longest = max((len(event) for event, _ in found), default=0) if sum(exchange.sizes) > most else 0
+        found = _however_cut(request)
+    most = request.response_limit
+    longest = max((len(event) for event, _ in found), default=0) if sum(request.sizes) > most else 0
     if longest > most:
-        why = f"an event of {longest:,} bytes, where {exchange.max_tokens:,} tokens were asked for"
+        why = f"an event of {longest:,} bytes, where {request.max_tokens:,} tokens were asked for"
         raise BadAnswer("OversizedResponse", why)
     return found
 
 
-def _however_cut(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
+def _however_cut(request: InFlightRequest) -> list[tuple[bytes, int]]:
     """Events of a body that is cut in any way. Raises BadAnswer."""
     decoder = SseDecoder()
     out = []
     try:
-        for piece, stamp in pieces(exchange):
+        for piece, stamp in pieces(request):
             out += [(event, stamp) for event in decoder.feed(piece)]
         decoder.check_tail()
     except ValueError as error:
-        told = told_error(b"".join(piece for piece, _ in _whole(exchange)))
+        told = told_error(b"".join(piece for piece, _ in _whole(request)))
         raise BadAnswer(*(("MalformedResponse", str(error)) if told is None else ("ServerError", told))) from None
     if decoder.pending == b"[DONE]":  # some servers omit the line ends after it
-        return [*out, (b"[DONE]", exchange.stamps[-1])]
+        return [*out, (b"[DONE]", request.stamps[-1])]
     if decoder.unfinished:
         raise BadAnswer("TruncatedStream", f"the body ended within an event, after {len(out)} events")
     return out
 
 
-def _whole(exchange: InFlightRequest) -> list[tuple[bytes, int]]:
+def _whole(request: InFlightRequest) -> list[tuple[bytes, int]]:
     """Pieces of the body. Raises BadAnswer where its chunks cannot be read."""
     try:
-        return list(pieces(exchange))
+        return list(pieces(request))
     except ValueError:
         return []
 
 
-def _a_chunk_each(exchange: InFlightRequest) -> list[tuple[bytes, int]] | None:
+def _a_chunk_each(request: InFlightRequest) -> list[tuple[bytes, int]] | None:
     """The same events in a fraction of the time, where each event is one `data: ` line and one HTTP/1.1 chunk, which is
     how servers send tokens: the body's lines are then lengths and chunks in turn. None for any other body."""
-    lines = exchange.body.split(b"\r\n")
-    if not exchange.chunked or lines[-3:] != [b"0", b"", b""] or len(lines) % 2 == 0:
+    lines = request.body.split(b"\r\n")
+    if not request.chunked or lines[-3:] != [b"0", b"", b""] or len(lines) % 2 == 0:
         return None
     lengths, chunks = lines[:-3:2], lines[1:-3:2]
     sizes = list(map(len, chunks))
@@ -131,7 +131,7 @@ def _a_chunk_each(exchange: InFlightRequest) -> list[tuple[bytes, int]] | None:
         return None
     # A chunk ends after its line end, but the read with its content may come without the line end.
     ends = list(accumulate(len(length) + size + 4 for length, size in zip(lengths, sizes, strict=True)))
-    reads = list(accumulate(exchange.sizes))
+    reads = list(accumulate(request.sizes))
     if reads[: len(ends)] == ends:
-        return list(zip(found, exchange.stamps, strict=False))  # the end of the body may be a read of its own
-    return [(event, exchange.stamps[bisect_left(reads, end - 2)]) for event, end in zip(found, ends, strict=True)]
+        return list(zip(found, request.stamps, strict=False))  # the end of the body may be a read of its own
+    return [(event, request.stamps[bisect_left(reads, end - 2)]) for event, end in zip(found, ends, strict=True)]

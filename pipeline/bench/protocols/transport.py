@@ -55,10 +55,10 @@ class Codec(Protocol):
         Raises UsageError for a sampling option that the server does not know.
         """
 
-    def decode(self, exchange: InFlightRequest) -> Answer:
+    def decode(self, request: InFlightRequest) -> Answer:
         """Read the bytes of a request that ended without a failure. Raises BadAnswer."""
 
-    def text(self, exchange: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest) -> str:
         """The text of an answer, for the next turn of a conversation; empty where it cannot be read."""
 
 
@@ -75,7 +75,7 @@ class Sender(Protocol):
         """Send requests that are due together, and set their `sent_ns`. Each one ends by `InFlightRequest.end`, at once
         if it cannot be sent."""
 
-    def cancel(self, exchange: InFlightRequest) -> None:
+    def cancel(self, request: InFlightRequest) -> None:
         """Abandon a request that has been started; none of its callbacks is called afterwards."""
 
     async def close(self) -> None:

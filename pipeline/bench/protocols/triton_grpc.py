@@ -70,7 +70,7 @@ class TritonGrpc:
         outputs = [self._output, *([self._count] if self._count else ())]
         return infer_request(self._endpoint.model, tensors, outputs, request_id=identity)
 
-    def decode(self, exchange: InFlightRequest) -> Answer:
+    def decode(self, request: InFlightRequest) -> Answer:
         reader = Reader()
         output, count, is_engine = self._output, self._count, self._is_engine
         stamps: list[int] = []
@@ -80,7 +80,7 @@ class TritonGrpc:
         told = output if is_engine else count
         likes: dict[int, Alike] = {}  # by length of the message
         length, head, fixed_start, fixed_end, fixed, start, end = _UNLIKE
-        for message, stamp in exchange.reads():
+        for message, stamp in request.reads():
             if len(message) != length:
                 length, head, fixed_start, fixed_end, fixed, start, end = likes.get(len(message), _UNLIKE)
             if (
@@ -129,10 +129,10 @@ class TritonGrpc:
             return Answer(stamps, tokens)
         return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
 
-    def text(self, exchange: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest) -> str:
         reader = Reader()
         try:
-            outputs = [reader.read(message).outputs for message, _ in exchange.reads()]
+            outputs = [reader.read(message).outputs for message, _ in request.reads()]
             pieces = [piece for one in outputs if self._output in one for piece in unpack_strings(one[self._output])]
         except MalformedMessage:
             return ""

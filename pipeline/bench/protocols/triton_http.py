@@ -53,13 +53,13 @@ class TritonHttp:
         values = self._endpoint.values(prompt, max_tokens, options, self._tokenize)
         return self._site.post(self._path, identity, {"id": identity, **values})
 
-    def decode(self, exchange: InFlightRequest) -> Answer:
+    def decode(self, request: InFlightRequest) -> Answer:
         stamps: list[int] = []
         tokens: list[int] = []
         texts: list[str] = []
-        counted = None if self._counted is None or _ERROR in exchange.body else self._counted
+        counted = None if self._counted is None or _ERROR in request.body else self._counted
         usual, number = b"", 0
-        for event, stamp in events(exchange):
+        for event, stamp in events(request):
             # Events of an answer often differ in their text only, and the token count precedes the text.
             if not usual or not event.startswith(usual):
                 found = None if counted is None else counted.search(event)
@@ -72,10 +72,10 @@ class TritonHttp:
                 tokens.append(number)
         return Answer(stamps, tokens) if not texts else Answer(stamps, None, "".join(texts))
 
-    def text(self, exchange: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest) -> str:
         texts: list[str] = []
         try:
-            for event, _ in events(exchange):
+            for event, _ in events(request):
                 self._read(event, texts)
         except BadAnswer:
             return ""

@@ -193,7 +193,7 @@ def _known(value: int) -> int | None:
 
 
 def settle(
-    exchanges: Sequence[InFlightRequest],
+    requests: Sequence[InFlightRequest],
     decode: Callable[[InFlightRequest], Answer],
     count_tokens: Callable[[str], int],
 ) -> Records:
@@ -213,21 +213,21 @@ def settle(
     prompts: list[int] = []
     offsets = [0]
     stamps, tokens = array("q"), array("q")  # a list would have an object for each number
-    for exchange in exchanges:
-        failure, source, total = exchange.failure, None, NONE
+    for request in requests:
+        failure, source, total = request.failure, None, NONE
         answer = Answer([], [])
         if failure is None:
             try:
-                answer = decode(exchange)
+                answer = decode(request)
             except BadAnswer as error:
                 failure = Failure.of(error.kind, str(error))
             else:
                 answer, source, total = _count(answer, count_tokens)
-                failure = _unlike(exchange, source, total if answer.stamps_ns else 0)
+                failure = _unlike(request, source, total if answer.stamps_ns else 0)
                 if failure is not None:
                     answer, source, total = Answer([], []), None, NONE
-        exchange.forget()
-        prompts.append(exchange.input_tokens if answer.prompt is None else answer.prompt)
+        request.forget()
+        prompts.append(request.input_tokens if answer.prompt is None else answer.prompt)
         failures.append(failure)
         sources.append(source)
         totals.append(total)
@@ -239,18 +239,18 @@ def settle(
         return np.array([NONE if value is None else value for value in values], dtype=np.int64)
 
     return Records(
-        ids=[exchange.id for exchange in exchanges],
+        ids=[request.id for request in requests],
         failures=failures,
         sources=sources,
-        warmup=np.array([exchange.warmup for exchange in exchanges], dtype=np.bool_),
-        slot=column([exchange.slot for exchange in exchanges]),
-        session=column([exchange.session for exchange in exchanges]),
-        turn=column([exchange.turn for exchange in exchanges]),
-        due=column([exchange.due_ns for exchange in exchanges]),
-        sent=column([exchange.sent_ns for exchange in exchanges]),
-        end=column([exchange.end_ns for exchange in exchanges]),
+        warmup=np.array([request.warmup for request in requests], dtype=np.bool_),
+        slot=column([request.slot for request in requests]),
+        session=column([request.session for request in requests]),
+        turn=column([request.turn for request in requests]),
+        due=column([request.due_ns for request in requests]),
+        sent=column([request.sent_ns for request in requests]),
+        end=column([request.end_ns for request in requests]),
         input_tokens=np.array(prompts, dtype=np.int64),
-        max_tokens=column([exchange.max_tokens for exchange in exchanges]),
+        max_tokens=column([request.max_tokens for request in requests]),
         output_tokens=np.array(totals, dtype=np.int64),
         offsets=np.array(offsets, dtype=np.int64),
         stamps=np.asarray(stamps),
@@ -258,13 +258,13 @@ def settle(
     )
 
 
-def _unlike(exchange: InFlightRequest, source: str, total: int) -> Failure | None:
-    asked = exchange.max_tokens
+def _unlike(request: InFlightRequest, source: str, total: int) -> Failure | None:
+    asked = request.max_tokens
     if not total:
         return Failure.of("EmptyOutput", f"the stream ended without a token of the {asked} asked for")
     if total > 2 * asked + SURPLUS and source != TOKENIZER:
         return Failure.of("WrongLength", f"{total} tokens by the server's count, where {asked} were asked for")
-    if exchange.exact and total != asked and source != TOKENIZER:
+    if request.exact and total != asked and source != TOKENIZER:
         return Failure.of(
             "WrongLength", f"{total} tokens, not {asked}: where a server ends answers itself, ask for --natural-end"
         )
