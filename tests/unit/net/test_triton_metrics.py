@@ -181,7 +181,7 @@ def test_labels_may_hold_whatever_a_model_s_name_holds() -> None:
     "text", ["<html><body>404</body></html>", "a b c\n", 'x{y="1" 2\n', 'x{="1"} 2\n', "x 1_000\n", "x " + "9" * 400]
 )
 def test_what_is_no_prometheus_text_is_refused(text: str) -> None:
-    with pytest.raises(InputDataError, match="no metrics in Prometheus' text format"):
+    with pytest.raises(InputDataError, match="not metrics in Prometheus' text format"):
         parse(text, 0.0)
 
 

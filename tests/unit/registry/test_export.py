@@ -189,7 +189,7 @@ def test_a_file_that_is_no_plain_tar_of_files_is_refused(
 ) -> None:
     path = export.pack(made[0].target, made[1], tmp_path / "out.tar")
     spoil(path)
-    with pytest.raises(InputDataError, match=r"is no (whole )?export"):
+    with pytest.raises(InputDataError, match=r"is not an? (whole )?export"):
         export.unpack(path, Store(tmp_path / "elsewhere"))
 
 

@@ -157,7 +157,7 @@ def test_a_server_that_vanishes_is_told_and_comes_back(triton: Triton) -> None:
     ("status", "body", "telling"),
     [
         (503, busy(1), "HTTP status 503"),
-        (200, "<html>hello</html>", "no metrics in Prometheus' text format"),
+        (200, "<html>hello</html>", "not metrics in Prometheus' text format"),
         (200, "", "none of the families is one of Triton's"),
         (200, "# TYPE node_load1 gauge\nnode_load1 0.5\n", "none of the families is one of Triton's"),
     ],

@@ -220,8 +220,8 @@ def test_cost_of_a_million_tokens(tmp_path: Path) -> None:
     assert "cost_per_million_output_tokens" not in {row.metric for row in compare([a, b]).rows}
     for prices, says in (
         ([1.0, 2.0, 3.0], "3 prices for 2 reports"),
-        ([0.0], "no positive number"),
-        ([float("inf")], "no positive number"),
+        ([0.0], "not a positive number"),
+        ([float("inf")], "not a positive number"),
     ):
         with pytest.raises(UsageError, match=says):
             compare([a, b], price_per_hour=prices)
