@@ -164,7 +164,7 @@ def closed(sender: Sender, load: Closed, limits: Limits = PATIENT, **changes: An
 
 
 def opened(sender: Sender, due_ms: Sequence[float], limits: Limits = PATIENT, **changes: Any) -> OpenLoop:
-    settings: dict[str, Any] = {"window_ns": (0, FAR), "exchanges": list(islice(asks(), len(due_ms))), **changes}
+    settings: dict[str, Any] = {"window_ns": (0, FAR), "requests": list(islice(asks(), len(due_ms))), **changes}
     return OpenLoop(sender, limits, due_ns=[round(due * MS) for due in due_ms], **settings)
 
 

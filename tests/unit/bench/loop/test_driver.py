@@ -337,7 +337,7 @@ def test_nothing_is_left_however_a_level_ends(kind: str, how: str) -> None:
         driver = closed(sender, load, measured=iter(work.first(30)), follow=work.follow)
     else:
         due = [number / 20 for number in range(30)]
-        driver = opened(sender, due, exchanges=work.first(30), follow=work.follow, max_in_flight=3)
+        driver = opened(sender, due, requests=work.first(30), follow=work.follow, max_in_flight=3)
     before = len(list(Path("/proc/self/fd").iterdir()))
     try:
         task = loop.create_task(driver.run())

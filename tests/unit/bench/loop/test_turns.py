@@ -193,7 +193,7 @@ def test_a_conversation_of_the_ramp_gives_way_to_a_measured_one(loop: asyncio.Ab
 
 def test_conversations_of_an_open_loop(loop: asyncio.AbstractEventLoop) -> None:
     work, sender = Sessions(3), Simulated(unit_ns=MS // 10)
-    ended = drive(loop, opened(sender, [0, 2, 3], exchanges=work.first(3), follow=work.follow))
+    ended = drive(loop, opened(sender, [0, 2, 3], requests=work.first(3), follow=work.follow))
     assert sorted(turn_of(exchange) for exchange in ended) == [
         (session, turn) for session in range(3) for turn in range(3)
     ]
@@ -210,7 +210,7 @@ def test_conversations_of_an_open_loop(loop: asyncio.AbstractEventLoop) -> None:
 def test_a_turn_that_is_due_outside_the_window_is_not_measured(loop: asyncio.AbstractEventLoop) -> None:
     # A turn is due 4 + 1 ms after the one before, when the window of 5 ms is over.
     work, sender = Sessions(2), Simulated(unit_ns=MS // 10)
-    driver = opened(sender, [0], exchanges=work.first(1), follow=work.follow, window_ns=(0, 5 * MS))
+    driver = opened(sender, [0], requests=work.first(1), follow=work.follow, window_ns=(0, 5 * MS))
     assert [(turn_of(exchange), exchange.warmup) for exchange in drive(loop, driver)] == [
         ((0, 0), False),
         ((0, 1), True),
@@ -219,6 +219,6 @@ def test_a_turn_that_is_due_outside_the_window_is_not_measured(loop: asyncio.Abs
 
 def test_turns_of_an_open_loop_wait_for_room_too(loop: asyncio.AbstractEventLoop) -> None:
     work, sender = Sessions(3), Quick()
-    drive(loop, opened(sender, [0] * 4, exchanges=work.first(4), follow=work.follow, max_in_flight=1))
+    drive(loop, opened(sender, [0] * 4, requests=work.first(4), follow=work.follow, max_in_flight=1))
     assert sender.most == 1
     assert len(sender.started) == 12
