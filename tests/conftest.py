@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.factories import write_tokenizer
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -28,8 +28,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # A test on a busy machine is slow, not wrong. `make test-slow` runs the thorough profile.
-settings.register_profile("trtpipe", deadline=None, max_examples=20)
-settings.register_profile("thorough", deadline=None, max_examples=400)
+settings.register_profile("trtpipe", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examples=400)
 settings.load_profile("trtpipe")
 
 
