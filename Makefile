@@ -32,10 +32,11 @@ test: check ## everything: the checks, the unit tests, attacks, and the real mod
 unit: $(READY) ## tests of each module, without real servers (minutes)
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
 
-test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, which `make test` runs for seconds
+test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
 	$(BIN)/python -m pytest $(SHARED) --timeout 3600 -m 'slow and not ($(ALONE))'
 	$(BIN)/python -m pytest --timeout 3600 -m 'slow and ($(ALONE))'
+	$(MAKE) soak
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu
