@@ -38,7 +38,7 @@ def server(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attac
     attacked = Attacked(cli, "attacked.cpu.fp32", {})
     attacked.refresh()
     yield attacked
-    cli.ok("stop", attacked.name)
+    cli.kill_server(attacked.name)
 
 
 @pytest.fixture

@@ -86,6 +86,13 @@ class Cli:
         assert done.status == 0, done.err
         return done
 
+    def kill_server(self, name: str) -> None:
+        """End a server at once; `trtpipe stop` waits for requests that a killed Python process has left open."""
+        records = json.loads(self.ok("ps", "--json").out)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(next(record["pid"] for record in records if record["server"] == name), signal.SIGKILL)
+        self.run("stop", name)
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), text=True,
@@ -135,12 +142,6 @@ class Served:
             for line in response.iter_lines():
                 if line.startswith("data: "):
                     yield json.loads(line[len("data: ") :])
-
-    def kill(self) -> None:
-        """End the server at once; `trtpipe stop` would wait for requests that a killed process has left open."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.cli.run("stop", self.name)
 
     def gauges(self) -> dict[str, float]:
         """TensorRT-LLM's gauges, each as `family{its own label}`."""
@@ -219,7 +220,7 @@ def served(cli: Cli, target: str, serve: Callable[[str], Served]) -> Iterator[Se
     """The float32 SmolLM2 behind a real tritonserver."""
     server = serve(target)
     yield server
-    server.kill()
+    cli.kill_server(server.name)
 
 
 @pytest.fixture(scope="session")

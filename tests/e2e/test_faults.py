@@ -42,7 +42,7 @@ def tiny(cli: Cli, serve: Callable[[str], Served], tmp_path_factory: pytest.Temp
     )
     server = serve("faulty.cpu.fp32")
     yield server
-    server.kill()
+    cli.kill_server(server.name)
 
 
 def ask(model: str, tokens: int = LONG, *, stream: bool = True, **more: Any) -> dict[str, Any]:

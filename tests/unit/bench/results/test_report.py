@@ -171,7 +171,7 @@ def test_a_report_is_enough_to_measure_once_more(known: MockServerProcess, token
 
 @pytest.mark.parametrize(
     ("text", "telling"),
-    [("{", "cannot be read"), ("[]", "no report"), ('{"schema": "trtpipe.bench/1"}', "trtpipe.bench/2")],
+    [("{", "cannot be read"), ("[]", "not a report"), ('{"schema": "trtpipe.bench/1"}', "trtpipe.bench/2")],
 )
 def test_what_is_no_report(tmp_path: Path, text: str, telling: str) -> None:
     (tmp_path / "report.json").write_text(text)
