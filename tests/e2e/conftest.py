@@ -88,9 +88,10 @@ class Cli:
 
     def kill_server(self, name: str) -> None:
         """End a server at once; `trtpipe stop` waits for requests that a killed Python process has left open."""
-        records = json.loads(self.ok("ps", "--json").out)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(next(record["pid"] for record in records if record["server"] == name), signal.SIGKILL)
+        for record in json.loads(self.ok("ps", "--json").out):
+            if record["server"] == name:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(record["pid"], signal.SIGKILL)
         self.run("stop", name)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:

@@ -46,10 +46,10 @@ def read_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             try:
                 value = parse_json(line)
             except ValueError as error:
-                raise InputDataError(f"{where} is not JSON object", why=str(error), remedy=remedy) from None
+                raise InputDataError(f"{where} is not a JSON object", why=str(error), remedy=remedy) from None
             if not isinstance(value, dict):
                 why = f"it holds a {type(value).__name__}"
-                raise InputDataError(f"{where} is not JSON object", why=why, remedy=remedy)
+                raise InputDataError(f"{where} is not a JSON object", why=why, remedy=remedy)
             yield where, value
     except OSError as error:
         raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None

@@ -61,7 +61,7 @@ def find_load(name: str) -> LoadFile:
     if path.suffix not in (".yaml", ".yml"):
         if name not in names():
             raise UsageError(
-                f"unknown load '{name}'", why="it is not YAML file either", remedy=suggestion(name, names())
+                f"unknown load '{name}'", why="it is not a YAML file either", remedy=suggestion(name, names())
             )
         path = facts.CONFIGS / "load" / f"{name}.yaml"
     raw = read.read_yaml(path)

@@ -49,7 +49,7 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
 def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
     """The options of a report.json, to repeat its run; `tokenizer` replaces one that is stored elsewhere now.
 
-    Raises InputDataError for a file that is not a report, and where input files have changed: that is no repetition.
+    Raises InputDataError for a file that is not a report, and for one whose input files have changed: another run.
     """
     try:
         report = load_json(path)

@@ -1013,7 +1013,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--price", "h100"], "--price h100 is not a price; give for example h100=2.5, of one GPU an hour"),
         (["--tp", "x"], "--tp x is not a number of GPUs; give for example 1,2,4"),
         (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
-        (["--load", "chatt"], "unknown load 'chatt': it is not YAML file either; did you mean 'chat'?"),
+        (["--load", "chatt"], "unknown load 'chatt': it is not a YAML file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
                                      "set max_total_tokens in its work"),
     ],
