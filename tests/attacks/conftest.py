@@ -12,6 +12,7 @@ from tests.attacks.bench_child import Child
 from tests.attacks.streams import KEY, Attacked
 from tests.e2e.conftest import Cli
 from tests.e2e.conftest import cli as cli
+from tests.e2e.conftest import tiny_repository as tiny_repository
 from tests.support.factories import hf_folder
 
 SIZES = ("max_batch_size=32", "max_input_len=64", "max_seq_len=8192", "max_num_tokens=64", "max_beam_width=1")

@@ -184,7 +184,7 @@ def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
 def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> None:
     pythonpath = "."
     hf_folder(trap.folder / "tiny")
-    sizes = [word for size in SIZES for word in ("--set", size)]
+    sizes = [word for size in (*SIZES, "serving.bls_instance_count=1") for word in ("--set", size)]
     here("build", "--model", "tiny", "--gpu", "cpu", "--dtype", "fp32", *sizes, pythonpath=pythonpath)
     ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
     try:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.attacks.streams import Attacked
 from tests.e2e.conftest import Cli
 
 pytestmark = [pytest.mark.real, pytest.mark.clock]
 
 
-def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(server: Attacked, cli: Cli) -> None:
-    repository = cli.folder / "runs" / server.name / "repository"
+def running(cli: Cli, repository: Path) -> dict[str, Any]:
+    """The record of the server of a folder."""
+    return next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == repository.name)
+
+
+def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(cli: Cli, tiny_repository: Path) -> None:
     ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
-    with cli.serving(str(repository.resolve()), *ports, "--no-openai", "--restart", "1") as serving:
+    with cli.serving(str(tiny_repository), *ports, "--no-openai", "--restart", "1") as serving:
         assert serving.stderr is not None
-        records = json.loads(cli.ok("ps", "--json").out)
-        record = next(one for one in records if one["server"] != server.name)
+        record = running(cli, tiny_repository)
         log = cli.home / "logs" / f"serve-{record['server']}.log"
         psutil.Process(record["pid"]).send_signal(signal.SIGSEGV)
         assert serving.stderr.readline().startswith("starting tritonserver with ")
@@ -33,7 +37,7 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(server: Attacke
         assert text.count("--- tritonserver is started ") == 2
         # The stack of the first, where the message said that it is.
         assert text.index("Signal (11) received.") < text.rindex("--- tritonserver is started ")
-        again = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == record["server"])
+        again = running(cli, tiny_repository)
         assert (again["http"], again["grpc"]) == (record["http"], record["grpc"])
         psutil.Process(again["pid"]).send_signal(signal.SIGSEGV)
         _, err = serving.communicate(timeout=60)
@@ -42,13 +46,12 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(server: Attacke
     assert record["server"] not in cli.ok("ps").out
 
 
-def test_stop_ends_the_watchdog_first(server: Attacked, cli: Cli) -> None:
+def test_stop_ends_the_watchdog_first(cli: Cli, tiny_repository: Path) -> None:
     """Else it would start again what was to be stopped. One that was killed before is not missed."""
-    repository = cli.folder / "runs" / server.name / "repository"
     ports = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
     for kill_watchdog in (False, True):
-        cli.ok("serve", str(repository.resolve()), *ports, "--no-openai", "--restart", "3", "--detach")
-        record = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] != server.name)
+        cli.ok("serve", str(tiny_repository), *ports, "--no-openai", "--restart", "3", "--detach")
+        record = running(cli, tiny_repository)
         state = json.loads((cli.home / "servers" / f"{record['server']}.json").read_text())
         processes = [psutil.Process(state["watcher"]), psutil.Process(record["pid"])]
         if kill_watchdog:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.support.factories import hf_folder
+
 if TYPE_CHECKING:
     from trtpipe.engines.reference.runtime import Runtime
 
@@ -167,6 +169,22 @@ def target(cli: Cli) -> str:
     options = [option for size in SIZES for option in ("--set", size)]
     cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "fp32", *options)
     return "smollm2-135m.cpu.fp32"
+
+
+@pytest.fixture(scope="session")
+def tiny_repository(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository of a model of random weights, to be copied and served by tests of starts and ends.
+
+    One process of the script: at its end tritonserver takes a second for each.
+    """
+    model = hf_folder(tmp_path_factory.mktemp("models") / "tiny", dtype="F32", max_position_embeddings=8192)
+    settings = (
+        "build.max_batch_size=2", "build.max_input_len=64", "build.max_seq_len=8192", "build.max_num_tokens=64",
+        "serving.bls_instance_count=1",
+    )  # fmt: skip
+    options = [option for setting in settings for option in ("--set", setting)]
+    cli.ok("build", "--model", str(model), "--gpu", "cpu", "--dtype", "fp32", *options)
+    return (cli.folder / "runs" / "tiny.cpu.fp32" / "repository").resolve()
 
 
 @pytest.fixture(scope="session")

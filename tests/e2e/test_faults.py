@@ -105,7 +105,7 @@ def test_more_than_the_queue_holds_is_refused_at_once(tiny: Served, model: str) 
             # One after another: of many in the same instant Triton refuses what its own queue cannot hold by then.
             time.sleep(number / 20)
             start = time.monotonic()
-            reply = client.post(url, json=ask(model, 3000, stream=False))
+            reply = client.post(url, json=ask(model, 1000, stream=False))
             return time.monotonic() - start, reply.status_code, reply.json()
 
         replies = list(pool.map(one, range(10)))

@@ -82,7 +82,7 @@ def test_a_quantized_model_answers(cli: Cli, run: Path, serve: Callable[[str], S
         raw = cli.ok("generate", "The capital of France is", "--raw", "--max-tokens", "3", "--server", served.name)
         assert raw.out.startswith(" Paris") or not whole
     finally:
-        cli.ok("stop", served.name)
+        cli.kill_server(served.name)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.conftest import Served
+from tests.e2e.conftest import Cli, Served
 
 ANYWHERE = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--no-openai"]
 
@@ -279,14 +279,13 @@ def test_an_engine_that_dies_is_reported_at_once_and_started_again(served: Serve
 
 
 @pytest.fixture
-def second(served: Served, serve: Callable[[str], Served], tmp_path: Path) -> Iterator[Served]:
+def second(tiny_repository: Path, serve: Callable[[str], Served], tmp_path: Path) -> Iterator[Served]:
     """A server of one test's own, to be broken."""
-    repository = served.cli.folder / "runs" / served.name / "repository"
     copy = tmp_path / "second"
-    _link_tree(repository.resolve(), copy)
+    _link_tree(tiny_repository, copy)
     server = serve(str(copy))
     yield server
-    served.cli.run("stop", server.name)
+    server.cli.run("stop", server.name)
 
 
 def _link_tree(source: Path, target: Path) -> None:
@@ -298,7 +297,7 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second: Served) -> None:
-    asking = second.cli.start("generate", "Count to a thousand.", "--server", second.name, "--max-tokens", "900")
+    asking = second.cli.start("generate", "Count.", "--raw", "--server", second.name, "--max-tokens", "8000")
     assert asking.stdout is not None
     assert asking.stdout.read(4)
     server = psutil.Process(second.pid)
@@ -310,18 +309,18 @@ def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second:
     assert asking.returncode == 4
     assert re.fullmatch(r"error: the server at \S+ .*`trtpipe serve`\n", err)
     # A Python process may hang when its server is gone: the next command ends it.
-    assert second.cli.run("generate", "Hello", "--server", second.name).status == 2
+    assert second.cli.run("generate", "Hello", "--raw", "--server", second.name).status == 2
     assert until(lambda: not any(alive(process) for process in family))
     assert not list(Path("/dev/shm").glob(regions))
 
 
-def test_a_model_that_does_not_load_shows_its_own_reason(served: Served, tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "broken"
-    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
+    _link_tree(tiny_repository, copy)
     weights = copy / "tensorrt_llm" / "1" / "rank0.safetensors"
     weights.unlink()
     weights.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
-    done = served.cli.run("serve", str(copy), *ANYWHERE)
+    done = cli.run("serve", str(copy), *ANYWHERE)
     assert done.status == 5
     last = done.err.strip().splitlines()[-1]
     assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
@@ -329,10 +328,12 @@ def test_a_model_that_does_not_load_shows_its_own_reason(served: Served, tmp_pat
     assert not using(copy)
 
 
-def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(served: Served, tmp_path: Path) -> None:
+def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
+    served: Served, tiny_repository: Path, tmp_path: Path
+) -> None:
     port = str(httpx.URL(served.http).port)
     copy = tmp_path / "other"
-    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
+    _link_tree(tiny_repository, copy)
     taken = served.cli.run("serve", str(copy), "--http-port", port)
     assert (taken.status, taken.err.count("\n")) == (4, 2)
     assert f"port {port} on 127.0.0.1 cannot be taken: Address already in use" in taken.err
@@ -341,10 +342,10 @@ def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(served: Serv
     assert "already served" in again.err
 
 
-def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_server_in_the_foreground(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "foreground"
-    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
-    with served.cli.serving(str(copy), *ANYWHERE) as serving:
+    _link_tree(tiny_repository, copy)
+    with cli.serving(str(copy), *ANYWHERE) as serving:
         serving.send_signal(signal.SIGINT)
         _, err = serving.communicate(timeout=60)
     assert serving.returncode == 0, err
@@ -352,12 +353,12 @@ def test_ctrl_c_ends_a_server_in_the_foreground(served: Served, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_dead_stub_is_reported_and_its_model_loaded_again(served: Served, tmp_path: Path) -> None:
+def test_a_dead_stub_is_reported_and_its_model_loaded_again(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
     copy = tmp_path / "watched"
-    _link_tree((served.cli.folder / "runs" / served.name / "repository").resolve(), copy)
-    with served.cli.serving(str(copy), *ANYWHERE) as serving:
+    _link_tree(tiny_repository, copy)
+    with cli.serving(str(copy), *ANYWHERE) as serving:
         assert serving.stderr is not None
-        server = next(one for one in json.loads(served.cli.ok("ps", "--json").out) if one["server"] == "watched")
+        server = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == "watched")
 
         def answer() -> dict[str, Any]:
             ask = {"text_input": "Hello", "max_tokens": 1}

@@ -54,7 +54,7 @@ def both(cli: Cli, target: str) -> Iterator[Both]:
     name = f"{target}+{second}"
     record = next(entry for entry in json.loads(cli.ok("ps", "--json").out) if entry["server"] == name)
     yield Both(cli, record, target, second)
-    cli.ok("stop", name)
+    cli.kill_server(name)
 
 
 def greedy(expected: list[list[int]], model: Path) -> str:
