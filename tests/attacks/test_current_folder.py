@@ -19,7 +19,7 @@ from tests.support.factories import hf_folder
 from tests.unit.test_runner import SIZES
 from trtpipe.engines.process import LAUNCHER, python_command
 
-pytestmark = [pytest.mark.process, pytest.mark.clock, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 PYTHON_310 = sorted(Path.home().glob(".pyenv/versions/3.10.*/bin/python"))
 

@@ -15,7 +15,7 @@ from tests.support.factories import GGUF_KEYS, gguf_bytes, hf_folder
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.convert import convert
 
-pytestmark = [pytest.mark.process, pytest.mark.clock]
+pytestmark = pytest.mark.process
 
 LAYERS = 2_000_000
 # A refusal takes a second and 90 MB. The bound on time is for a busy machine: what it is for had no end.

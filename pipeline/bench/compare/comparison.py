@@ -288,7 +288,7 @@ def _judge(
     condition: Condition, places: Sequence[Place], sides: Mapping[str, Side], known: Mapping[str, Kind]
 ) -> Iterator[Judgement]:
     if not places:
-        yield Judgement(condition=condition.text, place="", letter="", fired=None, told="no level in common")
+        yield Judgement(condition=condition.text, place="", letter="", fired=None, told="no load point in common")
     for place in places:
         for letter in [letter for letter in place.levels if letter != LETTERS[0]]:
             fired, told = _outcome(condition, place, letter, sides, known)

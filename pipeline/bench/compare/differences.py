@@ -63,7 +63,7 @@ def _faults(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
                 told = f"{reason['what']}: {reason['why']}" if reason["why"] else reason["what"]
                 yield f"{letter} is INVALID, its client was part of what it measured: {told}"
         if report.get("partial"):
-            yield f"{letter} is partial: {report.get('broken') or 'it was interrupted, or levels ended early'}"
+            yield f"{letter} is partial: {report.get('broken') or 'it was interrupted, or load points ended early'}"
 
 
 def _measured(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Side:
         self._resamplers: dict[int, Resampler] = {}
         self._draws: dict[tuple[tuple[int, ...], str, str], Floats | None] = {}
         if not self.report.get("levels"):
-            raise InputDataError(f"{path} has no level", why="nothing was measured", remedy="measure again")
+            raise InputDataError(f"{path} holds no load point", why="nothing was measured", remedy="measure again")
 
     @property
     def levels(self) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
     by_protocol = any(len(mine) > 1 for mine in protocols.values()) or len(set.union(*protocols.values())) == 1
     if not by_protocol:
         told = ", ".join(f"{letter} {next(iter(mine))}" for letter, mine in protocols.items())
-        warnings.append(f"protocol: {told}; levels are matched by their load alone")
+        warnings.append(f"protocol: {told}; load points are matched by their load alone")
     groups = {letter: _grouped(side, by_protocol=by_protocol) for letter, side in sides.items()}
     places, missing = [], list[tuple[str, str]]()
     for key, numbers in groups[base].items():
@@ -184,7 +184,7 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
             level = sides[letter].levels[numbers[0]]
             warnings.append(f"{level['protocol']}, {level['label']}: only in {letter}")
     if not places:
-        warnings.append(f"no level of {base} has the protocol and the load of another report's: nothing is compared")
+        warnings.append(f"no load point of {base} has the protocol and the load of another report's: nothing is compared")
     return places, missing, warnings
 
 

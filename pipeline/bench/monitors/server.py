@@ -31,7 +31,7 @@ SERVER_METRICS = {
     name: {
         "unit": "ms",
         "formula": f"increase of {counter} / increase of nv_inference_request_success, a model",
-        "undefined": "no request of the model succeeded within the level, or the page has no such counter",
+        "undefined": "no request of the model succeeded within the load point, or the page has no such counter",
     }
     for name, counter in {
         "request_ms": "nv_inference_request_duration_us",

@@ -271,7 +271,7 @@ class _View:
                 continue
             rows = [spread for name, level in self._each() for spread in self._spread(metric, name, level)]
             if rows:
-                title = f"{metric.short} of each level"
+                title = f"{metric.short} of each load point"
                 drawing = plots.spreads(rows, x=f"{metric.short}, {metric.unit}", described=title)
                 out.append(Figure(title=title, drawing=drawing, legend=self._protocol_legend()))
         return out

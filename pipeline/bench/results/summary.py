@@ -60,7 +60,7 @@ def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
         none = next((one for one in report.searches if one.found.rate is None), None)
         if none is not None and report.valid:
             return StageFailed(
-                f"no {none.search.goal} was found", remedy="loosen --slo, or see the levels in the report"
+                f"no {none.search.goal} was found", remedy="loosen --slo, or see the load points in the report"
             )
     if failed:
         asked = sum(result.requests["measured"] for result in report.results)

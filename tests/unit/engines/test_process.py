@@ -17,7 +17,7 @@ from trtpipe.engines import process
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.process import Lines, describe_status, end_group, run, run_worker, tail
 
-pytestmark = [pytest.mark.process, pytest.mark.clock]
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def test_cwd_is_where_it_runs(log: Path, tmp_path: Path) -> None:
     assert log.read_text().splitlines()[-1] == str(tmp_path)
 
 
+@pytest.mark.clock
 def test_lines_are_shown_as_they_come(log: Path) -> None:
     came: list[tuple[str, float]] = []
     script = "echo begin; sleep 0.5; printf '10%%\\r20%%\\r\\n\\nend'"

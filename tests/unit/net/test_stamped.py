@@ -18,8 +18,6 @@ from tests.support.loops import run
 from trtpipe.pipeline.net import stamped
 from trtpipe.pipeline.net.stamped import Listener, StampedTransport, dial, listen
 
-pytestmark = pytest.mark.clock
-
 MS = 1_000_000
 
 

@@ -271,7 +271,7 @@ def test_one_protocol_against_another_meets_by_load(tmp_path: Path) -> None:
     a, b = (save(tmp_path / protocol, report([level(requests, protocol=protocol)])) for protocol in ("grpc", "openai"))
     found = compare([a, b])
     assert {row.place for row in found.rows} == {"1 in flight"}
-    assert found.warnings == ("protocol: A grpc, B openai; levels are matched by their load alone",)
+    assert found.warnings == ("protocol: A grpc, B openai; load points are matched by their load alone",)
 
 
 def test_no_level_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_no_level_in_common_is_said_and_no_gate(tmp_path: Path) -> None:
     a, b = (save(tmp_path / str(size), report([level(requests, concurrency=size)])) for size in (1, 2))
     found = compare([a, b], fail_if=["p99_ttft > 2x"])
     assert "nothing is compared" in found.warnings[-1]
-    assert str(found.refusal()) == "the comparison fails: p99_ttft > 2x (no level in common)"
+    assert str(found.refusal()) == "the comparison fails: p99_ttft > 2x (no load point in common)"
 
 
 def test_a_level_that_was_not_measured_has_not_passed(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"options": {"input_tokens": 16}}, "option output_tokens: A 8, B does not say"),
     ({"repository_sha256": "0" * 64}, "repository_sha256: A abababababab, B 000000000000"),
     ({"tokenizer_sha256": "1" * 64}, "tokenizer_sha256: A cdcdcdcdcdcd, B 111111111111"),
-    ({"partial": True}, "B is partial: it was interrupted, or levels ended early"),
+    ({"partial": True}, "B is partial: it was interrupted, or load points ended early"),
     (
         {"verdict": {**LATE, "reasons": [{**LATE["reasons"][0], "what": "grpc: the event loop was late"}]}},
         "B is INVALID, its client was part of what it measured: grpc: the event loop was late: by 31.0 ms",
@@ -450,7 +450,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="one report is given; give from 2 to 26"):
         compare([one])
     empty = save(tmp_path / "empty", report([]))
-    with pytest.raises(InputDataError, match="has no level"):
+    with pytest.raises(InputDataError, match="holds no load point"):
         compare([one, empty])
 
 

@@ -34,8 +34,6 @@ from trtpipe.pipeline.net.h2 import frames, triton
 from trtpipe.pipeline.net.h2.connection import Connection
 from trtpipe.pipeline.net.h2.status import Status
 
-pytestmark = pytest.mark.clock
-
 MS = 1_000_000
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring, connect
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Client
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
+pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 MOCK_SERVER = "trtpipe.pipeline.bench.mock_server.server"
 

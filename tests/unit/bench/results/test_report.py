@@ -30,7 +30,7 @@ from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.bench.run import run
 from trtpipe.pipeline.bench.search import Search
 
-pytestmark = [pytest.mark.loopback, pytest.mark.process, pytest.mark.clock]
+pytestmark = [pytest.mark.loopback, pytest.mark.process]
 
 TWO = Closed(concurrency=2, requests=8)
 SHARED = SharedPrefix(share=0.5, tokens=8)
@@ -186,6 +186,7 @@ def excused(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(verdict, name, value)
 
 
+@pytest.mark.clock
 @pytest.mark.usefixtures("excused")
 def test_a_search_finds_what_the_server_can_begin(tokenizer: Path, tmp_path: Path) -> None:
     """It begins 100 requests a second; above that they wait ever longer for one another. A machine that does something

@@ -78,7 +78,7 @@ def test_a_level_that_was_measured_again_counts_as_it_came_out() -> None:
     assert refusal(again, PATH) is None
     assert not report(result(verdict=LATE), result()).valid
     found.found.rate = None
-    assert str(refusal(again, PATH)) == "no max-rate was found; loosen --slo, or see the levels in the report"
+    assert str(refusal(again, PATH)) == "no max-rate was found; loosen --slo, or see the load points in the report"
 
 
 @pytest.mark.parametrize("rate", [None, 1.0])
