@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 TRTPIPE = Path(sys.executable).with_name("trtpipe")
 SIZES = ["build.max_batch_size=32", "build.max_input_len=512", "build.max_seq_len=1024", "build.max_num_tokens=256"]
 
+# FP8 weights and KV cache, with what calibration takes cut to what the tests need.
+FP8 = [
+    "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
+    "--set", "calibration.samples=16", "--set", "calibration.seq_len=128",
+]  # fmt: skip
+
 # How long a server may take to start here.
 START_SECONDS = 150.0
 NEW_TOKENS = 64
@@ -213,6 +219,13 @@ def four_layers(smollm2_hf: Path, tmp_path_factory: pytest.TempPathFactory) -> P
                     tensors[name] = file.get_tensor(name)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     return out
+
+
+@pytest.fixture(scope="session")
+def quantized_build(four_layers: Path) -> list[str]:
+    """`trtpipe build` of the four layers in FP8, as its words."""
+    settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
+    return ["build", "--model", str(four_layers), *FP8, *(word for one in settings for word in ("--set", one))]
 
 
 @pytest.fixture(scope="session")

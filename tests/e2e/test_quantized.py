@@ -14,17 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Cli, Finished, Served
+from tests.e2e.conftest import FP8, Cli, Finished, Served
 from trtpipe.configs.facts import CONFIGS
 from trtpipe.engines.hf.safetensors_file import read_header
 
 # A comparison takes many minutes on a processor without 16-bit products.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
-FP8 = [
-    "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
-    "--set", "calibration.samples=16", "--set", "calibration.seq_len=128",
-]  # fmt: skip
 STAGES = ["download", "tokenizer", "calibrate", "quantize", "verify", "build", "package"]
 
 
@@ -41,8 +37,10 @@ def whole(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def build(whole: bool, request: pytest.FixtureRequest) -> list[str]:
     """`trtpipe build` of FP8 weights and KV cache, as its words."""
-    model = "smollm2-135m" if whole else str(request.getfixturevalue("four_layers"))
-    return ["build", "--model", model, *FP8]
+    if whole:
+        return ["build", "--model", "smollm2-135m", *FP8]
+    words: list[str] = request.getfixturevalue("quantized_build")
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +72,7 @@ def test_an_engine_says_how_it_is_quantized_and_what_that_has_cost(run: Path) ->
     assert "<svg" in (run / "accuracy" / "accuracy.html").read_text()
 
 
+@pytest.mark.slow  # test_several serves the four layers
 def test_a_quantized_model_answers(cli: Cli, run: Path, serve: Callable[[str], Served], whole: bool) -> None:
     served = serve(run.name)
     try:

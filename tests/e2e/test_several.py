@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import SIZES, TEXTS, Cli
+from tests.e2e.conftest import TEXTS, Cli
 from trtpipe.triton_repo.check import check_repository
 
 if TYPE_CHECKING:
@@ -44,11 +44,9 @@ class Both:
 
 
 @pytest.fixture(scope="module")
-def both(cli: Cli, target: str) -> Iterator[Both]:
-    second = "smollm2-135m.cpu.bf16"
-    settings = (*SIZES, "serving.ensemble=script", "serving.bls_instance_count=2")
-    options = [option for setting in settings for option in ("--set", setting)]
-    cli.ok("build", "--model", "smollm2-135m", "--gpu", "cpu", "--dtype", "bf16", *options)
+def both(cli: Cli, target: str, quantized_build: list[str]) -> Iterator[Both]:
+    """SmolLM2 in float32, and its first four layers in FP8 with the ensemble as a script."""
+    second = cli.ok(*quantized_build).out.rstrip().rpartition("next: trtpipe serve ")[2]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--openai-port", "0"]
     cli.ok("serve", target, second, "--detach", *ports)
     name = f"{target}+{second}"

@@ -172,6 +172,7 @@ def test_a_card_that_no_machine_has(built: Built, in_folder: Path) -> None:
     assert "no machine of the cluster has l40s (SM89)" in str(outcome.error)
 
 
+@pytest.mark.slow
 def test_machines_that_share_no_files(built: Built, machines: Site, in_folder: Path) -> None:
     model = hf_folder(in_folder / "tiny", seed=3)
     plans = [plan(model, gpu=gpu, dtype="bf16") for gpu in ("h100", "a100")]
@@ -210,6 +211,7 @@ def held(built: Built, machines: Site, name: str, made: BuildSpec) -> Callable[[
     return end
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_in_mid_stage(built: Built, machines: Site, in_folder: Path) -> None:
     lost = machines.add("lost", "L40S", "NVIDIA L40S, 8.9")
     made = plan(hf_folder(in_folder / "tiny", seed=4), gpu="l40s", dtype="bf16")
