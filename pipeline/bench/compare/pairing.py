@@ -184,7 +184,9 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
             level = sides[letter].levels[numbers[0]]
             warnings.append(f"{level['protocol']}, {level['label']}: only in {letter}")
     if not places:
-        warnings.append(f"no load point of {base} has the protocol and the load of another report's: nothing is compared")
+        warnings.append(
+            f"no load point of {base} has the protocol and the load of another report's: nothing is compared"
+        )
     return places, missing, warnings
 
 
