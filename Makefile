@@ -22,12 +22,14 @@ check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Real servers, and tests that look at a clock, have the machine to themselves.
+# Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
 ALONE := real or clock
 SHARED := -n auto --dist loadfile
+SERVERS := -n 2 --dist loadgroup
 test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest -m '($(ALONE)) and not slow'
+	$(BIN)/python -m pytest $(SERVERS) -m 'real and not (clock or slow)'
+	$(BIN)/python -m pytest -m 'clock and not slow'
 
 unit: $(READY) ## tests of each module, without real servers (minutes)
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit

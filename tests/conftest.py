@@ -33,6 +33,14 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for `--dist loadgroup`: all tests of the real model share its server, others stay with their file."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            shares = "target" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("smollm2" if shares else item.path.stem))
+
+
 class Guarded(AssertionError):
     """A unit test tried to reach the outside."""
 

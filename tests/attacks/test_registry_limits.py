@@ -180,7 +180,6 @@ SLOW: dict[str, tuple[Callable[[Request], Iterable[bytes]], str]] = {
 
 @pytest.mark.parametrize("kind", SLOW)
 @pytest.mark.parametrize("what", ["a file", "a manifest", "the first request"])
-@pytest.mark.clock
 @pytest.mark.usefixtures("short")
 def test_answers_that_never_end_in_time(kind: str, what: str) -> None:
     slow, why = SLOW[kind]
@@ -205,7 +204,6 @@ def test_answers_that_never_end_in_time(kind: str, what: str) -> None:
         assert time.monotonic() - begun < 8
 
 
-@pytest.mark.clock
 @pytest.mark.usefixtures("short")
 def test_a_registry_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the head of an upload and never the body."""

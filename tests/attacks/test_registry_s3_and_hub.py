@@ -134,7 +134,6 @@ def test_objects_that_are_not_what_was_asked_for(
 
 @pytest.mark.parametrize("what", ["a file", "a list", "an index", "whether"])
 @pytest.mark.parametrize("kind", ["silence", "a head that drips", "a body that drips"])
-@pytest.mark.clock
 @pytest.mark.usefixtures("short")
 def test_an_s3_server_that_never_ends_in_time(what: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (kind, what) == ("a body that drips", "whether"):
@@ -403,7 +402,6 @@ def test_answers_of_the_hub_of_another_form(server: Hub, commit: str, text: byte
 
 
 @pytest.mark.parametrize("slow", ["silence", "a body that drips"])
-@pytest.mark.clock
 @pytest.mark.usefixtures("short")
 def test_a_hub_that_never_ends_in_time(server: Hub, commit: str, slow: str) -> None:
     def changed(asked: Asked, status: int, headers: dict[str, str], body: bytes) -> Iterable[bytes] | None:

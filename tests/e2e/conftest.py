@@ -36,7 +36,7 @@ FP8 = [
 
 # How long a server may take to start here.
 START_SECONDS = 150.0
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 END = 2
 TEXTS = (
     "The capital of France is",

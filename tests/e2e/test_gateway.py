@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real
 
 MODEL = "smollm2-135m"
-TOKENS = 32
+TOKENS = 8
 
 
 def options(served: Served, tokenizer: Path, **fields: Any) -> GatewayOptions:
