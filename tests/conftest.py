@@ -33,6 +33,7 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist then reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests for `--dist loadgroup`: all tests of the real model share its server, others stay with their file."""
     for item in items:

@@ -395,7 +395,7 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
     report = tmp_path / "report.json"
     done = served.cli.run(
         "bench", "--server", served.name, "--protocol", "grpc,http,completions,chat", "--concurrency", "1,2",
-        "--requests", "2", "--output-tokens", "4", "--input-tokens", "16", "--report", str(report),
+        "--requests", "4", "--output-tokens", "4", "--input-tokens", "16", "--report", str(report),
     )  # fmt: skip
     assert done.status in (0, 5), done.err
     value = json.loads(report.read_text())
@@ -404,7 +404,7 @@ def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path)
     levels = [(level["protocol"], level["load"]["concurrency"]) for level in value["levels"]]
     assert levels == [(protocol, places) for protocol in protocols for places in (1, 2)]
     for level in value["levels"]:
-        assert level["requests"]["succeeded"] == 2, level["errors"]
+        assert level["requests"]["succeeded"] == 4, level["errors"]
         assert level["wrong_length"] == 0
         assert level["token_count_source"] == ("server" if level["protocol"] in ("grpc", "http") else "usage")
         assert level["metrics"]["time_to_first_token"]["p50"] > 0
