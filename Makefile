@@ -25,12 +25,11 @@ check: $(READY) ## formatting, lint and types
 # Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
 ALONE := real or clock
 SHARED := -n auto --dist loadfile
-SERVERS := -n 2 --dist loadgroup
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
-	$(BIN)/python -m pytest $(SERVERS) -m 'real and not (clock or slow)'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow'
 
 unit: $(READY) ## tests of each module, without real servers (minutes)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.factories import write_tokenizer
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
@@ -33,13 +34,16 @@ settings.register_profile("thorough", settings.get_profile("trtpipe"), max_examp
 settings.load_profile("trtpipe")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist then reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for `--dist loadgroup`: all tests of the real model share its server, others stay with their file."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            shares = "target" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("smollm2" if shares else item.path.stem))
+class _FilesAndServers(LoadFileScheduling):  # type: ignore[misc]
+    """Tests of one file run in one process, and so do all files that share the server of SmolLM2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = "tests/e2e/smollm2/"
+        return folder if nodeid.startswith(folder) else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return _FilesAndServers(config, log)
 
 
 class Guarded(AssertionError):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ FP8 = [
     "--gpu", "cpu", "--dtype", "fp8", "--kv-cache", "fp8", "--set", "calibration.data=demo",
     "--set", "calibration.samples=16", "--set", "calibration.seq_len=128",
 ]  # fmt: skip
+
+# Gauges of TensorRT-LLM.
+ACTIVE, USED = "nv_trt_llm_request_metrics{active}", "nv_trt_llm_kv_cache_block_metrics{used}"
 
 # How long a server may take to start here.
 START_SECONDS = 150.0
@@ -61,6 +65,15 @@ TEXTS = (
     "She opened the door and saw, to her great surprise, that the room which had been full of furniture "
     "only an hour ago was now completely empty, save for a small wooden box in the middle of the floor.",
 )
+
+
+def until(check: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if check():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(120),
-    pytest.mark.xdist_group("docker"),  # one daemon
     # The SDK leaves a socket behind that could not connect.
     pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
 ]

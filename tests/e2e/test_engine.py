@@ -24,7 +24,7 @@ from trtpipe.configs.facts import find_toolchain
 if TYPE_CHECKING:
     from docker import DockerClient
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(180), pytest.mark.xdist_group("docker")]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 pytest_plugins = ["tests.e2e.dockerd"]
 
 DOUBLE = Path(double.__file__)

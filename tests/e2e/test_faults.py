@@ -19,8 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cli, Served
-from tests.e2e.test_serve import ACTIVE, USED, until
+from tests.e2e.conftest import ACTIVE, USED, Cli, Served, until
 from tests.support.factories import hf_folder
 from tests.support.kserve import infer_inputs
 

@@ -12,9 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cli, Served
+from tests.e2e.conftest import ACTIVE, Cli, Served, until
 from tests.e2e.test_faults import SOON, ask, idle, processes
-from tests.e2e.test_serve import ACTIVE, until
 from tests.support.factories import hf_folder
 
 pytestmark = pytest.mark.real

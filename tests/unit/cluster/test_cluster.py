@@ -30,7 +30,7 @@ from trtpipe.pipeline.matrix import Outcome
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.store import Store
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 # Begun while `hold` is there it says that it runs, and does nothing until whoever runs it is gone.

@@ -25,8 +25,6 @@ from trtpipe.pipeline.bench.results.records import NONE
 from trtpipe.pipeline.bench.run import run
 from trtpipe.pipeline.bench.workers import ray as hosts
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:

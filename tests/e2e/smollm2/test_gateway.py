@@ -14,8 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import Served
-from tests.e2e.test_serve import ACTIVE, USED, until
+from tests.e2e.conftest import ACTIVE, USED, Served, until
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.supervisor import Gateway
 

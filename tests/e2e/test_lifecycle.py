@@ -1,0 +1,135 @@
+"""A real tritonserver that starts, does not start, is killed, and is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.conftest import Cli, Served, until
+
+ANYWHERE = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--no-openai"]
+
+pytestmark = pytest.mark.real
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def using(folder: Path) -> list[psutil.Process]:
+    """Processes that name the folder on their command line."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+@pytest.fixture
+def second(tiny_repository: Path, serve: Callable[[str], Served], tmp_path: Path) -> Iterator[Served]:
+    """A server of one test's own, to be broken."""
+    copy = tmp_path / "second"
+    _link_tree(tiny_repository, copy)
+    server = serve(str(copy))
+    yield server
+    server.cli.kill_server(server.name)
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file():
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, place)
+
+
+def test_a_server_killed_in_mid_stream_is_one_line_and_leaves_no_process(second: Served) -> None:
+    asking = second.cli.start("generate", "Count.", "--raw", "--server", second.name, "--max-tokens", "8000")
+    assert asking.stdout is not None
+    assert asking.stdout.read(4)
+    server = psutil.Process(second.pid)
+    family = [server, *server.children(recursive=True)]
+    regions = f"trtpipe{httpx.URL(second.http).port}_*"
+    assert list(Path("/dev/shm").glob(regions))
+    server.kill()
+    _, err = asking.communicate(timeout=60)
+    assert asking.returncode == 4
+    assert re.fullmatch(r"error: the server at \S+ .*`trtpipe serve`\n", err)
+    # A Python process may hang when its server is gone: the next command ends it.
+    assert second.cli.run("generate", "Hello", "--raw", "--server", second.name).status == 2
+    assert until(lambda: not any(alive(process) for process in family))
+    assert not list(Path("/dev/shm").glob(regions))
+
+
+def test_a_model_that_does_not_load_shows_its_own_reason(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "broken"
+    _link_tree(tiny_repository, copy)
+    weights = copy / "tensorrt_llm" / "1" / "rank0.safetensors"
+    weights.unlink()
+    weights.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ")
+    done = cli.run("serve", str(copy), *ANYWHERE)
+    assert done.status == 5
+    last = done.err.strip().splitlines()[-1]
+    assert last.startswith("error: tritonserver does not start: model tensorrt_llm: ")
+    assert "rank0.safetensors" in last
+    assert not using(copy)
+
+
+def test_serve_refuses_a_taken_port_and_a_second_server_of_one_name(
+    second: Served, tiny_repository: Path, tmp_path: Path
+) -> None:
+    port = str(httpx.URL(second.http).port)
+    copy = tmp_path / "other"
+    _link_tree(tiny_repository, copy)
+    taken = second.cli.run("serve", str(copy), "--http-port", port)
+    assert (taken.status, taken.err.count("\n")) == (4, 2)
+    assert f"port {port} on 127.0.0.1 cannot be taken: Address already in use" in taken.err
+    again = second.cli.run("serve", str(tmp_path / "second"))
+    assert again.status == 4
+    assert "already served" in again.err
+
+
+def test_ctrl_c_ends_a_server_in_the_foreground(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "foreground"
+    _link_tree(tiny_repository, copy)
+    with cli.serving(str(copy), *ANYWHERE) as serving:
+        serving.send_signal(signal.SIGINT)
+        _, err = serving.communicate(timeout=60)
+    assert serving.returncode == 0, err
+    assert not using(copy)
+
+
+@pytest.mark.slow
+def test_a_dead_stub_is_reported_and_its_model_loaded_again(cli: Cli, tiny_repository: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "watched"
+    _link_tree(tiny_repository, copy)
+    with cli.serving(str(copy), *ANYWHERE) as serving:
+        assert serving.stderr is not None
+        server = next(one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == "watched")
+
+        def answer() -> dict[str, Any]:
+            ask = {"text_input": "Hello", "max_tokens": 1}
+            return dict(httpx.post(f"{server['http']}/v2/models/ensemble/generate", json=ask, timeout=60).json())
+
+        assert until(lambda: "text_output" in answer())
+        family = psutil.Process(server["pid"]).children()
+        next(process for process in family if "preprocessing_0_0" in _words(process)).kill()
+        assert "starting tritonserver with watched" in serving.stderr.readline()
+        assert "a Python process of preprocessing has died; loading it again" in serving.stderr.readline()
+        assert "preprocessing is loaded again" in serving.stderr.readline()
+        assert until(lambda: "text_output" in answer())
+        serving.send_signal(signal.SIGINT)
+        serving.communicate(timeout=60)
+    assert not using(copy)
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # or nobody has collected it
+        return []
