@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import gc
 import json
 import os
 import shutil
@@ -22,6 +23,13 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 
 SECONDS = 60
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sessions_end() -> Iterator[None]:
+    """Collect what s3fs has left: it closes its sessions in whatever event loop runs when they are collected."""
+    yield
+    gc.collect()
 
 
 def free_port() -> int:
