@@ -24,7 +24,8 @@ check: $(READY) ## formatting, lint and types
 
 # Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
 ALONE := real or clock
-SHARED := -n auto --dist loadfile
+# More processes than processors: they wait for clocks and for one another a third of their time.
+SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -77,8 +77,8 @@ class Trap:
         found = {(int(pid), name) for pid, name in (line.split() for line in lines)}
         return {name for pid, name in found if not (pid == but_of and name in EARLY)}
 
-    def run(self, command: list[str], pythonpath: str | None = None) -> str:
-        """What the command says, which must succeed and import nothing."""
+    def run(self, command: list[str], pythonpath: str | None = None, statuses: Sequence[int] = (0,)) -> str:
+        """What the command says, which must import nothing and end with one of the statuses."""
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         if pythonpath is not None:
             environment["PYTHONPATH"] = pythonpath
@@ -88,7 +88,7 @@ class Trap:
             out, err = process.communicate()
         early = process.pid if pythonpath is not None else 0
         assert self.imported(but_of=early) == set(), err
-        assert process.returncode == 0, err
+        assert process.returncode in statuses, err
         return out
 
 
@@ -101,10 +101,10 @@ def trap(tmp_path: Path) -> Trap:
 def here(trap: Trap) -> Callable[..., str]:
     """`here("convert", ..)` runs trtpipe in the trap, with no PYTHONPATH and with two that name it."""
 
-    def run(*words: str, pythonpath: str | None = None) -> str:
+    def run(*words: str, pythonpath: str | None = None, statuses: Sequence[int] = (0,)) -> str:
         if pythonpath is not None:  # with it Python looks there for the package of the command itself
             shutil.rmtree(trap.folder / "trtpipe", ignore_errors=True)
-        return trap.run([str(trap.trtpipe), *words], pythonpath)
+        return trap.run([str(trap.trtpipe), *words], pythonpath, statuses)
 
     return run
 
@@ -181,7 +181,6 @@ def test_what_stays_on_the_path(tmp_path: Path, how: list[str]) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.clock  # on a busy machine its benchmark is invalid
 def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> None:
     pythonpath = "."
     hf_folder(trap.folder / "tiny")
@@ -193,7 +192,7 @@ def test_a_server_and_all_it_starts(here: Callable[..., str], trap: Trap) -> Non
         here("generate", "Hello", "--max-tokens", "4", "--raw", pythonpath=pythonpath)
         here(
             "bench", "--concurrency", "2", "--requests", "4", "--input-tokens", "8", "--output-tokens", "4",
-            "--workers", "2", pythonpath=pythonpath,
+            "--workers", "2", pythonpath=pythonpath, statuses=(0, 5),  # 5: the machine was too busy for a measurement
         )  # fmt: skip
     finally:
         here("stop", pythonpath=pythonpath)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Cli
 
-pytestmark = [pytest.mark.real, pytest.mark.clock]
+pytestmark = pytest.mark.real
 
 
 def running(cli: Cli, repository: Path) -> dict[str, Any]:
