@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden clean
 .DEFAULT_GOAL := help
@@ -24,8 +26,7 @@ check: $(READY) ## formatting, lint and types
 
 # Real servers are started by two processes at most; tests that look at a clock have the machine to themselves.
 ALONE := real or clock
-# More processes than processors: they wait for clocks and for one another a third of their time.
-SHARED := -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile
+SHARED := -n auto --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
 test: check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver

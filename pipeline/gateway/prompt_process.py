@@ -31,6 +31,7 @@ from typing import Any
 
 import jinja2.sandbox  # noqa: F401  # loaded once here, and not in every forked process
 
+from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.hf.chat_template import ChatTemplate
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.gateway.failure import Failure
@@ -48,7 +49,10 @@ MEMORY_BYTES = {SMALL: 256 << 20, LARGE: 1 << 30}
 
 def main(options: GatewayOptions, control: socket.socket) -> None:
     """Fork a prompt process for every socket that comes over `control`, until the gateway has ended."""
-    texts = {model.name: Text(model.tokenizer) for model in options.models}
+    try:
+        texts = {model.name: Text(model.tokenizer) for model in options.models}
+    except TrtpipeError:
+        sys.exit(1)  # the worker, which reads the same tokenizers, reports the error
     preparation = Preparation(options, texts)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for text in texts.values():
