@@ -33,7 +33,7 @@ RELEASE_SECONDS = 1.6
 ASK_SECONDS = 1.0
 WAITING = "requests wait for it, which Triton would not end"
 PENDING = "nv_inference_pending_request_count"
-# Processes with this many deaths within this time count as broken.
+# A model whose Python processes have died this often within this time counts as broken.
 MAX_DEATHS, DEATHS_SECONDS = 10, 20.0
 
 
@@ -56,7 +56,7 @@ def attend(
         server = replace(server, watcher=os.getpid())
         remember(store, server)
         stubs = Stubs(server.pid)
-        deaths: list[float] = []
+        deaths: dict[str, list[float]] = {}
         ready()
         while True:
             stubs.wait()
@@ -70,9 +70,10 @@ def attend(
                 names = ", ".join(sorted(set(died.values())))
                 note(f"a Python process of {names} has died; loading it again")
                 now = time.monotonic()
-                deaths = [at for at in deaths if now - at < DEATHS_SECONDS] + [now]
-                if len(deaths) > MAX_DEATHS:
-                    raise _died_too_often(names, server)
+                for name in set(died.values()):
+                    deaths[name] = [at for at in deaths.get(name, ()) if now - at < DEATHS_SECONDS] + [now]
+                    if len(deaths[name]) > MAX_DEATHS:
+                        raise _died_too_often(name, server)
                 obstacle = _load_again(server, process, died, stubs, backends_folder(store, server))
                 if obstacle is None:
                     note(f"{names} is loaded again")
@@ -197,9 +198,9 @@ def _ended(status: int, server: Server) -> StageFailed:
     return explain(error, server.log, "serve", tritonserver.last_start(server.log))
 
 
-def _died_too_often(names: str, server: Server) -> StageFailed:
+def _died_too_often(name: str, server: Server) -> StageFailed:
     return StageFailed(
-        f"Python processes of {names} died {MAX_DEATHS + 1} times within {DEATHS_SECONDS:.0f} s",
+        f"Python processes of {name} died {MAX_DEATHS + 1} times within {DEATHS_SECONDS:.0f} s",
         why="a model that dies as soon as it is loaded is not started again",
         remedy=f"its log is {server.log}",
     )

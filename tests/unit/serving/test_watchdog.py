@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 import trtpipe.pipeline.serving.python_processes
+from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.serving import servers, tritonserver, watchdog
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.servers import Server
 from trtpipe.pipeline.serving.tritonserver import Endpoints, InFlight, requests_in_flight
+from trtpipe.pipeline.store.store import Store
 
 IN_FLIGHT = Path(tritonserver.BACKEND) / "trtpipe_in_flight.py"
 
@@ -195,3 +198,29 @@ def test_another_program_that_got_its_number_is_left_alone() -> None:
         assert process.poll() is None
         process.kill()
     servers.end_watcher(server(None))
+
+
+def test_a_model_that_dies_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Deaths of another model do not count."""
+    deaths = ["preprocessing", "postprocessing"] * 10 + ["preprocessing"]
+
+    class Dying:
+        def __init__(self, server_pid: int) -> None: ...
+
+        def wait(self) -> None: ...
+
+        def died(self) -> dict[int, str]:
+            return {1: deaths.pop(0)}
+
+    ended: list[Any] = []
+    monkeypatch.setattr(watchdog, "Stubs", Dying)
+    monkeypatch.setattr(watchdog, "_load_again", lambda *given: None)
+    monkeypatch.setattr(tritonserver, "kill", ended.append)
+    process: Any = SimpleNamespace(poll=lambda: None)
+    options: Any = None
+    with pytest.raises(StageFailed, match="Python processes of preprocessing died 11 times within 20 s"):
+        watchdog.attend(
+            server(None), process, Store(tmp_path), options, restarts=0, ready=lambda: None, stopping=lambda: None,
+            note=lambda text: None,
+        )  # fmt: skip
+    assert (deaths, ended) == ([], [process])
