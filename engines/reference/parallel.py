@@ -121,7 +121,8 @@ class ParallelModel:
     def _watch(self) -> None:
         select.select([os.pidfd_open(process.pid) for process in self._processes], [], [])
         if not self._closing:
-            print("a tensor-parallel rank has ended, and with it the engine", file=sys.stderr, flush=True)
+            # Not to sys.stderr, which torch replaces for as long as it prints the traceback of a failed collective.
+            os.write(2, b"a tensor-parallel rank has ended, and with it the engine\n")
             os._exit(1)
 
 
