@@ -34,8 +34,9 @@ test: check ## everything: the checks, the unit tests, attacks, and the real mod
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow'
 
+# Three processes on two processors: a third of their time they wait.
 unit: $(READY) ## tests of each module, without real servers (minutes)
-	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)' tests/unit
+	$(BIN)/python -m pytest -n $(shell expr $$(nproc) \* 3 / 2) --dist loadfile -m 'not ($(ALONE) or slow)' tests/unit
 
 test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, and an hour of soak (hours)
 	$(BIN)/python -m pytest $(SHARED) -m hypothesis --hypothesis-profile thorough
