@@ -217,7 +217,7 @@ class StageStatus:
 
 
 def status(spec: BuildSpec, store: Store) -> list[StageStatus]:
-    """What the next build would do with each stage. A stage that depends on a stale one is stale. Writes nothing.
+    """Return what the next build would do with each stage. A stage that depends on a stale one is stale. Writes nothing.
 
     `build --from` uses imported artefacts; a plain build makes its own.
     """

@@ -78,7 +78,7 @@ class Trap:
         return {name for pid, name in found if not (pid == but_of and name in EARLY)}
 
     def run(self, command: list[str], pythonpath: str | None = None, statuses: Sequence[int] = (0,)) -> str:
-        """What the command says, which must import nothing and end with one of the statuses."""
+        """Run the command and return its output. It must import nothing, and end with one of the statuses."""
         environment = {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
         if pythonpath is not None:
             environment["PYTHONPATH"] = pythonpath

@@ -28,7 +28,7 @@ class OpenLoop(Driver):
         watch: Callable[[Live], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sender, limits, follow, watch)
-        self._exchanges = requests
+        self._requests = requests
         self._offsets = due_ns
         self._window_ns = window_ns
         self.window = (0, 0)  # the measured part by the clock, once it has begun
@@ -57,7 +57,7 @@ class OpenLoop(Driver):
     def _ring(self) -> None:
         now = monotonic_ns()
         while self._next < len(self._due) and self._due[self._next] <= now:
-            request = self._exchanges[self._next]
+            request = self._requests[self._next]
             request.due_ns = self._due[self._next]
             self._waiting.append(request)
             self._next += 1
