@@ -217,7 +217,7 @@ class StageStatus:
 
 
 def status(spec: BuildSpec, store: Store) -> list[StageStatus]:
-    """Return what the next build would do with each stage. A stage that depends on a stale one is stale. Writes nothing.
+    """Return what the next build would do with each stage, and write nothing. A stage after a stale one is stale.
 
     `build --from` uses imported artefacts; a plain build makes its own.
     """
