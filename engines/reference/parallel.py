@@ -73,7 +73,8 @@ class ParallelModel:
             weights = _join(folder, config, dtype, torch.device(_device(device.type, 0)), 0, store)
             self._hear()
             # When a rank has died, the others wait for its result in a call that never returns.
-            threading.Thread(target=self._watch, daemon=True).start()
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
+            self._watcher.start()
             self.num_blocks = num_blocks()
             sizes = {
                 "max_positions": max_positions, "tokens_per_block": tokens_per_block, "num_blocks": self.num_blocks,
@@ -87,8 +88,13 @@ class ParallelModel:
 
     def forward(self, spans: Sequence[Span]) -> torch.Tensor:
         """See Model.forward."""
-        self._tell(spans)
-        return self._model.forward(spans)
+        try:
+            self._tell(spans)
+            return self._model.forward(spans)
+        except (OSError, RuntimeError):
+            # A pipe or a collective fails a moment before the end of the other rank's process can be seen.
+            self._watcher.join(5)
+            raise
 
     def close(self) -> None:
         """End the other ranks."""

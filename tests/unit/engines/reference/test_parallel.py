@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -122,9 +121,7 @@ def test_the_engine_ends_with_a_rank_that_is_killed(endless: tuple[subprocess.Po
     os.kill(rank, signal.SIGKILL)
     assert process.wait(60) == 1
     assert process.stderr is not None
-    # The other rank may learn it first from the collective that it is in.
-    ended = "a tensor-parallel rank has ended, and with it the engine|Connection closed by peer"
-    assert re.search(ended, process.stderr.read())
+    assert "a tensor-parallel rank has ended, and with it the engine" in process.stderr.read()
 
 
 def test_a_rank_ends_with_the_engine_that_is_killed(endless: tuple[subprocess.Popen[str], int]) -> None:
