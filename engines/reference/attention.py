@@ -8,6 +8,7 @@ token reads all of them, its own included, from the cache, like TensorRT-LLM's X
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ class Span(NamedTuple):
 
 
 class _Prompt(NamedTuple):
-    """A span of several tokens: rows [first, last) of the step, and their view of the cache."""
+    """A span of several tokens, or whole sequences one after another: rows [first, last) of the step, and their view
+    of the cache."""
 
     first: int
     last: int
@@ -52,6 +54,8 @@ class _Prompt(NamedTuple):
     blocks: torch.Tensor | None
     length: int
     mask: torch.Tensor | None
+    # Of n sequences: [n + 1] int32, rows where each begins, counted from `first`, and the end; `length` is the longest.
+    bounds: torch.Tensor | None = None
 
 
 class _Decodes(NamedTuple):
@@ -104,6 +108,7 @@ class Attention:
         self._pool = torch.zeros(shape, dtype=held, device=device)
         self._scratch = torch.empty(0, dtype=held, device=device)
         self._paged = self._has_paged_attention()
+        self._joins = self._has_joined_attention()
 
     def clear(self, spans: Sequence[Span]) -> None:
         """Zero the blocks that this step begins but does not fill, so that no values of earlier requests remain."""
@@ -127,14 +132,15 @@ class Attention:
         where = [torch.tensor(positions, dtype=torch.long)]
         prompts: list[_Prompt] = []
         row = decodes
+        for joined, group in itertools.groupby(spans[decodes:], key=lambda span: self._joins and span.start == 0):
+            run = list(group)
+            prompts += [self._plan_joined(run, row)] if joined else self._plan_apart(run, row)
+            row = prompts[-1].last
         for span in spans[decodes:]:
-            count = len(span.tokens)
-            prompts.append(self._plan_prompt(span, row))
-            at = np.arange(span.start, span.start + count)
+            at = np.arange(span.start, span.start + len(span.tokens))
             blocks = np.asarray(span.blocks)
             parts.append(torch.from_numpy(blocks[at // size] * size + at % size))
             where.append(torch.from_numpy(at))
-            row += count
         position = torch.cat(where).to(self._device)
         seen = None
         if decodes:
@@ -173,6 +179,21 @@ class Attention:
         mask = torch.zeros(len(positions), 1, 1, length, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(beyond[:, None, None], -torch.inf)
 
+    def _has_joined_attention(self) -> bool:
+        """Whether a kernel attends in many whole sequences at once: one call a sequence keeps two GPUs waiting."""
+        if self._device.type != "cuda" or self._dtype == torch.float32 or self._config.head_size % 8:
+            return False
+        return self._config.head_size <= 256 and torch.cuda.get_device_capability(self._device) >= (8, 0)
+
+    def _plan_joined(self, spans: Sequence[Span], row: int) -> _Prompt:
+        lengths = [len(span.tokens) for span in spans]
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
+        return _Prompt(row, row + sum(lengths), None, max(lengths), None, bounds)
+
+    def _plan_apart(self, spans: Sequence[Span], row: int) -> list[_Prompt]:
+        rows = itertools.accumulate((len(span.tokens) for span in spans), initial=row)
+        return [self._plan_prompt(span, first) for span, first in zip(spans, rows, strict=False)]
+
     def _plan_prompt(self, span: Span, row: int) -> _Prompt:
         count = len(span.tokens)
         length = span.start + count
@@ -207,6 +228,13 @@ class Attention:
     ) -> torch.Tensor:
         """[n, heads of queries, keys and values, head_size] -> [n, heads * head_size]."""
         n, heads, kv = len(own), self._heads, self._kv_heads
+        if prompt.bounds is not None:
+            query, key, value = own.split([heads, kv, kv], dim=1)
+            # torch's flash attention: torch.nn.attention.varlen calls it, but has no grouped query heads before 2.13.
+            joined: torch.Tensor = torch.ops.aten._flash_attention_forward(
+                query, key, value, prompt.bounds, prompt.bounds, prompt.length, prompt.length, 0.0, True, False
+            )[0]
+            return joined.reshape(n, -1)
         own = own.unsqueeze(0)
         seen = own[:, :, heads:]
         if prompt.blocks is not None:

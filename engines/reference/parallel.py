@@ -80,7 +80,7 @@ class ParallelModel:
                 "max_positions": max_positions, "tokens_per_block": tokens_per_block, "num_blocks": self.num_blocks,
             }  # fmt: skip
             self._tell(sizes)
-            self._model = Model(config, weights, ranks=Apart(0, size), **sizes)
+            self._model = Model(config, weights, ranks=Apart(0, size, dtype), **sizes)
             self._hear()
         except BaseException:
             self._end()
@@ -158,7 +158,9 @@ def follow(pipe: Connection) -> None:
         device = torch.device(part.device)
         weights = _join(part.folder, part.config, part.dtype, device, part.rank, store)
         pipe.send(None)
-        model = Model(part.config, weights, ranks=Apart(part.rank, part.config.mapping.tp_size), **pipe.recv())
+        model = Model(
+            part.config, weights, ranks=Apart(part.rank, part.config.mapping.tp_size, part.dtype), **pipe.recv()
+        )
         pipe.send(None)
     except (TrtpipeError, RuntimeError) as error:
         pipe.send(error if isinstance(error, TrtpipeError) else HostError(f"rank {part.rank}: {error}"))

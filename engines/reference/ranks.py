@@ -11,6 +11,10 @@ from typing import Protocol
 
 import torch
 import torch.distributed
+from torch.distributed import _symmetric_memory
+
+# Sums of so many bytes are made by the GPUs in each other's memory; NCCL is faster for smaller and for larger ones.
+_SHARED_BYTES = range(1 << 20, (8 << 20) + 1)
 
 
 class Ranks(Protocol):
@@ -46,15 +50,32 @@ class Together:
 
 
 class Apart:
-    """Rank `rank` of `size`, one in each process of torch's default process group."""
+    """Rank `rank` of `size`, one in each process of torch's default process group; its tensors are of `dtype`.
 
-    def __init__(self, rank: int, size: int) -> None:
+    Where every rank has a GPU of its own that reads the memory of the others, sums of 2 MB take half of NCCL's time.
+    """
+
+    def __init__(self, rank: int, size: int, dtype: torch.dtype) -> None:
         self.held = range(rank, rank + 1)
         self._size = size
+        self._shared: torch.Tensor | None = None
+        group = torch.distributed.group.WORLD
+        if group is not None and _peers(size):
+            self._shared = _symmetric_memory.empty(
+                _SHARED_BYTES.stop // dtype.itemsize, dtype=dtype, device=torch.device("cuda")
+            )
+            _symmetric_memory.rendezvous(self._shared, group)
+            self._group = group.group_name
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         (part,) = parts
         part = part.contiguous()
+        # Each rank adds up a part of the sum, whose length must be a multiple of 16 bytes.
+        if self._shared is not None and part.nbytes in _SHARED_BYTES and part.nbytes % (16 * self._size) == 0:
+            shared = self._shared[: part.numel()]
+            shared.copy_(part.view(-1))
+            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._group, part.view(-1))
+            return part
         torch.distributed.all_reduce(part)
         return part
 
@@ -63,3 +84,11 @@ class Apart:
         gathered = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
         torch.distributed.all_gather(gathered, part.contiguous())
         return torch.cat(gathered, dim=-1)
+
+
+def _peers(size: int) -> bool:
+    """Whether the process group is of GPUs, a GPU for each rank, which read each other's memory."""
+    if torch.distributed.get_backend() != "nccl" or torch.cuda.device_count() < size:
+        return False
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
