@@ -281,7 +281,6 @@ def compare(
     Examples:
       trtpipe compare before/report.json after/report.json
       trtpipe compare a.json b.json --fail-if 'p99_ttft > 1.1x'
-      trtpipe compare a.json b.json c.json --html comparison.html
     """
     from trtpipe.pipeline.bench.compare.comparison import compare as compare_reports
     from trtpipe.pipeline.cli import console

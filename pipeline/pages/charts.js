@@ -89,7 +89,7 @@
       points.forEach(([x, y], i) => {
         const path = new Path2D();
         MARKERS[curve.style % 4](path, x, y, Math.min(4.5 * dot, Math.max(dot, bbox.width / points.length / 3)));
-        ctx.fillStyle = curve.hollow.includes(i) ? css("--page") : color;
+        ctx.fillStyle = curve.hollow.includes(i) ? css("--panel") : color;
         ctx.fill(path);
         ctx.stroke(path);
         taken.push([x - 6 * dot, y - 6 * dot, x + 6 * dot, y + 6 * dot]);
@@ -157,6 +157,7 @@
       stroke: () => css("--soft"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { show: false }, font: FONT, size,
       values: (u, splits) => splits.map(tick), ...more,
     });
+    const counts = chart.curves.every(curve => curve.x.every(Number.isInteger)) && { incrs: [1, 2, 5, 10, 20, 50, 100, 1000] };
     const whole = u => u.batch(() => ["x", "y"].forEach(k => u.setScale(k, { min: chart[k].low, max: chart[k].high })));
     const u = new uPlot({
       width, height: chart.along ? 125 + 20 * last : Math.round(Math.min(420, 180 + width / 5)), padding: [26, 18, 0, 0],
@@ -167,7 +168,7 @@
       },
       scales: { x: scale(chart.x), y: scale(chart.y) },
       axes: [
-        axis(chart.x, 24, { space: 56, ...(last && { label: chart.x.label, labelSize: 20, labelFont: FONT, labelGap: 0 }) }),
+        axis(chart.x, 24, { space: 56, ...counts, ...(last && { label: chart.x.label, labelSize: 20, labelFont: FONT, labelGap: 0 }) }),
         axis(chart.y, 48, { space: 28 }),
       ],
       series: [{}, { paths: () => null, points: { show: false } }],

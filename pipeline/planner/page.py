@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.pages import plots, render
 from trtpipe.pipeline.pages.parts import UNKNOWN, Card, Cell, Finding, Page, Row, Section, Table, capital, sentence
 from trtpipe.pipeline.pages.plots import Figure
 from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice, Candidate
 from trtpipe.pipeline.planner.whatif import WhatIf
+from trtpipe.pipeline.store.folders import write_whole
 
 # Most curves that can be told apart in one drawing.
 CURVES = plots.STYLES
@@ -34,6 +36,7 @@ READING = (
 
 
 def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
+    """Write the page. Raises HostError."""
     made = [tables.options(found), tables.memory(found), tables.refusals(found)]
     if changes:
         made.append(tables.changes(found.candidates[0].name, changes))
@@ -45,7 +48,12 @@ def write(found: Advice, changes: Sequence[WhatIf], file: Path) -> None:
             *(Section(title=capital(one.title), lines=_lines(one), tables=[_table(one)]) for one in made if one.rows),
         ],
     )  # fmt: skip
-    file.write_text(render.render(page), encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, render.render(page))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise HostError(f"page {file} cannot be written", why=why, remedy="give another place for it") from None
 
 
 def _cards(found: Advice) -> Iterator[Card]:
@@ -63,7 +71,7 @@ def _cards(found: Advice) -> Iterator[Card]:
             note=f"at {best.rate:.3g} clients/s",
         )
     if found.priced:
-        yield Card(label="1M output tokens", value=f"{best.cost:.2f}", note="in the currency of --price")
+        yield Card(label="1M output tokens", value=f"{best.cost:.2f}", note="in the currency of the prices")
     elif len(best.best.tpot):
         yield Card(label="TPOT p99", value=f"{np.percentile(best.best.tpot, 99):.1f}", unit="ms")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from trtpipe.pipeline.bench.results.page.curves import Run, against_latency, aga
 from trtpipe.pipeline.pages import render as pages
 from trtpipe.pipeline.pages.parts import UNKNOWN, Cell, Finding, Page, Row, Section, Table, sentence
 from trtpipe.pipeline.store.folders import write_whole
+
+# Differences of the runs that are named at the top; the others are folded up.
+FEW = 4
 
 
 def write(found: Comparison, file: Path) -> None:
@@ -38,6 +41,7 @@ def render(found: Comparison, reports: dict[str, dict[str, Any]]) -> str:
         findings=list(_findings(found)),
         sections=[
             Section(title="Reports", tables=[_reports(found, reports, titles)]),
+            *_rest(found.warnings[FEW:]),
             *_charts(runs),
             *([Section(title="Conditions", tables=[_conditions(found.judgements)])] if found.judgements else []),
             *_figures(found),
@@ -54,8 +58,13 @@ def _findings(found: Comparison) -> Iterator[Finding]:
         )
     for line in found.summary():
         yield Finding(text=sentence(line))
-    for line in found.warnings:
+    for line in found.warnings[:FEW]:
         yield Finding(text=sentence(f"the runs differ: {line}"))
+
+
+def _rest(warnings: Sequence[str]) -> Iterator[Section]:
+    if warnings:
+        yield Section(folded=f"The runs differ in {len(warnings)} more ways", lines=list(map(sentence, warnings)))
 
 
 def _reports(found: Comparison, reports: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
@@ -66,7 +75,7 @@ def _reports(found: Comparison, reports: dict[str, dict[str, Any]], titles: dict
         what = Cell(text=titles[letter], words=True)
         said = Cell(text=verdict, kind="bad" if verdict == "INVALID" else "")
         rows.append(Row(name=letter, cells=[what, said, *cards, Cell(text=found.paths[letter], words=True)]))
-    columns = ["what", "verdict", "most tokens/s", "TTFT p99 ms there", "ITL p99 ms", "latency p99 ms", "file"]
+    columns = ["what", "verdict", "most tokens/s", "TTFT p99 ms", "ITL p99 ms", "latency p99 ms", "file"]
     return Table(head="Report", columns=columns, rows=rows)
 
 

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.unit.planner.test_advice import PRICES, question
+from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.planner.advice import advise
 from trtpipe.pipeline.planner.page import write
 from trtpipe.pipeline.planner.whatif import what_ifs
@@ -31,12 +34,13 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
         "Throughput against speed", "Options", "Memory of each GPU", "What cannot serve it",
         "What if, of 1 x h100 fp8-kv",
     ]  # fmt: skip
-    assert re.search(r"TensorRT-LLM removed Volta [^<]*\.</td>", page)
+    assert re.search(r"TensorRT-LLM removed Volta [^<]*\.</div></td>", page)
     # What is predicted of the best option; units and the currency; how to read the chart.
     assert re.search(r"Best option</p><p class=\"value\">1 x h100 fp8-kv</p><p>by cost", page)
     for heading in ("TTFT alone ms", "KV cache GiB", "cost of 1M tokens", "tokens/s of a GPU", "weights GiB"):
         assert f">{heading}</th>" in page
-    assert "in the currency of --price" in page
+    assert "in the currency of the prices" in page
     assert "A filled mark meets all objectives" in page
-    # A sentence never makes the rows of a narrow screen tall.
-    assert '<td class="words ">' in page
+    (tmp_path / "file").touch()
+    with pytest.raises(HostError, match="file/plan.html cannot be written"):
+        write(found, (), tmp_path / "file" / "plan.html")

@@ -57,7 +57,7 @@ def alarm(report: dict[str, Any]) -> Alarm | None:
     if verdict["valid"] is not False:
         return None
     reasons = [
-        (f"{one['what']}: {one['why']}" if one.get("why") else one["what"], one.get("remedy") or "")
+        (f"{one['what']}: {one['why']}" if one.get("why") else one["what"], sentence(one.get("remedy") or ""))
         for one in verdict["reasons"]
     ]
     text = "The client was part of what was measured: these are not the server's figures."

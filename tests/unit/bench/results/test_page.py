@@ -325,8 +325,8 @@ def test_an_invalid_run_says_so_first_with_reasons_and_remedies() -> None:
     page = Page(render(value))
     body = page.words[page.words.index("INVALID") :]
     assert body[:3] == ["INVALID", "Benchmark", "H100"]
-    assert body.index("grpc, 5 in flight: late: by 31.0 ms at the 99th percentile") < body.index("offer less")
-    assert body.index("offer less") < body.index("Output tokens/s")
+    assert body.index("grpc, 5 in flight: late: by 31.0 ms at the 99th percentile") < body.index("Offer less.")
+    assert body.index("Offer less.") < body.index("Output tokens/s")
     assert ("tr", "title", "INVALID: the event loop was late: by 31.0 ms at the 99th percentile") in page.attributes
     hollow = [mark for mark in marks(next(figures(render(value)))) if "hollow" in mark.get("class", "")]
     assert [mark.findtext("title", "").endswith(", INVALID") for mark in hollow] == [True]
