@@ -42,5 +42,5 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     assert "in the currency of the prices" in page
     assert "A filled mark meets all objectives" in page
     (tmp_path / "file").touch()
-    with pytest.raises(HostError, match="file/plan.html cannot be written"):
+    with pytest.raises(HostError, match=r"file/plan\.html cannot be written"):
         write(found, (), tmp_path / "file" / "plan.html")

@@ -11,6 +11,7 @@ from trtpipe.pipeline.bench.results.page.load_points import (
     Level,
     amount,
     by_load,
+    gpus,
     invalid,
     kind,
     label,
@@ -39,11 +40,8 @@ class Run:
         return found
 
     @property
-    def gpus(self) -> float | None:
-        """Number of GPUs of the engine; None where the report does not say."""
-        engine = self.report.get("engine") or {}
-        tp, pp = engine.get("tp_size"), engine.get("pp_size")
-        return tp * pp if isinstance(tp, int) and isinstance(pp, int) and tp * pp > 0 else None
+    def gpus(self) -> int | None:
+        return gpus(self.report)
 
     def named(self, words: str) -> str:
         return f"{self.name}, {words}" if self.name else words

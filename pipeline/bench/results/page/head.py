@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page.load_points import Level, by_load, invalid, missed, named, shared, value
+from trtpipe.pipeline.bench.results.page.load_points import Level, by_load, gpus, invalid, missed, named, shared, value
 from trtpipe.pipeline.pages.parts import Alarm, Card, Finding, capital, number, sentence
 
 # Names of Triton's models in our repositories: they do not say what is served.
@@ -19,8 +19,8 @@ def title(report: dict[str, Any]) -> str:
     gpu, target = engine.get("gpu"), report.get("target")
     model = str(target).partition(f".{gpu}")[0] if target else ", ".join(_models(report))
     precision = engine.get("quant_algo") or engine.get("dtype")
-    gpus = engine.get("tp_size", 1) * engine.get("pp_size", 1)
-    where = f"{gpus} x {gpu}" if gpu and gpus > 1 else gpu
+    count = gpus(report) or 1
+    where = f"{count} x {gpu}" if gpu and count > 1 else gpu
     told = " on ".join(str(part) for part in (model, where) if part)
     return ", ".join(str(part) for part in (told, precision) if part) or "A server"
 

@@ -13,15 +13,16 @@ Level = dict[str, Any]
 
 
 def named(level: Level) -> str:
-    repeat = f", repeat {level['repeat'] + 1}" if level.get("repeat") else ""
+    number = level.get("repeat")
+    repeat = f", repeat {number + 1}" if number and isinstance(number, int) else ""
     return f"{level['protocol']}, {level['label']}{repeat}"
 
 
 def amount(level: Level) -> float | None:
-    """Requests in flight of a closed loop, requests/s of an open one."""
+    """Requests in flight of a closed loop, requests/s of an open one; None where another tool does not say."""
     load = level["load"]
-    value: float | None = load.get("concurrency") if load["kind"] == "closed" else load.get("rate")
-    return value
+    value = load.get("concurrency") if load["kind"] == "closed" else load.get("rate")
+    return value if isinstance(value, (int, float)) else None
 
 
 def label(level: Level) -> str:
@@ -62,13 +63,21 @@ def shared(runs: Sequence[Sequence[Level]], metric: str, statistic: str) -> tupl
     return None
 
 
+def gpus(report: dict[str, Any]) -> int | None:
+    """Number of GPUs of the engine; None where the report does not say."""
+    engine = report.get("engine") or {}
+    tp, pp = engine.get("tp_size"), engine.get("pp_size")
+    return tp * pp if isinstance(tp, int) and isinstance(pp, int) and tp * pp > 0 else None
+
+
 def invalid(level: Level) -> bool:
     return level["verdict"]["valid"] is False
 
 
 def missed(level: Level) -> bool:
     """Whether objectives were given, and not all of them are met."""
-    return bool(level.get("slo")) and not level["slo"]["met"]
+    slo = level.get("slo")
+    return isinstance(slo, dict) and slo.get("met") is False
 
 
 def faults(level: Level) -> str:

@@ -84,3 +84,14 @@ def test_an_invalid_run_and_results_of_other_tools_have_a_page(tmp_path: Path) -
     both = compare([VLLM, VLLM])
     text = render(both, {letter: read_report(VLLM) for letter in "AB"})
     assert "p99 against throughput" in text
+
+
+def test_what_another_wrote_into_a_report_breaks_no_page(tmp_path: Path) -> None:
+    good = saved(tmp_path / "a", lines(20, seed=1))
+    found = compare([good, good])
+    level_ = level(lines(20, seed=2), load={"kind": "closed", "concurrency": "<b>"}, slo=["x"], repeat="y")
+    odd = report([level_], target=["<img>"], engine={"gpu": {"<i>": 1}, "tp_size": "2", "pp_size": None})
+    text = render(found, {"A": read_report(good), "B": odd})
+    assert "<img>" not in text
+    assert "<b>" not in text
+    assert Page(text).words
