@@ -197,6 +197,8 @@
       if (plots.length) return plots.forEach(u => u.width === width || u.setSize({ width, height: u.height }));
       plots = charts.map((chart, at) => plot(box, chart, width, charts.length > 1 && "figure" + number, at === charts.length - 1));
       drawn.push(...plots);
+      box.setAttribute("role", "img");
+      box.setAttribute("aria-label", figure.querySelector("svg").getAttribute("aria-label"));
       figure.classList.add("drawn");
       document.getElementById("hint").hidden = false;
     }).observe(figure);
