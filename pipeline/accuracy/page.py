@@ -1,70 +1,33 @@
-"""Accuracy report as files: JSON, and one self-contained HTML page that needs neither network nor script."""
+"""Accuracy report as files: JSON, and one self-contained HTML page that can be read without network or script."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trtpipe.engines.accuracy.job import LayerError
 from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.accuracy.gate import HTML_NAME, JSON_NAME, Report, number, percent
+from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages import render as pages
-from trtpipe.pipeline.pages.axes import round_step
+from trtpipe.pipeline.pages.parts import Card, Cell, Finding, Page, Row, Section, Table, sentence
+from trtpipe.pipeline.pages.plots import Curve, Figure, Point
 from trtpipe.pipeline.store.folders import write_whole
 
-# Sizes of the plot, in CSS pixels.
-HEIGHT = 220
-LEFT = 56
-TOP = 12
-BOTTOM = 40
-BAR = 8
-GAP = 2
-# Space between the bars of two layers.
-SPACE = 8
-NARROWEST = 640
-# Least space for a label: with one under every layer, labels would run into each other.
-LABEL_WIDTH = 24
-TICKS = 5
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A line across the plot; `y` in pixels from the top."""
-
-    y: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """A layer's two bars: pixels from the left, and their tops and heights."""
-
-    layer: LayerError
-    local_x: float
-    accumulated_x: float
-    local_height: float
-    accumulated_height: float
-    label: bool
-
-    @property
-    def center(self) -> float:
-        return self.accumulated_x - GAP / 2
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Layout of the plot."""
-
-    width: int
-    ticks: tuple[Tick, ...]
-    groups: tuple[Group, ...]
-    height: int = TOP + HEIGHT + BOTTOM
-    left: int = LEFT
-    base: int = TOP + HEIGHT
-    bar: int = BAR
+# Errors of a layer: attribute, and meaning.
+ERRORS = (
+    (
+        "local",
+        "The quantized layer is given the original's input. The length of the difference of the two outputs, as a "
+        "share of the length of what the original layer adds to its input; mean over all tokens.",
+    ),
+    (
+        "accumulated",
+        "The quantized layer is given what the quantized layers before it made. The length of the difference of the "
+        "two outputs, as a share of the length of the original's output; mean over all tokens.",
+    ),
+)
 
 
 def write(report: Report, folder: Path) -> None:
@@ -83,30 +46,105 @@ def write(report: Report, folder: Path) -> None:
 
 def render(report: Report) -> str:
     """The page for a report."""
-    return pages.render(
-        "accuracy.html.j2", report=report, measured=report.measured, chart=chart(report.measured.layers),
-        number=number, percent=percent,
+    found = report.measured
+    about = (
+        f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
+        f"{found.device}. The original in {found.original_dtype}; quantized with "
+        f"{found.quant_algo or 'no weight algorithm'}, KV cache {found.kv_cache_quant_algo or 'as it is'}, the rest in "
+        f"{found.quantized_dtype}."
+    )
+    summary = [
+        Row(name=what, cells=[Cell(text=one or "") for one in (original, quantized, limit)])
+        for what, original, quantized, limit in report.summary()
+    ]
+    page = Page(
+        kind="Accuracy", title=f"Accuracy of {report.recipe}", about=about, cards=_cards(report),
+        findings=list(_findings(report)),
+        sections=[
+            Section(title="Error of each layer", figures=[chart(found.layers)], facts=ERRORS),
+            Section(
+                title="Against the limits",
+                tables=[Table(head="Figure", columns=["original", "quantized", "limit"], rows=summary)],
+            ),
+            Section(title="Worst layers", tables=[_layers(report.worst)]),
+            _clipped(report),
+            Section(title="All layers", folded=f"{len(found.layers)} layers", tables=[_layers(found.layers)]),
+        ],
     )  # fmt: skip
+    return pages.render(page)
 
 
-def chart(layers: Sequence[LayerError]) -> Chart:
-    """Lay out the bars of `layers` on one scale that starts at 0."""
-    step, top = scale(max(max(layer.local, layer.accumulated) for layer in layers))
-    pitch = max(2 * BAR + GAP + SPACE, (NARROWEST - LEFT) / len(layers))
-    every = math.ceil(LABEL_WIDTH / pitch)
-    groups = []
-    for place, layer in enumerate(layers):
-        x = LEFT + (place + 0.5) * pitch
-        local, accumulated = layer.local / top * HEIGHT, layer.accumulated / top * HEIGHT
-        groups.append(Group(layer, x - GAP / 2 - BAR, x + GAP / 2, local, accumulated, label=place % every == 0))
-    count = round(top / step)
-    ticks = (Tick(TOP + HEIGHT * (1 - i / count), f"{100 * i * step:.3g} %") for i in range(count + 1))
-    return Chart(math.ceil(LEFT + pitch * len(layers)), tuple(ticks), tuple(groups))
+def _cards(report: Report) -> list[Card]:
+    found, allowed = report.measured, report.thresholds
+    return [
+        Card(
+            label="Perplexity", value=number(found.quantized_perplexity),
+            note=f"original {number(found.original_perplexity)}",
+        ),
+        Card(
+            label="Perplexity ratio", value=number(found.perplexity_ratio),
+            note=f"at most {allowed.perplexity_ratio:g}",
+        ),
+        Card(
+            label="Mean KL divergence", value=number(found.mean_kl), unit="nats", note=f"at most {allowed.mean_kl:g}"
+        ),
+        Card(
+            label="Same first choice", value=percent(found.top1_agreement),
+            note=f"at least {percent(allowed.top1_agreement)}",
+        ),
+    ]  # fmt: skip
 
 
-def scale(largest: float) -> tuple[float, float]:
-    """(distance of ticks, top of the scale): the distance is 1, 2 or 5 times a power of ten."""
-    # Equal models have no errors, but the plot still needs a scale.
-    wanted = max(largest, 1e-6) / TICKS
-    step = round_step(wanted)
-    return step, step * math.ceil(max(largest, 1e-6) / step * (1 - 1e-9))
+def _findings(report: Report) -> Iterator[Finding]:
+    failures = report.failures
+    yield Finding(text=f"The accuracy gate {'failed' if failures else 'passed'}.", good=not failures)
+    for failure in failures:
+        yield Finding(text=sentence(failure), good=False)
+
+
+def chart(layers: Sequence[LayerError]) -> Figure:
+    """Both errors of each layer, in percent, on one scale."""
+    curves = [
+        Curve(
+            name=name,
+            style=style,
+            points=[
+                Point(
+                    x=layer.layer, y=100 * getattr(layer, name), label="",
+                    title=f"layer {layer.layer}: {name} {percent(getattr(layer, name))}",
+                )
+                for layer in layers
+            ],
+        )
+        for style, (name, _) in enumerate(ERRORS)
+    ]  # fmt: skip
+    return plots.curves("Local and accumulated error of each layer", curves, x="Layer", y="Error, %", linear=True)
+
+
+def _layers(layers: Sequence[LayerError]) -> Table:
+    rows = [
+        Row(name=str(layer.layer), cells=[Cell(text=percent(layer.local)), Cell(text=percent(layer.accumulated))])
+        for layer in layers
+    ]
+    return Table(head="Layer", columns=[name for name, _ in ERRORS], rows=rows)
+
+
+def _clipped(report: Report) -> Section:
+    title = "Clipped inputs"
+    if not report.saturated:
+        fits = "every number fits the scale that calibration found for it"
+        why = fits if report.measured.saturation else "no scale is fixed before the model runs"
+        return Section(title=title, lines=[f"None: {why}."])
+    rows = [
+        Row(
+            name=str(one.layer),
+            cells=[
+                Cell(text=one.linear, words=True), Cell(text=f"{one.beyond:,}"), Cell(text=f"{one.inputs:,}"),
+                Cell(text=percent(one.share)),
+            ],
+        )
+        for one in report.saturated
+    ]  # fmt: skip
+    told = "Numbers that the scale found by calibration cannot hold. The matrices without any are left out."
+    columns = ["matrix", "clipped", "of", "share"]
+    return Section(title=title, lines=[told], tables=[Table(head="Layer", columns=columns, rows=rows)])

@@ -271,6 +271,9 @@ def compare(
         typer.Option(help="Price of an hour, of all reports or one each: 2.5,3.9; the GPU file's if left out."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page of the comparison, with charts, to this file.")
+    ] = None,
 ) -> None:
     """Compare reports: differences and their significance.
 
@@ -286,6 +289,10 @@ def compare(
         reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or (), own_price=_price_of
     )
     console.comparison(compared, as_json=as_json)
+    if html is not None:
+        from trtpipe.pipeline.bench.compare import page
+
+        page.write(compared, html)
     refusal = compared.refusal()
     if refusal is not None:
         raise refusal
@@ -332,6 +339,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
         from trtpipe.pipeline.serving import serve
         from trtpipe.pipeline.store.manifest import read_manifest
 
+        measured.target = served.name
         measured.engine = {**vars(serve.check_passport(served.repository))}
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
         if made is not None:  # None for another program's folder

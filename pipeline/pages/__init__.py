@@ -1,1 +1,1 @@
-"""HTML pages that need neither network nor script."""
+"""HTML pages that ask the network for nothing and can be read without script."""

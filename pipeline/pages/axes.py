@@ -30,12 +30,14 @@ class Axis:
         return (inside - self.low) / (self.high - self.low)
 
 
-def fitting(label: str, values: Iterable[float], *, from_zero: bool = True, ticks: int = TICKS) -> Axis:
-    """An axis for `values`: logarithmic where they are WIDE apart and all are positive."""
+def fitting(
+    label: str, values: Iterable[float], *, from_zero: bool = True, ticks: int = TICKS, linear: bool = False
+) -> Axis:
+    """An axis for `values`: logarithmic where they are WIDE apart and all are positive, unless it is to be `linear`."""
     known = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
     low, high = min(known), max(known)
-    if low > 0 and high / low >= WIDE:
-        return _logarithmic(label, low, high)
+    if low > 0 and high / low >= WIDE and not linear:
+        return _logarithmic(label, low, high, ticks)
     return _linear(label, 0.0 if from_zero and low >= 0 else low, high, ticks)
 
 
@@ -49,15 +51,16 @@ def _linear(label: str, low: float, high: float, count: int) -> Axis:
     )
 
 
-def _logarithmic(label: str, low: float, high: float) -> Axis:
+def _logarithmic(label: str, low: float, high: float, count: int) -> Axis:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     marks = [_tidy(digit * 10.0**power) for power in powers for digit in _DIGITS]
     start = max(mark for mark in marks if mark <= low * (1 + 1e-9))
     stop = min(mark for mark in marks if mark >= high * (1 - 1e-9))
     inside = [mark for mark in marks if start <= mark <= stop]
     decades = [mark for mark in inside if f"{mark:e}".startswith("1.0")]
-    # All of 1, 2, 5 up to two decades; beyond, powers of ten, and of many only every second, third, ...
-    shown = inside if len(inside) <= 2 * len(_DIGITS) + 1 else decades[:: math.ceil(len(decades) / (TICKS + 1))]
+    # All of 1, 2, 5 where there is room; else powers of ten, and of many only every second, third, ...
+    few = decades[:: math.ceil(len(decades) / (count + 1))]
+    shown = inside if len(inside) <= count + 2 else few if len(few) > 1 else [start, stop]
     return Axis(label=label, low=start, high=stop, ticks=tuple(shown), log=True)
 
 

@@ -1,7 +1,8 @@
-"""Plots as SVG text: only the drawing, coloured by the classes s0, s1, ... of the page that contains it.
+"""Plots as SVG text, coloured by the classes s0, s1, ... of the page that contains it, and their data for charts.js.
 
-Plots are made for the width of a phone; on wide screens they are enlarged a little and placed side by side. Every mark
-has the class `mark`, and a title that shows when the pointer rests on it.
+A drawing has the width of a phone. It is what is printed, and what shows without script; with script, charts.js draws
+curves and timelines anew in the width that there is. Every mark has the class `mark`, and a title that shows when the
+pointer rests on it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -21,13 +23,16 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 18, 10, 36
 NAMES = 126
 HEIGHT = 150
 # Heights of one row of distributions, one panel of a timeline, one bar.
-ROW, PANEL, BAR = 26, 54, 22
+ROW, PANEL, BAR = 26, 64, 22
 PANEL_GAP = 26
+# Colours of curves and lines.
+STYLES = 8
 # A long series is reduced to the smallest and largest value of this many columns; most bins of a distribution.
-COLUMNS = 120
+COLUMNS = 50
 BINS = 100
 _LETTER = 5.6  # the mean width of a letter of the labels
 _DOT = 3.5
+_STROKE = "m-1.5 0h3"
 _MARKERS = (
     "M{x} {y}m-3.5 0a3.5 3.5 0 1 0 7 0a3.5 3.5 0 1 0 -7 0z",
     "M{x} {y}m-3.2 -3.2h6.4v6.4h-6.4z",
@@ -38,11 +43,18 @@ _MARKERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing under a title; `legend` has names and the classes that they are drawn in."""
+    """A drawing under a title.
+
+    legend  names and the classes that they are drawn in
+    note    how to read it, in a sentence
+    charts  what charts.js draws in its place, one below the other: axes, and the points of each curve
+    """
 
     title: str
     drawing: Markup
     legend: Sequence[tuple[str, int]] = ()
+    note: str = ""
+    charts: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +159,14 @@ def _n(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequence[Point] = ()) -> Markup:
+def curves(
+    title: str, found: Sequence[Curve], *, x: str, y: str, band: Sequence[Point] = (), note: str = "",
+    linear: bool = False,
+) -> Figure:  # fmt: skip
     """Points joined by lines in the given order, labelled where there is room; `band` lies behind the curves."""
     points = [point for curve in found for point in curve.points]
-    across, up = fitting(x, (point.x for point in points)), fitting(y, (point.y for point in points))
+    across = fitting(x, (point.x for point in points), linear=linear)
+    up = fitting(y, (point.y for point in points), linear=linear)
     drawing, base = _Drawing(), TOP + 14 + HEIGHT
     drawing.text(4, TOP + 2, y, kind="label")
     drawing.x_axis(across, base, base - HEIGHT)
@@ -174,7 +190,27 @@ def curves(found: Sequence[Curve], *, x: str, y: str, described: str, band: Sequ
     for _, places in drawn:
         for a, b, point in places:
             _label(drawing, taken, a, b, point.label)
-    return drawing.done(base + BOTTOM, described)
+    told = [
+        {
+            "name": curve.name, "style": curve.style, "dashed": curve.dashed,
+            "x": [_short(point.x) for point in curve.points], "y": [_short(point.y) for point in curve.points],
+            "titles": [point.title for point in curve.points], "labels": [point.label for point in curve.points],
+            "hollow": [at for at, point in enumerate(curve.points) if point.hollow],
+        }
+        for curve in found
+    ]  # fmt: skip
+    chart = {"x": _told(across), "y": _told(up), "curves": told, "band": [[_short(p.x), _short(p.y)] for p in band]}
+    legend = [(curve.name, curve.style) for curve in found if curve.name]
+    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title), legend=legend, note=note, charts=[chart])
+
+
+def _told(axis: Axis) -> dict[str, Any]:
+    return {"label": axis.label, "low": axis.low, "high": axis.high, "log": axis.log}
+
+
+def _short(value: float | None) -> float | None:
+    """Four significant digits: more cannot be seen."""
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _label(drawing: _Drawing, taken: list[tuple[float, float, float]], x: float, y: float, words: str) -> None:
@@ -190,7 +226,7 @@ def _label(drawing: _Drawing, taken: list[tuple[float, float, float]], x: float,
             return
 
 
-def spreads(rows: Sequence[Spread], *, x: str, described: str) -> Markup:
+def spreads(title: str, rows: Sequence[Spread], *, x: str, legend: Sequence[tuple[str, int]] = ()) -> Figure:
     """Distributions one below the other on one axis. Areas are shares; the highest bar of each row fills its height."""
     rows = [row for row in rows if sum(row.counts)]
     values = [edge for row in rows for edge in (*_ends(row), *(value for _, value in row.marks))]
@@ -204,7 +240,7 @@ def spreads(rows: Sequence[Spread], *, x: str, described: str) -> Markup:
         lines = "".join(f"M{_n(x)} {_n(bottom - ROW + 8)}V{_n(bottom)}" for x in places)
         drawing.parts.append(f'<path class="percentiles" d="{lines}"/>')
         drawing.text(4, bottom - 3, _shortened(row.label, NAMES - 8), kind="point")
-    return drawing.done(base + BOTTOM, described)
+    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title), legend=legend)
 
 
 def _shortened(words: str, width: float) -> str:
@@ -240,16 +276,18 @@ def _merged(edges: Sequence[float], counts: Sequence[float]) -> tuple[Sequence[f
     return [*edges[:-1:every], edges[-1]], [sum(counts[at : at + every]) for at in range(0, len(counts), every)]
 
 
-def timeline(seconds: Sequence[float], panels: Sequence[Panel], *, described: str) -> Markup:
+def timeline(title: str, seconds: Sequence[float], panels: Sequence[Panel]) -> Figure:
     """Panels one below the other over the same time."""
-    across = fitting("seconds", [0.0, *seconds])
+    across = fitting("Seconds", [0.0, *seconds])
     drawing, top = _Drawing(), float(TOP)
+    charts = []
     for panel in panels:
         known = [value for line in panel.lines for value in line.values if value is not None]
         axis = fitting(panel.label, known, ticks=2)
         base = top + 16 + PANEL
         _panel_title(drawing, panel, top + 8)
         drawing.y_axis(axis, base, PANEL)
+        told = []
         for line in panel.lines:
             pairs = _thinned(seconds, line.values)
             path = _gapped(
@@ -259,9 +297,12 @@ def timeline(seconds: Sequence[float], panels: Sequence[Panel], *, described: st
             if path:
                 most = max(value for value in line.values if value is not None)
                 drawing.mark(f"line s{line.style}", path, f"{line.name}: at most {most:,.4g}")
+            xs, ys = ([_short(pair[part]) for pair in pairs] for part in (0, 1))
+            told.append({"name": line.name, "style": line.style, "x": xs, "y": ys})
+        charts.append({"x": _told(across), "y": _told(axis), "curves": told, "along": True})
         top = base + PANEL_GAP - 16
     drawing.x_axis(across, base, base - 3)
-    return drawing.done(base + BOTTOM, described)
+    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title), charts=charts)
 
 
 def _panel_title(drawing: _Drawing, panel: Panel, y: float) -> None:
@@ -288,20 +329,20 @@ def _thinned(seconds: Sequence[float], values: Sequence[float | None]) -> list[t
 
 
 def _gapped(places: Iterable[tuple[float, float | None]]) -> str:
-    """A path through the points, with a new start after each gap. A single point becomes a dot."""
+    """A path through the points, with a new start after each gap. A point between two gaps becomes a short stroke."""
     path: list[str] = []
     run = 0
     for x, y in places:
         if y is None:
-            path += ["h0"] if run == 1 else []
+            path += [_STROKE] if run == 1 else []
             run = 0
             continue
         path.append(f"{'L' if run else 'M'}{_n(x)} {_n(y)}")
         run += 1
-    return "".join(path) + ("h0" if run == 1 else "")
+    return "".join(path) + (_STROKE if run == 1 else "")
 
 
-def bars(rows: Sequence[Bar], *, x: str, described: str) -> Markup:
+def bars(title: str, rows: Sequence[Bar], *, x: str) -> Figure:
     """Bars one below the other, each under its label."""
     axis = fitting(x, [0.0, *(row.value for row in rows)])
     drawing, pitch = _Drawing(), BAR + 12
@@ -312,4 +353,4 @@ def bars(rows: Sequence[Bar], *, x: str, described: str) -> Markup:
         drawing.text(LEFT + 2, top + 10, row.label, kind="point")
         width = max(1.0, axis.share(row.value) * drawing.inner)
         drawing.mark(f"bar s{row.style}", f"M{LEFT} {_n(top + 14)}h{_n(width)}v{BAR - 10}h-{_n(width)}z", row.title)
-    return drawing.done(base + BOTTOM, described)
+    return Figure(title=title, drawing=drawing.done(base + BOTTOM, title))

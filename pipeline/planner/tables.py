@@ -23,11 +23,11 @@ class Table:
 
 
 def load(found: Advice) -> str:
-    lengths = found.lengths
+    lengths, turns = found.lengths, found.question.demand.turns
     return (
         f"prompts of {lengths.mean_input:.0f} tokens on average, {lengths.longest_input} at most; "
         f"answers of {lengths.mean_output:.0f}; sequences of up to {lengths.longest}; "
-        f"{found.question.demand.turns:.3g} requests of a client"
+        f"{turns:.3g} request{'' if turns == 1 else 's'} of a client"
     )
 
 

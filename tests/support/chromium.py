@@ -106,6 +106,10 @@ class Chromium:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 
+    def wait(self, promise: str) -> None:
+        """Evaluate an expression, and wait for the promise that it is."""
+        self.call("Runtime.evaluate", expression=promise, awaitPromise=True)
+
     def value(self, expression: str) -> Any:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found

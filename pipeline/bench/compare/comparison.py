@@ -103,17 +103,17 @@ class Comparison:
         for letter in others:
             columns += [letter, f"{letter}/A", f"95 % of {letter}/A", f"{letter} is"]
         rows: list[tuple[str | None, ...]] = []
-        for name, row in self._shown():
-            line = [row.place, name, _figure(row.cells[LETTERS[0]].value, row.unit)]
+        for name, row in self.shown():
+            line = [row.place, name, figure(row.cells[LETTERS[0]].value, row.unit)]
             for letter in others:
                 cell = row.cells[letter]
                 interval = cell.interval and "{:.3f} to {:.3f}".format(*cell.interval)
                 ratio = None if cell.ratio is None else f"{cell.ratio:.3f}"
-                line += [_figure(cell.value, row.unit), ratio, interval, _verdict(cell)]
+                line += [figure(cell.value, row.unit), ratio, interval, verdict(cell)]
             rows.append(tuple(line))
         return tuple(columns), rows
 
-    def _shown(self) -> Iterator[tuple[str, Row]]:
+    def shown(self) -> Iterator[tuple[str, Row]]:
         """(name, row) of the rows in the printed table."""
         found = {(row.place, row.metric, row.statistic): row for row in self.rows}
         for place in dict.fromkeys(row.place for row in self.rows):
@@ -132,7 +132,7 @@ class Comparison:
         for letter in self.paths:
             if letter == LETTERS[0]:
                 continue
-            cells = [row.cells[letter] for _, row in self._shown()]
+            cells = [row.cells[letter] for _, row in self.shown()]
             judged = [cell for cell in cells if cell.significant is not None]
             if not judged:
                 without = [one for one in (LETTERS[0], letter) if not self.from_records[one]]
@@ -329,18 +329,18 @@ def _invalid(side: Side, numbers: Sequence[int]) -> bool:
     return whole and not any(level["verdict"]["valid"] is False for level in side.levels)
 
 
-def _figure(value: float | None, unit: str) -> str | None:
+def figure(value: float | None, unit: str) -> str | None:
     if value is None:
         return None
     return f"{100 * value:.2f}" if unit == "" else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _with_unit(value: float, unit: str) -> str:
-    told = _figure(value, unit)
+    told = figure(value, unit)
     return f"{told}%" if unit == "" else f"{told} {unit}"
 
 
-def _verdict(cell: Cell) -> str | None:
+def verdict(cell: Cell) -> str | None:
     if cell.significant is None:
         return None
     if not cell.significant:

@@ -43,10 +43,11 @@ def rows() -> Iterator[tuple[Metric, dict[str, str]]]:
     table. Failed requests have a row here, and a column of their own in other tables."""
     for metric in (*metrics.tabled(), metrics.find("error_rate"), COST):
         if metric is not None:
-            yield metric, _alternatives(metric)
+            yield metric, alternatives(metric)
 
 
-def _alternatives(metric: Metric) -> dict[str, str]:
+def alternatives(metric: Metric) -> dict[str, str]:
+    """Metrics of the same quantity, the best one first, and their names in tables."""
     names = {metric.name: metric.short}
     names |= {other.name: other.short for other in metrics.METRICS if other.instead_of == metric.name}
     names |= {name: short for name, short, ours in OTHERS if ours == metric.name}

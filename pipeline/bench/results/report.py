@@ -101,6 +101,7 @@ class BenchReport:
 
     hosts    machines that sent the load, where it was not this one alone
     distinct number of prompts in the prompt file, which begins again after them; None for synthetic prompts
+    target   name of the target that is served
     engine   passport of the engine that is served, and the digest of its files as `content`
     repository_sha256  content digest of the model repository that is served
     work_sha256  digests of the files that the work is made from
@@ -116,6 +117,7 @@ class BenchReport:
     work_sha256: dict[str, str] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
     distinct: int | None = None
+    target: str | None = None
     engine: dict[str, Any] | None = None
     repository_sha256: str | None = None
     finished: str = ""
@@ -185,6 +187,7 @@ class BenchReport:
             "tokenizer_sha256": self.tokenizer_sha256,
             "work_sha256": self.work_sha256,
             "distinct_prompts": self.distinct,
+            "target": self.target,
             "engine": self.engine,
             "repository_sha256": self.repository_sha256,
             "endpoints": self.endpoints,

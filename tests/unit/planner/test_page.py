@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.unit.planner.test_advice import PRICES, question
+from trtpipe.engines.errors import HostError
 from trtpipe.pipeline.planner.advice import advise
 from trtpipe.pipeline.planner.page import write
 from trtpipe.pipeline.planner.whatif import what_ifs
@@ -20,14 +23,24 @@ def test_a_plan_s_page(tmp_path: Path) -> None:
     write(found, what_ifs(option, what.demand), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
     assert "<title>Plan for llama3-8b</title>" in page
-    assert "prompts of 128 tokens on average" in page
-    assert re.search(r"https?://(?!www\.w3\.org)", page) is None
+    assert "Prompts of 128 tokens on average" in page
     (drawing,) = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     marks = [one for one in ElementTree.fromstring(drawing).iter() if "mark" in one.get("class", "").split()]
     # A curve and its points for each of two GPUs: 1, 4, 16, 64 and so on in flight.
     assert len(marks) > 10
     assert "1 x h100 fp8-kv, 64 in flight" in drawing
     headings = re.findall(r"<h2>(.*?)</h2>", page)
-    assert headings == ["options", "memory of each GPU", "what cannot serve it", "what if, of 1 x h100 fp8-kv"]
-    assert "TensorRT-LLM removed Volta" in page
-    assert "<script" not in page
+    assert headings == [
+        "Throughput against speed", "Options", "Memory of each GPU", "What cannot serve it",
+        "What if, of 1 x h100 fp8-kv",
+    ]  # fmt: skip
+    assert re.search(r"TensorRT-LLM removed Volta [^<]*\.</div></td>", page)
+    # What is predicted of the best option; units and the currency; how to read the chart.
+    assert re.search(r"Best option</p><p class=\"value\">1 x h100 fp8-kv</p><p>by cost", page)
+    for heading in ("TTFT alone ms", "KV cache GiB", "cost of 1M tokens", "tokens/s of a GPU", "weights GiB"):
+        assert f">{heading}</th>" in page
+    assert "in the currency of the prices" in page
+    assert "A filled mark meets all objectives" in page
+    (tmp_path / "file").touch()
+    with pytest.raises(HostError, match=r"file/plan\.html cannot be written"):
+        write(found, (), tmp_path / "file" / "plan.html")

@@ -57,6 +57,19 @@ def test_a_level_by_the_server_s_own_word() -> None:
     assert (model["queue_ms"], model["compute_ms"]) == pytest.approx((0.2, 2.0))
 
 
+def test_the_last_page_makes_no_rate_over_a_moment() -> None:
+    pages = [(at * SECOND // 1000, page(tokens)) for at, tokens in ((0, 0), (1000, 16), (2000, 32), (2010, 72))]
+    said = summarise(pages, 72, 0)
+    assert said is not None
+    assert said["series"]["t_s"] == [1.0, 2.01]
+    assert said["series"]["tokens_per_s"] == pytest.approx([16.0, 56 / 1.01])
+    assert said["output_tokens"]["server"] == 72
+    # A load point of two pages has no other rate.
+    short = summarise([pages[0], (SECOND // 100, page(4))], 4, 0)
+    assert short is not None
+    assert short["series"]["tokens_per_s"] == [400.0]
+
+
 def test_the_counts_have_to_agree_within_a_hundredth() -> None:
     assert [agree(1000.0, client) for client in (990, 1010, 989, 1011)] == [True, True, False, False]
     # One of them cannot say.

@@ -538,30 +538,28 @@ def test_the_page(tmp_path: Path, count: int) -> None:
     report = Report(recipe=name, thresholds=STRICT, measured=measured(layers=layers))
     accuracy_page.write(report, tmp_path / "deep" / "report")
     text = (tmp_path / "deep" / "report" / "accuracy.html").read_text(encoding="utf-8")
-    assert "<script" not in text
+    assert text.count("<script") == 2  # those of the page itself
     page = Page(text)
     assert ("h1", f"Accuracy of {name}") in page.texts
     titles = [text for tag, text in page.texts if tag == "title" and text.startswith("layer ")]
-    assert [title.partition(":")[0] for title in titles] == [f"layer {i}" for i in range(count)]
-    assert titles[0] == "layer 0: local 10 %, accumulated 0 %"
+    assert [title.partition(":")[0] for title in titles] == 2 * [f"layer {i}" for i in range(count)]
+    assert (titles[0], titles[count]) == ("layer 0: local 10 %", "layer 0: accumulated 0 %")
     cells = [text for tag, text in page.texts if tag == "th"]
     assert {str(i) for i in range(count)} <= set(cells)
-    rects = [(name, float(value or "")) for tag, name, value in page.attributes if tag == "rect" and name in "xy"]
-    width = max(float(value or "") for tag, name, value in page.attributes if (tag, name) == ("svg", "width"))
-    assert len(rects) == 4 * count
-    assert all(0 <= value <= width for _, value in rects)
+    # The whole chart fits a phone, however many layers there are.
+    assert ("svg", "viewbox", "0 0 340 210") in page.attributes
     # Nothing is fetched.
     assert not {name for _, name, _ in page.attributes} & {"src", "href", "srcset", "xlink:href"}
     assert "url(" not in text
     for failure in report.failures:
-        assert any(failure == text for tag, text in page.texts if tag == "li")
+        assert any(failure.lower() + "." == text.lower() for tag, text in page.texts if tag == "li")
 
 
 def test_the_page_tells_of_clipping(tmp_path: Path) -> None:
     report = Report(recipe="int8-sq", thresholds=LOOSE, measured=measured())
     assert [(entry.layer, entry.share) for entry in report.saturated] == [(5, 0.02), (3, 0.012)]
     texts = Page(accuracy_page.render(report)).texts
-    assert ("strong", "The accuracy gate passed.") in texts
+    assert ("li", "The accuracy gate passed.") in texts
     assert ("td", "1.2 %") in texts
     none = replace(report, measured=measured(saturation=()))
     assert any("no scale is fixed" in text for _, text in Page(accuracy_page.render(none)).texts)
@@ -584,13 +582,6 @@ def test_reports_are_written_again_and_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HostError, match="cannot be written"):
         accuracy_page.write(report, tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("largest", "expected"), [(0.0, (2e-7, 1e-6)), (0.1, (0.02, 0.1)), (0.11, (0.05, 0.15)), (7.0, (2.0, 8.0))]
-)
-def test_scales_have_round_steps(largest: float, expected: tuple[float, float]) -> None:
-    assert accuracy_page.scale(largest) == pytest.approx(expected)
 
 
 def test_the_console_tells_it_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,150 @@
+"""Curves over the load points of one report or of several: throughput against latency, and figures against load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtpipe.pipeline.bench.results import metrics
+from trtpipe.pipeline.bench.results.page.load_points import (
+    Level,
+    amount,
+    by_load,
+    gpus,
+    invalid,
+    kind,
+    label,
+    missed,
+    named,
+    shared,
+    value,
+)  # fmt: skip
+from trtpipe.pipeline.pages import plots
+from trtpipe.pipeline.pages.parts import capital, number
+from trtpipe.pipeline.pages.plots import Figure, Point
+
+HOLLOW = "A hollow mark is INVALID or misses an objective."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A report in a figure; `name` begins the names of its curves, and is empty for the only one."""
+
+    report: dict[str, Any]
+    name: str = ""
+
+    @property
+    def levels(self) -> list[Level]:
+        found: list[Level] = self.report["levels"]
+        return found
+
+    @property
+    def gpus(self) -> int | None:
+        return gpus(self.report)
+
+    def named(self, words: str) -> str:
+        return f"{self.name}, {words}" if self.name else words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """A value of a load point; `label` has its unit."""
+
+    label: str
+    of: Callable[[Run, Level], float | None]
+
+
+def _metric(runs: Sequence[Run], metric: str, statistic: str = "value", told: str = "") -> Quantity | None:
+    """`told` is its label; its own if left out. None where a run has no such metric."""
+    found = shared([run.levels for run in runs], metric, statistic)
+    if found is None:
+        return None
+    name, short = found
+    return Quantity(
+        label=told or f"{capital(short)} {statistic}, ms", of=lambda _, level: value(level, name, statistic)
+    )
+
+
+def against_latency(runs: Sequence[Run]) -> list[Figure]:
+    """p99 of each latency over throughput, with the Pareto front, and a client's speed over a GPU's throughput."""
+    throughput = _metric(runs, "output_token_throughput", told="Output tokens/s")
+    out = []
+    for metric in metrics.distributions():
+        if metric.drawn and not metric.instead_of:
+            y = _metric(runs, metric.name, "p99")
+            title = f"{y.label.partition(',')[0] if y else ''} against throughput"
+            note = "Right and low is good; the band is the Pareto front."
+            out.append(_figure(title, runs, throughput, y, note, front=True))
+    known = all(run.gpus for run in runs)
+    what = "a GPU" if known else "the server"
+
+    def of_each(run: Run, level: Level) -> float | None:
+        rate = None if throughput is None else throughput.of(run, level)
+        return None if rate is None else rate / (run.gpus if known and run.gpus else 1)
+
+    share = Quantity(label=f"Output tokens/s of {what}", of=of_each)
+    speed = _metric(runs, "output_token_throughput_per_user", "p50", "Output tokens/s of one client, p50")
+    title = f"Throughput of {what} against speed of one client"
+    out.append(_figure(title, runs, speed, share, "Right and high is good."))
+    return [figure for figure in out if figure is not None]
+
+
+def against_load(runs: Sequence[Run]) -> list[Figure]:
+    """Throughput, TTFT, and goodput where objectives were given, over the load; one figure for each kind of load."""
+    quantities = (
+        ("Throughput", _metric(runs, "output_token_throughput", told="Output tokens/s")),
+        ("TTFT p99", _metric(runs, "time_to_first_token", "p99")),
+        ("Goodput", _metric(runs, "request_goodput", told="Good requests/s")),
+    )
+    out = []
+    for one in dict.fromkeys(kind(level) for run in runs for level in run.levels):
+        x = Quantity(
+            label="Requests in flight" if one == "closed loop" else "Requests/s asked for",
+            of=lambda _, level, one=one: amount(level) if kind(level) == one else None,  # type: ignore[misc]
+        )
+        out += [_figure(f"{name} against load, {one}", runs, x, y) for name, y in quantities]
+    return [figure for figure in out if figure is not None]
+
+
+def _figure(
+    title: str, runs: Sequence[Run], x: Quantity | None, y: Quantity | None, note: str = "", *, front: bool = False
+) -> Figure | None:
+    """None where no load point has both values."""
+    if x is None or y is None:
+        return None
+    found, good = list[plots.Curve](), list[Point]()
+    for number_, (run, protocol, loop, members) in enumerate(_groups(runs)):
+        points = []
+        for level in members:
+            a, b = x.of(run, level), y.of(run, level)
+            if a is None or b is None:
+                continue
+            told = f"{run.named(named(level))}: {x.label}: {number(a)}; {y.label}: {number(b)}"
+            told += ", INVALID" if invalid(level) else ", misses an objective" if missed(level) else ""
+            hollow = invalid(level) or missed(level)
+            points.append(Point(x=a, y=b, label=label(level), title=told, hollow=hollow))
+            good += [] if invalid(level) else [points[-1]]
+        if points:
+            name, style = run.named(f"{protocol}, {loop}"), number_ % plots.STYLES
+            found.append(plots.Curve(name=name, style=style, points=points, dashed=loop != "closed loop"))
+    if not found:
+        return None
+    if any(point.hollow for curve in found for point in curve.points):
+        note = f"{note} {HOLLOW}".strip()
+    return plots.curves(title, found, x=x.label, y=y.label, band=_front(good) if front else (), note=note)
+
+
+def _groups(runs: Sequence[Run]) -> Iterator[tuple[Run, str, str, list[Level]]]:
+    for run in runs:
+        for (protocol, loop), members in by_load(run.levels).items():
+            yield run, protocol, loop, members
+
+
+def _front(points: Sequence[Point]) -> list[Point]:
+    """Points that no other one beats in one direction without being worse in the other; high x and low y are better."""
+    out: list[Point] = []
+    for point in sorted(points, key=lambda point: (-point.x, point.y)):
+        if not out or point.y < out[-1].y:
+            out.append(point)
+    return out
