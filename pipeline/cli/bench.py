@@ -136,7 +136,7 @@ def bench(
         duration = duration if requests or duration else SEARCH_SECONDS
     else:
         known = True
-    levels, work = _load(
+    load_points, work = _load(
         load,
         {"concurrency": _list(concurrency, whole=True), "rate": _list(rate), "trace": trace, "arrivals": arrivals,
          "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
@@ -157,7 +157,7 @@ def bench(
         options = BenchOptions(
             targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
             tokenizer=_tokenizer(tokenizer),
-            loads=levels,
+            loads=load_points,
             work=work,
             wiring=Wiring(
                 transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()
@@ -167,7 +167,7 @@ def bench(
             workers=workers,
             hosts=hosts,
             ray=ray,
-            search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
+            search=None if find is None else _search(find, load_points, known, attainment, precision, repeat or 3),
             seed=seed,
             timeout_s=timeout,
             token_timeout_s=token_timeout,
@@ -424,7 +424,7 @@ def _kernel_stamps(asked: bool | None, transport: str) -> bool:
 def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
     """The load points and their work, from a load file or from options. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.load.files import find_load, parse_levels, parse_work
+    from trtpipe.pipeline.bench.load.files import find_load, parse_loads, parse_work
 
     when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
     if name is not None:
@@ -433,12 +433,12 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
             option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
             raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
         found = find_load(name)
-        return found.levels, found.work
+        return found.load_points, found.work
     if not {"rate", "trace"} & set(when):
         when.setdefault("concurrency", [1, 4, 16])
     with _in_flags():
-        levels = parse_levels(when, "options", Path(), UsageError, _typed)
-    return levels, parse_work(what, "options", Path(), levels, UsageError, _typed)
+        load_points = parse_loads(when, "options", Path(), UsageError, _typed)
+    return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
 
 
 def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
@@ -463,14 +463,16 @@ def _flags(words: str) -> str:
     return words
 
 
-def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int) -> Search:
+def _search(
+    goal: str, load_points: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int
+) -> Search:
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.load.loads import Open
     from trtpipe.pipeline.bench.search import Search
 
-    if len(levels) != 1 or not isinstance(levels[0], Open):
+    if len(load_points) != 1 or not isinstance(load_points[0], Open):
         raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
-    return Search(goal=goal, load=levels[0], known=known, attainment=attainment, precision=precision, repeats=most)
+    return Search(goal=goal, load=load_points[0], known=known, attainment=attainment, precision=precision, repeats=most)
 
 
 def _served(server: str | None, target: str | None) -> tuple[Server, Served]:

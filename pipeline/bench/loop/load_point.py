@@ -27,7 +27,7 @@ from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.protocols.transport import Client
 from trtpipe.pipeline.bench.results.metrics import Window, closed_window
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
-from trtpipe.pipeline.bench.results.report import LoadPointResult, level_result
+from trtpipe.pipeline.bench.results.report import LoadPointResult, load_point_result
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
@@ -204,7 +204,7 @@ def evaluate(
         bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
         whole=driven.stopped is None and not driven.interrupted,
     )
-    return level_result(
+    return load_point_result(
         records,
         window,
         check,

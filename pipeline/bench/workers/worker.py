@@ -92,7 +92,7 @@ class LocalWorker:
             )
 
     async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
-        self._running = self._level_run(self._clients[target], load, repeat, self._share, watch)
+        self._running = self._load_point_run(self._clients[target], load, repeat, self._share, watch)
         await self._running.prepare()
         if self._interrupted:
             self._running.interrupt()
@@ -114,7 +114,9 @@ class LocalWorker:
         for client in self._clients:
             await client.sender.close()
 
-    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LoadPointRun:
+    def _load_point_run(
+        self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None
+    ) -> LoadPointRun:
         places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
         return LoadPointRun(
             load,

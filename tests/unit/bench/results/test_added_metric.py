@@ -18,7 +18,7 @@ from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.bench.results.files import write_report
 from trtpipe.pipeline.bench.results.metrics import Distribution, Rate, Values, Window
 from trtpipe.pipeline.bench.results.records import Records
-from trtpipe.pipeline.bench.results.report import BenchReport, level_result
+from trtpipe.pipeline.bench.results.report import BenchReport, load_point_result
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 from trtpipe.pipeline.cli.console import bench_table
@@ -60,7 +60,7 @@ def report(path: Path, *, second_ms: int, prompt: int) -> BenchReport:
             for at in range(0, 2000, 100)
         )
     )
-    result = level_result(
+    result = load_point_result(
         records, Window(start_ns=0, stop_ns=2000 * MS), SelfCheck(figures={}, reasons=[]), protocol="grpc",
         label="1 in flight", load={"kind": "closed", "concurrency": 1},
         objectives=[parse_objective("tt2r:p50<50ms")],
