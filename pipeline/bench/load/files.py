@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtpipe.configs import facts, read
+from trtpipe import configs
+from trtpipe.configs import read
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
 from trtpipe.pipeline.bench.load.lines import shown
@@ -28,6 +29,7 @@ _T = TypeVar("_T")
 # (class, its fields, where they are from, class of the error to raise) -> object
 Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
 
+LOADS = Path(configs.__file__).parent / "load"
 # The key that selects the kind of a load.
 KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
 # Keys that may hold a list, with a load point for each entry.
@@ -49,7 +51,7 @@ class LoadFile:
 
 def names() -> list[str]:
     """Names of the load files that are shipped."""
-    return sorted(path.stem for path in (facts.CONFIGS / "load").glob("*.yaml"))
+    return sorted(path.stem for path in LOADS.glob("*.yaml"))
 
 
 def find_load(name: str) -> LoadFile:
@@ -63,7 +65,7 @@ def find_load(name: str) -> LoadFile:
             raise UsageError(
                 f"unknown load '{name}'", why="it is not a YAML file either", remedy=suggestion(name, names())
             )
-        path = facts.CONFIGS / "load" / f"{name}.yaml"
+        path = LOADS / f"{name}.yaml"
     raw = read.read_yaml(path)
     read.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
     plain = read.build(_Plain, raw, path.name)
