@@ -120,7 +120,7 @@ def bench_metrics() -> str:
 def compared(*names: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         found = compare([folder / name for name in names], own_price=_price_of)
-        found.table()
+        list(found.tables())
         found.summary()
         json.dumps(found.to_json())
 

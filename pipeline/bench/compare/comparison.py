@@ -96,22 +96,22 @@ class Comparison:
             told.append(f"{condition} ({', '.join(mine[:_NAMED])}{more})")
         return StageFailed("the comparison fails", why="; ".join(told))
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str | None, ...]]]:
-        """(columns, rows) of the printed table; all but the first two columns and the verdicts are numbers."""
-        others = [letter for letter in self.paths if letter != LETTERS[0]]
-        columns = ["load", "", LETTERS[0]]
-        for letter in others:
-            columns += [letter, f"{letter}/A", f"95 % of {letter}/A", f"{letter} is"]
-        rows: list[tuple[str | None, ...]] = []
-        for name, row in self.shown():
-            line = [row.place, name, figure(row.cells[LETTERS[0]].value, row.unit)]
-            for letter in others:
+    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, list[tuple[str, ...]]]]]]:
+        """(head, sections) for each report against the first; a section is (load point, rows). The first and the last
+        cell of a row are words, all others numbers."""
+        base = LETTERS[0]
+        for letter in [letter for letter in self.paths if letter != base]:
+            sections: dict[str, list[tuple[str, ...]]] = {}
+            for name, row in self.shown():
                 cell = row.cells[letter]
+                figures = (figure(row.cells[base].value, row.unit), figure(cell.value, row.unit))
                 interval = cell.interval and "{:.3f} to {:.3f}".format(*cell.interval)
                 ratio = None if cell.ratio is None else f"{cell.ratio:.3f}"
-                line += [figure(cell.value, row.unit), ratio, interval, verdict(cell)]
-            rows.append(tuple(line))
-        return tuple(columns), rows
+                line = (*figures, ratio, interval, verdict(cell))
+                sections.setdefault(row.place, []).append((name, *(part or "-" for part in line)))
+            if sections:
+                head = ("", base, letter, f"{letter}/{base}", "95% interval", f"{letter} is")
+                yield head, list(sections.items())
 
     def shown(self) -> Iterator[tuple[str, Row]]:
         """(name, row) of the rows in the printed table."""

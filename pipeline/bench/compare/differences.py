@@ -61,7 +61,7 @@ def _faults(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         if report["verdict"]["valid"] is False:
             for reason in report["verdict"]["reasons"] or [{"what": "no reason is given", "why": ""}]:
                 told = f"{reason['what']}: {reason['why']}" if reason["why"] else reason["what"]
-                yield f"{letter} is INVALID, its client was part of what it measured: {told}"
+                yield f"{letter} is INVALID: {told}"
         if report.get("partial"):
             yield f"{letter} is partial: {report.get('broken') or 'it was interrupted, or load points ended early'}"
 

@@ -68,6 +68,6 @@ def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
         return StageFailed(f"{failed} of {asked} requests failed", why=kinds, remedy=f"{path} has their messages")
     if not report.valid:
         return StageFailed(
-            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{path} says in what"
+            "the run is INVALID", why=report.verdict()["reasons"][0]["what"], remedy=f"{path} has every reason"
         )
     return None
