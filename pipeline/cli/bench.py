@@ -337,6 +337,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
     from trtpipe.engines.hf import chat_template
+    from trtpipe.engines.json_input import load_json
     from trtpipe.pipeline.bench.results import folders
     from trtpipe.pipeline.bench.run import run
     from trtpipe.pipeline.cli import console, console_bench
@@ -377,7 +378,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     if report is None:
         folders.link_latest(place.parent)
     if as_json:
-        console.result_json(measured.to_json())
+        console.result_json(load_json(place))
     for line in summary.notes(measured):
         console.note(line)
     if not as_json:

@@ -138,6 +138,8 @@ class Comparison:
                 without = [one for one in (LETTERS[0], letter) if not self.from_records[one]]
                 if without:
                     why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
+                elif any(cell.ratio is not None for cell in cells):
+                    why = "no significance: there are too few requests for intervals"
                 else:
                     why = "nothing is measured by both"
                 out.append(f"{letter} against A: {why}")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from tests.support.bench_records import Row, made
 from tests.support.bench_reports import LATE, level, lines, saved
 from trtpipe.pipeline.bench.compare.comparison import compare
-from trtpipe.pipeline.bench.loop.driver import NOTHING, Live
+from trtpipe.pipeline.bench.loop.driver import NOTHING, Client, Live
 from trtpipe.pipeline.bench.options import Progress
 from trtpipe.pipeline.bench.results.report import BenchReport, LoadPointResult
+from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.cli import console_bench
+from trtpipe.pipeline.cli.app import app
 
 
 def result(label: str = "1 in flight", **changes: Any) -> LoadPointResult:
@@ -156,3 +161,36 @@ def test_a_comparison_fits_80_columns_without_trailing_blanks(
     assert table[2].split()[:3] == ["TTFT", "p50", "ms"]
     assert table[2].endswith("  worse")
     assert all(line == line.rstrip() and len(line) <= 80 for line in table)
+
+
+# Where the report goes
+
+CHECKED: dict[str, Any] = {"ttft_p50_ms": 5.0, "asked": 1}
+BENCH = ("bench", "--grpc-url", "127.0.0.1:1", "--protocol", "grpc", "--tokenizer", "tokenizer.json")
+
+
+def test_a_run_has_a_folder_of_its_own_and_prints_its_report_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check = examine(made(Row(stamps=(5,))), (Client(lateness_ns=[0], cpu_ns=1, wall_ns=9, peak=1),), **CHECKED)
+    monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *_: measured(result(client=check.figures)))
+    for words in (BENCH, (*BENCH, "--json")):
+        typer.main.get_command(app).main(list(words), standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :]) == json.loads(Path("reports/latest/report.json").read_text())
+    assert len([folder for folder in Path("reports").iterdir() if not folder.is_symlink()]) == 2
+
+
+def test_a_run_that_is_interrupted_before_anything_was_measured_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("report.json").write_text("an earlier one")
+    nothing = measured(result(requests={"measured": 0, "succeeded": 0, "failed": 0}))
+    nothing.interrupted = True
+    monkeypatch.setattr("trtpipe.pipeline.bench.run.run", lambda *_: nothing)
+    for words in (BENCH, (*BENCH, "--report", "report.json")):
+        assert typer.main.get_command(app).main(list(words), standalone_mode=False) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert Path("report.json").read_text() == "an earlier one"

@@ -359,6 +359,11 @@ def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
     assert "latency p99 ms" in named
 
 
+def test_of_single_requests_nothing_is_significant(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / name, lines(1, seed=seed)) for seed, name in enumerate("ab")]
+    assert compare(paths).summary() == ["B against A: no significance: there are too few requests for intervals"]
+
+
 def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:
     paths = [saved(tmp_path / name, lines(50, seed=seed, ttft_ms=ttft)) for seed, (name, ttft) in enumerate(
         (("a", 50), ("b", 100), ("c", 25)))]  # fmt: skip
