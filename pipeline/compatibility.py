@@ -13,7 +13,7 @@ from trtpipe.pipeline.run_folder import RUNS
 from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check.code import foreign_code
-from trtpipe.triton_repo.render import ENGINE_FOLDER
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)

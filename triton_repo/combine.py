@@ -14,12 +14,8 @@ import yaml
 from trtpipe.configs.read import read_yaml
 from trtpipe.engines.errors import InputDataError
 from trtpipe.triton_repo.check.text import read_text
+from trtpipe.triton_repo.layout import model_names
 from trtpipe.triton_repo.llmapi import SETTINGS
-
-
-def model_names(repository: Path) -> list[str]:
-    """Names of the models of a repository, sorted."""
-    return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
 
 
 def link_models(repository: Path, prefix: str, out: Path) -> dict[str, Path]:

@@ -24,14 +24,13 @@ from trtpipe.engines.hf.folder import TOKENIZER_FILES, require_tokenizer
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import check_configs
+from trtpipe.triton_repo.layout import ENGINE_FOLDER, TOKENIZER_FOLDER
 from trtpipe.triton_repo.llmapi import place_llmapi
 from trtpipe.triton_repo.serving import ServingConfig
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Module that the text models share; its name must be unique, since a stub imports it through sys.path.
 SHARED = "trtpipe_text.py"
-ENGINE_FOLDER = "tensorrt_llm/1"
-TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
 # Postprocessing keeps the state of streams, so there can be only one instance.
 POSTPROCESSING_INSTANCES = 1
 BLS_INSTANCES = 4

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
@@ -17,6 +17,9 @@ from trtpipe.pipeline.bench.loop.driver import Live
 from trtpipe.pipeline.bench.protocols.connect import TRANSPORTS, Wiring
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.search import Search
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.bench.results.report import LoadPointResult
 
 PROTOCOLS = ("grpc", "http", "completions", "chat")
 # Most repeats of a load point, processes on a machine, connections of each, and machines.
@@ -149,7 +152,8 @@ def _plain(value: Any) -> Any:
 class Progress:
     """Progress of a load point. `total` is the number of measured requests; None when a duration ends the load point.
 
-    state  begun, running or ended; begun and ended are reported once
+    state   begun, running or ended; begun and ended are reported once
+    result  of a load point that has ended
     """
 
     protocol: str
@@ -157,3 +161,8 @@ class Progress:
     total: int | None
     live: Live
     state: str = "running"
+    result: LoadPointResult | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.protocol}, {self.label}"

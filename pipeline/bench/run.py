@@ -16,7 +16,7 @@ from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load
 from trtpipe.pipeline.bench.load.work import Work
 from trtpipe.pipeline.bench.load.workload import Render
-from trtpipe.pipeline.bench.loop.driver import Live
+from trtpipe.pipeline.bench.loop.driver import NOTHING, Live
 from trtpipe.pipeline.bench.loop.load_point import Driven, evaluate
 from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
@@ -28,8 +28,6 @@ from trtpipe.pipeline.bench.workers.worker import LocalWorker, Watch, Worker
 
 _T = TypeVar("_T")
 
-# Progress before a load point's first request.
-NOTHING = Live(elapsed_s=0, warmed=0, done=0, failed=0, in_flight=0, responses=0, first_ns=())
 # Requests, sent one after the other, that determine where a search begins.
 ALONE = 8
 # Several workers start this long after the last one gets its start time, so that none starts alone.
@@ -170,7 +168,7 @@ class _Session:
             watches = watching.of(len(self._workers))
         pairs = list(zip(self._workers, watches, strict=True))
         await _all(worker.prepare(number, load, repeat, watch) for worker, watch in pairs)
-        if watching is not None:
+        if watching is not None and not self._report.interrupted:
             watching.begin()
         beside = ServerMonitor(target.url, target.metrics_url)
         with beside:
@@ -247,14 +245,20 @@ class _Watching:
 
         return [partial(watch, index) for index in range(workers)]
 
-    def tell(self, state: str, live: Live) -> None:
-        self._progress(Progress(protocol=self._protocol, label=self._label, total=self._total, live=live, state=state))
+    def tell(self, state: str, live: Live, result: LoadPointResult | None = None) -> None:
+        self._progress(
+            Progress(
+                protocol=self._protocol, label=self._label, total=self._total, live=live, state=state, result=result
+            )
+        )
 
     def begin(self) -> None:
         self.tell("begun", NOTHING)
         self._began_ns = monotonic_ns()
 
     def end(self, result: LoadPointResult) -> None:
+        if not self._began_ns:
+            return
         succeeded, failed = (result.requests[name] for name in ("succeeded", "failed"))
         took = (monotonic_ns() - self._began_ns) / 1e9
-        self.tell("ended", replace(NOTHING, elapsed_s=took, done=succeeded + failed, failed=failed))
+        self.tell("ended", replace(NOTHING, elapsed_s=took, done=succeeded + failed, failed=failed), result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import sys
@@ -106,9 +107,15 @@ def bench(
     seed: Annotated[int, _client("Seed of prompts and arrival times.")] = 0,
     timeout: Annotated[float, _client("Fail a request after this many seconds.")] = 300.0,
     token_timeout: Annotated[float, _client("Fail a request after this many seconds without a token.")] = 60.0,
-    report: Annotated[Path, _client("File of the report; CSV, page and requests go beside it.")] = Path(
-        "reports/report.json"
-    ),
+    report: Annotated[
+        Path | None,
+        _client(
+            "File of the report, with CSV, page and requests beside it; in reports/TIME-TARGET/ if left out.",
+            "--report",
+            "-o",
+        ),
+    ] = None,
+    as_json: Annotated[bool, _client("Print the report as JSON.", "--json")] = False,
 ) -> None:
     """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
 
@@ -117,6 +124,8 @@ def bench(
       trtpipe bench --concurrency 1,4,16 --slo 'ttft:p99<500ms'
       trtpipe bench --rate 2,4,8 --duration 60 --protocol grpc
     """
+    from dataclasses import replace
+
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.options import BenchOptions
     from trtpipe.pipeline.bench.protocols.connect import Wiring
@@ -124,6 +133,8 @@ def bench(
 
     if context.invoked_subcommand is not None:
         return
+    gc.disable()  # collections during the imports would delay the first request by 60 ms
+    context.call_on_close(gc.enable)
     kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
     if connections > 1 and "grpc" not in protocol.split(","):
         raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
@@ -136,7 +147,7 @@ def bench(
         duration = duration if requests or duration else SEARCH_SECONDS
     else:
         known = True
-    levels, work = _load(
+    load_points, work = _load(
         load,
         {"concurrency": _list(concurrency, whole=True), "rate": _list(rate), "trace": trace, "arrivals": arrivals,
          "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
@@ -146,18 +157,12 @@ def bench(
          "ignore_eos": False if natural_end else None},
     )  # fmt: skip
     urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
-    served: Served | None = None
-    if not any(urls.values()):
-        found, served = _served(server, target)
-        urls = _urls(found)
-        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
-        model, openai_model = served.model(model), openai_model or served.name
-        metrics_url = found.endpoints.metrics_url
     with _in_flags():
+        # Before a server is looked for: a mistake in an option needs none.
         options = BenchOptions(
-            targets=_targets(protocol, urls, model, openai_model or model, metrics_url),
-            tokenizer=_tokenizer(tokenizer),
-            loads=levels,
+            targets=_targets(protocol, dict.fromkeys(urls, ""), model, "", None),
+            tokenizer=tokenizer or Path(),
+            loads=load_points,
             work=work,
             wiring=Wiring(
                 transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()
@@ -167,18 +172,29 @@ def bench(
             workers=workers,
             hosts=hosts,
             ray=ray,
-            search=None if find is None else _search(find, levels, known, attainment, precision, repeat or 3),
+            search=None if find is None else _search(find, load_points, known, attainment, precision, repeat or 3),
             seed=seed,
             timeout_s=timeout,
             token_timeout_s=token_timeout,
         )
-    _measure(options, served, report)
+    served: Served | None = None
+    if not any(urls.values()):
+        found, served = _served(server, target)
+        urls = _urls(found)
+        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
+        model, openai_model = served.model(model), openai_model or served.name
+        metrics_url = found.endpoints.metrics_url
+    targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
+    options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
+    _measure(options, served, report, as_json=as_json)
 
 
 @app.command()
 def again(
     earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.")],
-    report: Annotated[Path, typer.Option(help="File of the new report.")],
+    report: Annotated[
+        Path | None, typer.Option("--report", "-o", help="File of the new report; in reports/TIME-TARGET/ if left out.")
+    ] = None,
     grpc_url: Annotated[str | None, typer.Option(help="URL of the gRPC server now: host:8001.")] = None,
     http_url: Annotated[str | None, typer.Option(help="URL of Triton's HTTP server now: http://host:8000.")] = None,
     openai_url: Annotated[
@@ -186,6 +202,7 @@ def again(
     ] = None,
     metrics_url: Annotated[str | None, typer.Option(help="URL of the server's metrics now.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Repeat a measurement from its report.
 
@@ -193,7 +210,7 @@ def again(
 
     \b
     Examples:
-      trtpipe bench again reports/report.json --report after.json
+      trtpipe bench again reports/latest/report.json
       trtpipe bench again report.json --report b.json --grpc-url host:8001
     """
     from dataclasses import replace
@@ -207,7 +224,7 @@ def again(
         for target in options.targets
     )
     wiring = replace(options.wiring, headers=_headers())
-    _measure(replace(options, targets=targets, wiring=wiring), None, report)
+    _measure(replace(options, targets=targets, wiring=wiring), None, report, as_json=as_json)
 
 
 @app.command()
@@ -256,12 +273,12 @@ def selftest(
 
 def compare(
     reports: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
             help="Two or more results, the base first: report.json of `trtpipe bench`, or files of AIPerf "
-            "or `vllm bench serve --save-result`; or folders with one."
+            "or `vllm bench serve --save-result`; or folders with one. The last two of ./reports if left out."
         ),
-    ],
+    ] = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(help="Fail if the condition holds at any load point: 'p99_ttft > 1.1x', 'error_rate > 1%'."),
@@ -279,16 +296,20 @@ def compare(
 
     \b
     Examples:
-      trtpipe compare before/report.json after/report.json
-      trtpipe compare a.json b.json --fail-if 'p99_ttft > 1.1x'
+      trtpipe compare
+      trtpipe compare before/report.json after/report.json --fail-if 'p99_ttft > 1.1x'
     """
     from trtpipe.pipeline.bench.compare.comparison import compare as compare_reports
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.bench.results import folders
+    from trtpipe.pipeline.cli import console_bench
 
     compared = compare_reports(
-        reports, fail_if=fail_if or (), price_per_hour=_list(price_per_hour) or (), own_price=_price_of
+        reports or folders.last_two(),
+        fail_if=fail_if or (),
+        price_per_hour=_list(price_per_hour) or (),
+        own_price=_price_of,
     )
-    console.comparison(compared, as_json=as_json)
+    console_bench.comparison(compared, as_json=as_json)
     if html is not None:
         from trtpipe.pipeline.bench.compare import page
 
@@ -312,18 +333,24 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _measure(options: BenchOptions, served: Served | None, report: Path) -> None:
+def _measure(options: BenchOptions, served: Served | None, report: Path | None, *, as_json: bool) -> None:
     """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
     from trtpipe.engines.errors import HostError
     from trtpipe.engines.hf import chat_template
+    from trtpipe.engines.json_input import load_json
+    from trtpipe.pipeline.bench.results import folders
     from trtpipe.pipeline.bench.run import run
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_bench
 
-    _check_place(report)
+    place = report or folders.new(served.name if served is not None else options.targets[0].model)
+    _check_place(place)
     template = chat_template.read_template(options.tokenizer.parent)
     render = None if template is None else chat_template.compile_template(options.tokenizer.parent, template)
-    with console.bench_progress() as progress:
+    with console_bench.progress() as progress:
         measured = run(options, render, progress)
+    if measured.interrupted and not any(result.requests["measured"] for result in measured.results):
+        console.note("interrupted before anything was measured: no report is written")
+        raise KeyboardInterrupt
     # Imported after the load, so that the first request does not wait for it and the load has the memory.
     from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
@@ -345,17 +372,22 @@ def _measure(options: BenchOptions, served: Served | None, report: Path) -> None
         if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content
             measured.engine["content"] = made.record.inputs["engine"]
-    console.bench_table(measured)  # also where no report can be written
-    places = write_report(measured, report)
+    if not as_json:
+        console_bench.report(measured)  # also where no report can be written
+    *_, page, _ = write_report(measured, place)
+    if report is None:
+        folders.link_latest(place.parent)
+    if as_json:
+        console.result_json(load_json(place))
     for line in summary.notes(measured):
         console.note(line)
-    for search in measured.searches:
-        console.result(search.said())
-    console.result("report: " + "  ".join(str(place) for place in places))
+    if not as_json:
+        console.result(*(search.said() for search in measured.searches))
+        console.result(f"report: {place}  page: {page}")
     gc.freeze()  # the process ends, and its last collection would take a tenth of a second
     if measured.interrupted:
         raise KeyboardInterrupt
-    refusal = summary.refusal(measured, report)
+    refusal = summary.refusal(measured, place)
     if refusal is not None:
         raise refusal
 
@@ -424,7 +456,7 @@ def _kernel_stamps(asked: bool | None, transport: str) -> bool:
 def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
     """The load points and their work, from a load file or from options. Raises UsageError."""
     from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.load.files import find_load, parse_levels, parse_work
+    from trtpipe.pipeline.bench.load.files import find_load, parse_loads, parse_work
 
     when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
     if name is not None:
@@ -433,12 +465,14 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
             option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
             raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
         found = find_load(name)
-        return found.levels, found.work
+        return found.load_points, found.work
     if not {"rate", "trace"} & set(when):
-        when.setdefault("concurrency", [1, 4, 16])
+        # Those for which the requests are enough: one request at a time always is.
+        most = when.get("requests", math.inf) / 2
+        when.setdefault("concurrency", [1, *(number for number in (4, 16) if number <= most)])
     with _in_flags():
-        levels = parse_levels(when, "options", Path(), UsageError, _typed)
-    return levels, parse_work(what, "options", Path(), levels, UsageError, _typed)
+        load_points = parse_loads(when, "options", Path(), UsageError, _typed)
+    return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
 
 
 def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
@@ -463,14 +497,16 @@ def _flags(words: str) -> str:
     return words
 
 
-def _search(goal: str, levels: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int) -> Search:
+def _search(
+    goal: str, load_points: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int
+) -> Search:
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.bench.load.loads import Open
     from trtpipe.pipeline.bench.search import Search
 
-    if len(levels) != 1 or not isinstance(levels[0], Open):
+    if len(load_points) != 1 or not isinstance(load_points[0], Open):
         raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
-    return Search(goal=goal, load=levels[0], known=known, attainment=attainment, precision=precision, repeats=most)
+    return Search(goal=goal, load=load_points[0], known=known, attainment=attainment, precision=precision, repeats=most)
 
 
 def _served(server: str | None, target: str | None) -> tuple[Server, Served]:

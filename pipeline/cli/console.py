@@ -1,4 +1,5 @@
-"""Console output of all commands except `top` (console_top). Progress and complaints go to stderr, results to stdout.
+"""Console output of all commands except `top`, `plan` and `bench` (console_*). Progress and complaints go to stderr,
+results to stdout.
 
 Control characters are made visible in all output (console_text), except in text that `generate` and `logs` write to a
 pipe or a file: as with `ls`, the reader of that gets it unchanged.
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
     from trtpipe.engines.hf.inspection import Inspection
     from trtpipe.pipeline.accuracy.gate import Report as AccuracyReport
-    from trtpipe.pipeline.bench.compare.comparison import Comparison
-    from trtpipe.pipeline.bench.options import Progress as BenchProgress
-    from trtpipe.pipeline.bench.results.report import BenchReport
     from trtpipe.pipeline.runner import StageResult
     from trtpipe.triton_repo.check import Fault
 
@@ -113,24 +111,13 @@ def text(piece: str) -> None:
     sys.stdout.flush()
 
 
-def table(
-    columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = (), figures: bool = False
-) -> None:
-    """A plain table on stdout; `numeric` columns are aligned to the right. None is shown as a dash.
-
-    figures  no cell may be folded: on a terminal that is too narrow each row is printed in lines of its own
-    """
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = ()) -> None:
+    """A plain table on stdout; `numeric` columns are aligned to the right. None is shown as a dash."""
     from rich.table import Table
 
     columns = [one_line(column) for column in columns]
     numeric = [one_line(column) for column in numeric]
     rows = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
-    if figures and out().is_terminal and _width(columns, rows) > out().width:
-        for row in rows:
-            result("")
-            for column, cell in zip(columns, row, strict=True):
-                result(f"{column:{max(map(len, columns))}}  {cell}")
-        return
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
@@ -140,11 +127,6 @@ def table(
     if not where.is_terminal:
         where.width = 200  # a pipe has no width: do not fold what a program or a log will read
     where.print(grid)
-
-
-def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Width of a table with a space on either side of each column separator."""
-    return sum(max(map(len, column)) for column in zip(columns, *rows, strict=True)) + 2 * (len(columns) - 1)
 
 
 def size(nbytes: float) -> str:
@@ -285,103 +267,6 @@ class ClusterReporter:
             note(f"{target}:   {text}")
 
 
-# Statistics of a distribution in a benchmark's table.
-POINTS = ("p50", "p90", "p99")
-
-
-def bench_table(report: BenchReport) -> None:
-    """Print one row for each load point; distributions as p50/p90/p99."""
-    from trtpipe.pipeline.bench.results.metrics import tabled
-
-    judged = any(result.slo is not None for result in report.results)
-    metrics = [metric for metric in tabled() if any(metric.name in result.metrics for result in report.results)]
-    # A search for goodput asks how many requests keep the objectives, not whether the load point as a whole does.
-    by_share = any(one.search.goal == "max-goodput" for one in report.searches)
-
-    def figures(found: dict[str, Any], points: tuple[str, ...]) -> str | None:
-        values = [found[point] for point in points]
-        return None if None in values else "/".join(f"{value:.1f}" for value in values)
-
-    def kept(slo: dict[str, Any] | None) -> str | None:
-        if by_share:
-            return None if slo is None or slo["attainment"] is None else f"{100 * slo['attainment']:.1f}%"
-        return "met" if slo is not None and slo["met"] else "missed"
-
-    rows = [
-        (
-            result.protocol,
-            result.label,
-            result.requests["succeeded"],
-            result.requests["failed"],
-            *(figures(result.metrics[metric.name], metric.figures(POINTS)) for metric in metrics),
-            *((kept(result.slo),) if judged else ()),
-            *(() if report.valid else ("" if result.verdict["valid"] else "INVALID",)),
-        )
-        for result in report.results
-    ]
-    last = (*(("SLO",) if judged else ()), *(() if report.valid else ("verdict",)))
-    columns = ("protocol", "load", "requests", "failed", *(metric.heading() for metric in metrics), *last)
-    table(columns, rows, numeric=[name for name in columns[2:] if name not in last], figures=True)
-    repeated = [one for one in report.repeats() if one["valid"] > 1]
-    if repeated:
-        _bench_repeats(repeated)
-
-
-def _bench_repeats(repeated: list[dict[str, Any]]) -> None:
-    """Print a row for each load measured more than once: means over its runs, with half of their 95% interval."""
-    from trtpipe.pipeline.bench.results.metrics import tabled
-
-    def cell(entry: dict[str, Any] | None) -> str | None:
-        return None if entry is None else f"{entry['mean']:.1f} ±{entry['mean'] - entry['interval'][0]:.1f}"
-
-    figures = [
-        (metric, point)
-        for metric in tabled()
-        if any(metric.name in one["metrics"] for one in repeated)
-        for point in metric.figures(("p50", "p99"))
-    ]
-    rows = [
-        (
-            one["protocol"],
-            one["label"],
-            one["valid"],
-            *(cell(one["metrics"].get(metric.name, {}).get(point)) for metric, point in figures),
-        )
-        for one in repeated
-    ]
-    columns = ("protocol", "load", "runs", *(metric.heading(point) for metric, point in figures))
-    table(columns, rows, numeric=columns[2:], figures=True)
-
-
-def comparison(compared: Comparison, *, as_json: bool) -> None:
-    """Print how the runs' conditions differ, then the figures, then the conclusion."""
-    if as_json:
-        result_json(compared.to_json())
-        return
-    for letter, path in compared.paths.items():
-        result(f"{letter}: {path}")
-    for warning in compared.warnings:
-        result(f"unlike: {warning}")
-    columns, rows = compared.table()
-    table(columns, rows, numeric=[column for column in columns[2:] if not column.endswith(" is")], figures=True)
-    for line in compared.summary():
-        result(line)
-    for judgement in compared.judgements:
-        verdict = "not fired" if judgement.fired is False else "FIRED"
-        result(f"{verdict}: {judgement.condition}: {judgement.told}")
-
-
-@contextlib.contextmanager
-def bench_progress() -> Iterator[Callable[[BenchProgress], None]]:
-    """A status line of a benchmark; where stderr is not a terminal, a line as each load point begins and as it ends."""
-    where = err()
-    if not where.is_terminal:
-        yield _bench_note
-        return
-    with _status(where, "connecting") as show:
-        yield lambda at: show(_bench_line(at))
-
-
 @contextlib.contextmanager
 def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
     """A line at the bottom of the terminal, which each call replaces."""
@@ -390,31 +275,3 @@ def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
     # As Text: rich takes a str as markup here, whatever the console's setting.
     with where.status(Text(bounded(line))) as status:
         yield lambda line: status.update(Text(bounded(line)))
-
-
-def _bench_note(at: BenchProgress) -> None:
-    if at.state == "begun":
-        note(f"{at.protocol}, {at.label}: begins" + (f", {at.total} requests" if at.total else ""))
-    elif at.state == "ended":
-        note(
-            f"{at.protocol}, {at.label}: {at.live.done} requests in {at.live.elapsed_s:.1f} s, {at.live.failed} failed"
-        )
-
-
-def _bench_line(at: BenchProgress) -> str:
-    live = at.live
-    said = [f"{at.protocol}, {at.label}: {live.done}{f' of {at.total}' if at.total else ''} done"]
-    left = live.left_s
-    if at.total and live.done:
-        left = live.elapsed_s * (at.total - live.done) / live.done
-    if left is not None:
-        said.append(f"{left:.0f} s left")
-    elapsed = max(live.elapsed_s, 1e-9)
-    ended = (live.warmed + live.done) / elapsed
-    # A terminal cuts what does not fit, so the more important part comes first.
-    if live.first_ns:
-        times = sorted(live.first_ns)
-        half, most = times[len(times) // 2], times[len(times) * 99 // 100]
-        said.append(f"TTFT p50/p99 {half / 1e6:.0f}/{most / 1e6:.0f} ms")
-    said += [f"{live.in_flight} in flight", f"{ended:.1f} requests/s", f"{live.responses / elapsed:.0f} responses/s"]
-    return ", ".join([*said, *([f"{live.failed} failed"] if live.failed else [])])

@@ -357,7 +357,7 @@ def k8s(
     from trtpipe.pipeline.deploy.kubernetes import write
     from trtpipe.pipeline.serving import serve
     from trtpipe.pipeline.spec import set_layer
-    from trtpipe.triton_repo.render import ENGINE_FOLDER
+    from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
     name, repository = serve.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)

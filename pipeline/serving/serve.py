@@ -30,9 +30,9 @@ from trtpipe.pipeline.serving.servers import Served, Server, end_watcher, find_r
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
-from trtpipe.triton_repo.combine import link_models, model_names
+from trtpipe.triton_repo.combine import link_models
 from trtpipe.triton_repo.launch import ENGINE_MODEL
-from trtpipe.triton_repo.render import ENGINE_FOLDER
+from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
 
 SERVERS = ("auto", "local", "docker")
 # Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.

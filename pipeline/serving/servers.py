@@ -10,7 +10,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trtpipe.configs import read
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.gateway import process
@@ -18,8 +17,7 @@ from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.store.store import Store
-from trtpipe.triton_repo.combine import model_names
-from trtpipe.triton_repo.render import TOKENIZER_FOLDER
+from trtpipe.triton_repo.layout import TOKENIZER_FOLDER, model_names
 
 # Largest process id that Linux can be configured to use.
 MAX_PID = 1 << 22
@@ -101,8 +99,24 @@ def running(store: Store) -> list[Server]:
 
 
 def read_server(path: Path) -> Server:
-    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else."""
-    server = read.build(Server, read_json(path, "record"), str(path))
+    """A record that `remember` wrote. Raises OSError, ValueError or InputDataError for anything else.
+
+    Read without pydantic, whose import takes 50 ms: every command that asks a server reads its record first.
+    """
+    raw = read_json(path, "record")
+    try:
+        served = [
+            Served(**{**one, "repository": Path(one["repository"]), "imported": tuple(one.get("imported", ()))})
+            for one in raw["served"]
+        ]
+        points = Endpoints(**raw["endpoints"])
+        server = Server(**{**raw, "log": Path(raw["log"]), "endpoints": points, "served": tuple(served)})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of a server: {error}") from None
+    numbers = (server.pid, server.gateway_pid or 1, server.watcher or 1, points.http, points.grpc, points.metrics)
+    texts = (server.name, points.host, server.gateway_url or "", *(t for s in served for t in (s.name, s.prefix)))
+    if not all(type(number) is int for number in numbers) or not all(type(text) is str for text in texts):
+        raise ValueError(f"{path} is no record of a server: a value is of another type")
     # Processes are queried and ended by these ids, and files are removed by the name.
     pids = [pid for pid in (server.pid, server.gateway_pid, server.watcher) if pid is not None]
     if server.name != path.stem or not server.served or not all(0 < pid < MAX_PID for pid in pids):

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock
-
 from trtpipe.engines.json_input import load_json, open_regular
 from trtpipe.pipeline.store.folders import write_whole
 
@@ -102,6 +100,8 @@ class Digests:
         if not self._learnt:
             return
         self._memory.parent.mkdir(parents=True, exist_ok=True)
+        from filelock import FileLock  # here: it loads asyncio, which takes longer than to find a server
+
         with FileLock(self._memory.with_suffix(".lock")):
             self._known = {**_read(self._memory), **self._learnt}
             rows = {key: (k.sha256, k.mtime_ns, k.ctime_ns, k.read) for key, k in self._known.items()}

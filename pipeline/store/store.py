@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.store.digests import Digests, combined
 from trtpipe.pipeline.store.folders import sync
 from trtpipe.pipeline.store.manifest import FileRecord, Manifest, Origin, Record, read_manifest
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 KEY_DIGITS = 32
 # A file that was read longer ago than this is read again before it is used: disks lose bits in silence.
@@ -133,7 +134,7 @@ class Store:
         lock = self._lock(record.stage, record.key[:KEY_DIGITS])
         try:
             lock.acquire(timeout=0)
-        except Timeout:
+        except TimeoutError:
             waiting()
             lock.acquire()
         try:
@@ -144,6 +145,8 @@ class Store:
     def _lock(self, stage: str, digits: str) -> FileLock:
         path = self.home / "locks" / f"{stage}-{digits}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
+        from filelock import FileLock  # here: it loads asyncio, which takes longer than to find a server
+
         return FileLock(path)
 
     def set_aside(self, record: Record, *, verify: bool = False) -> str | None:
@@ -222,7 +225,7 @@ class Store:
         lock = self._lock(stage, digits)
         try:
             lock.acquire(timeout=0)
-        except Timeout:
+        except TimeoutError:
             return True
         lock.release()
         return False

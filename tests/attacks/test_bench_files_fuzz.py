@@ -120,7 +120,7 @@ def bench_metrics() -> str:
 def compared(*names: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
         found = compare([folder / name for name in names], own_price=_price_of)
-        found.table()
+        list(found.tables())
         found.summary()
         json.dumps(found.to_json())
 
@@ -129,7 +129,7 @@ def compared(*names: str) -> Callable[[Path], None]:
 
 def loaded(name: str) -> Callable[[Path], None]:
     def read(folder: Path) -> None:
-        for level in find_load(str(folder / name)).levels:
+        for level in find_load(str(folder / name)).load_points:
             if isinstance(level, Replay):
                 schedule(level, 0)
 

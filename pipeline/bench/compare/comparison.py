@@ -96,22 +96,22 @@ class Comparison:
             told.append(f"{condition} ({', '.join(mine[:_NAMED])}{more})")
         return StageFailed("the comparison fails", why="; ".join(told))
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str | None, ...]]]:
-        """(columns, rows) of the printed table; all but the first two columns and the verdicts are numbers."""
-        others = [letter for letter in self.paths if letter != LETTERS[0]]
-        columns = ["level", "", LETTERS[0]]
-        for letter in others:
-            columns += [letter, f"{letter}/A", f"95 % of {letter}/A", f"{letter} is"]
-        rows: list[tuple[str | None, ...]] = []
-        for name, row in self.shown():
-            line = [row.place, name, figure(row.cells[LETTERS[0]].value, row.unit)]
-            for letter in others:
+    def tables(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, list[tuple[str, ...]]]]]]:
+        """(head, sections) for each report against the first; a section is (load point, rows). The first and the last
+        cell of a row are words, all others numbers."""
+        base = LETTERS[0]
+        for letter in [letter for letter in self.paths if letter != base]:
+            sections: dict[str, list[tuple[str, ...]]] = {}
+            for name, row in self.shown():
                 cell = row.cells[letter]
+                figures = (figure(row.cells[base].value, row.unit), figure(cell.value, row.unit))
                 interval = cell.interval and "{:.3f} to {:.3f}".format(*cell.interval)
                 ratio = None if cell.ratio is None else f"{cell.ratio:.3f}"
-                line += [figure(cell.value, row.unit), ratio, interval, verdict(cell)]
-            rows.append(tuple(line))
-        return tuple(columns), rows
+                line = (*figures, ratio, interval, verdict(cell))
+                sections.setdefault(row.place, []).append((name, *(part or "-" for part in line)))
+            if sections:
+                head = ("", base, letter, f"{letter}/{base}", "95% interval", f"{letter} is")
+                yield head, list(sections.items())
 
     def shown(self) -> Iterator[tuple[str, Row]]:
         """(name, row) of the rows in the printed table."""
@@ -138,6 +138,8 @@ class Comparison:
                 without = [one for one in (LETTERS[0], letter) if not self.from_records[one]]
                 if without:
                     why = f"from summaries, no significance: the requests of {' and '.join(without)} are not at hand"
+                elif any(cell.ratio is not None for cell in cells):
+                    why = "no significance: there are too few requests for intervals"
                 else:
                     why = "nothing is measured by both"
                 out.append(f"{letter} against A: {why}")
@@ -200,7 +202,7 @@ def compare(
         rows=tuple(compared),
         judgements=tuple(judgements),
         from_records={letter: side.has_records for letter, side in sides.items()},
-        repeated=all(len(levels) > 1 for place in places for levels in place.levels.values()),
+        repeated=all(len(load_points) > 1 for place in places for load_points in place.load_points.values()),
     )
 
 
@@ -209,8 +211,8 @@ def _known(sides: Mapping[str, Side]) -> tuple[dict[str, Kind], list[str]]:
     out: dict[str, Kind] = {}
     unlike: dict[str, None] = {}
     for side in sides.values():
-        for level in side.levels:
-            for name, entry in level["metrics"].items():
+        for point in side.load_points:
+            for name, entry in point["metrics"].items():
                 unit = side.report["metrics"].get(name, {}).get("unit", "")
                 kind = Kind(unit=unit, is_rate=VALUE in entry)
                 if out.setdefault(name, kind) != kind:
@@ -242,16 +244,16 @@ def _cells(
     place: Place, sides: Mapping[str, Side], metric: str, statistic: str, unit: str
 ) -> Iterator[tuple[str, Cell]]:
     base = LETTERS[0]
-    numbers = place.levels[base]
+    numbers = place.load_points[base]
     reference = sides[base].value(numbers, metric, statistic)
     yield base, Cell(value=reference)
     for letter in [letter for letter in sides if letter != base]:
-        mine = place.levels.get(letter)
+        mine = place.load_points.get(letter)
         value = sides[letter].value(mine, metric, statistic) if mine else None
         if mine is None or value is None or reference is None:
             yield letter, Cell(value=value)
             continue
-        ours, theirs = (sides[x].draws(place.levels[x], metric, statistic) for x in (base, letter))
+        ours, theirs = (sides[x].draws(place.load_points[x], metric, statistic) for x in (base, letter))
         interval, significant = _significance(ours, theirs)
         yield (
             letter,
@@ -290,7 +292,7 @@ def _judge(
     if not places:
         yield Judgement(condition=condition.text, place="", letter="", fired=None, told="no load point in common")
     for place in places:
-        for letter in [letter for letter in place.levels if letter != LETTERS[0]]:
+        for letter in [letter for letter in place.load_points if letter != LETTERS[0]]:
             fired, told = _outcome(condition, place, letter, sides, known)
             where = f"{letter} at {place.name} {told}"
             yield Judgement(condition=condition.text, place=place.name, letter=letter, fired=fired, told=where)
@@ -301,17 +303,17 @@ def _outcome(
 ) -> tuple[bool | None, str]:
     needed = (LETTERS[0], letter) if condition.relative else (letter,)
     for one in needed:
-        if _invalid(sides[one], place.levels[one]):
+        if _invalid(sides[one], place.load_points[one]):
             return None, f"cannot be judged: {one} is INVALID"
-        levels = [sides[one].levels[number] for number in place.levels[one]]
-        if any(level["stopped"] or level["interrupted"] for level in levels):
+        load_points = [sides[one].load_points[number] for number in place.load_points[one]]
+        if any(point["stopped"] or point["interrupted"] for point in load_points):
             return None, f"cannot be judged: {one} ended early"
     for metric in condition.metrics:
-        base, value = (sides[x].value(place.levels[x], metric, condition.statistic) for x in (LETTERS[0], letter))
+        base, value = (sides[x].value(place.load_points[x], metric, condition.statistic) for x in (LETTERS[0], letter))
         if not condition.relative and value is not None:
             return condition.fires(value), f"has {_with_unit(value, known[metric].unit)}"
         if condition.relative and value is not None and base:
-            drawn = [sides[x].draws(place.levels[x], metric, condition.statistic) for x in needed]
+            drawn = [sides[x].draws(place.load_points[x], metric, condition.statistic) for x in needed]
             interval, _ = _significance(drawn[0], drawn[1])
             within = " ({:.3f} to {:.3f})".format(*interval) if interval else ""
             return condition.fires(value / base), f"has {value / base:.3f}x{within}"
@@ -322,11 +324,11 @@ def _outcome(
 
 
 def _invalid(side: Side, numbers: Sequence[int]) -> bool:
-    if any(side.levels[number]["verdict"]["valid"] is False for number in numbers):
+    if any(side.load_points[number]["verdict"]["valid"] is False for number in numbers):
         return True
     # A run that is INVALID as a whole has no valid load point.
     whole: bool = side.report["verdict"]["valid"] is False
-    return whole and not any(level["verdict"]["valid"] is False for level in side.levels)
+    return whole and not any(point["verdict"]["valid"] is False for point in side.load_points)
 
 
 def figure(value: float | None, unit: str) -> str | None:

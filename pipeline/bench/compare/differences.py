@@ -25,29 +25,29 @@ def differences(reports: Mapping[str, dict[str, Any]]) -> list[str]:
     return [*_faults(reports), *_measured(reports), *_settings(reports), *_notes(reports)]
 
 
-def level_differences(place: str, levels: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+def load_point_differences(place: str, load_points: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """Differences between the repeats of one load point, by the letters of their reports."""
     out = []
     for metric in ("input_sequence_length", "output_sequence_length"):
         means = {
-            letter: _mean([level["metrics"].get(metric, {}).get("mean") for level in mine])
-            for letter, mine in levels.items()
+            letter: _mean([point["metrics"].get(metric, {}).get("mean") for point in mine])
+            for letter, mine in load_points.items()
         }
         known = [mean for mean in means.values() if mean is not None]
         if known and max(known) > min(known) * (1 + LENGTH_SHARE):
             out.append(f"{place}: mean {metric}: {_sides(means)}")
     sources = {
-        letter: ", ".join(dict.fromkeys(level["token_count_source"] or "nobody" for level in mine))
-        for letter, mine in levels.items()
+        letter: ", ".join(dict.fromkeys(point["token_count_source"] or "nobody" for point in mine))
+        for letter, mine in load_points.items()
     }
     if len(set(sources.values())) > 1:
         out.append(f"{place}: tokens counted by: {_sides(sources)}")
-    for letter, mine in levels.items():
-        for level in mine:
-            if level["stopped"] or level["interrupted"]:
-                out.append(f"{place}: {letter} ended early: {level['stopped'] or 'interrupted'}")
-            if level["wrong_length"]:
-                out.append(f"{place}: {letter} has {level['wrong_length']} answers of another length than asked for")
+    for letter, mine in load_points.items():
+        for point in mine:
+            if point["stopped"] or point["interrupted"]:
+                out.append(f"{place}: {letter} ended early: {point['stopped'] or 'interrupted'}")
+            if point["wrong_length"]:
+                out.append(f"{place}: {letter} has {point['wrong_length']} answers of another length than asked for")
     return out
 
 
@@ -61,7 +61,7 @@ def _faults(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         if report["verdict"]["valid"] is False:
             for reason in report["verdict"]["reasons"] or [{"what": "no reason is given", "why": ""}]:
                 told = f"{reason['what']}: {reason['why']}" if reason["why"] else reason["what"]
-                yield f"{letter} is INVALID, its client was part of what it measured: {told}"
+                yield f"{letter} is INVALID: {told}"
         if report.get("partial"):
             yield f"{letter} is partial: {report.get('broken') or 'it was interrupted, or load points ended early'}"
 

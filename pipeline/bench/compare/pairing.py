@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare import request_files
 from trtpipe.pipeline.bench.compare.bootstrap import Resampler, repeats
-from trtpipe.pipeline.bench.compare.differences import level_differences, load_differences
+from trtpipe.pipeline.bench.compare.differences import load_differences, load_point_differences
 from trtpipe.pipeline.bench.compare.importers import read_records, read_report
 from trtpipe.pipeline.bench.compare.rows import COST, VALUE, WHOLE_RUN
 from trtpipe.pipeline.bench.results.records import Records
@@ -32,7 +32,7 @@ class Place:
     """One load, and for each report the numbers of its load points (its repeats) with that load."""
 
     name: str
-    levels: dict[str, list[int]]
+    load_points: dict[str, list[int]]
 
 
 class Side:
@@ -49,13 +49,13 @@ class Side:
             raise InputDataError(f"{path} holds no load point", why="nothing was measured", remedy="measure again")
 
     @property
-    def levels(self) -> list[dict[str, Any]]:
+    def load_points(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.report["levels"]
         return found
 
     @cached_property
     def _requests(self) -> dict[int, Records]:
-        return request_files.by_level(read_records(self.path, self.report) or ())
+        return request_files.by_load_point(read_records(self.path, self.report) or ())
 
     @property
     def has_records(self) -> bool:
@@ -63,13 +63,13 @@ class Side:
 
     @property
     def protocols(self) -> set[str]:
-        return {level["protocol"] for level in self.levels}
+        return {point["protocol"] for point in self.load_points}
 
     def has(self, metric: str) -> bool:
         """Whether some load point has a figure of the metric."""
         return any(
-            any(number is not None for key, number in level["metrics"].get(metric, {}).items() if key != "n")
-            for level in self.levels
+            any(number is not None for key, number in point["metrics"].get(metric, {}).items() if key != "n")
+            for point in self.load_points
         )
 
     def requests(self, number: int) -> Records | None:
@@ -81,7 +81,7 @@ class Side:
             name = self._throughput_name(numbers)
             cost: float | None = None if name is None else self._cost(self.value(numbers, name, VALUE))
             return cost
-        found = [self.levels[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
+        found = [self.load_points[number]["metrics"].get(metric, {}).get(statistic) for number in numbers]
         known = [one for one in found if one is not None]
         return sum(known) / len(known) if known else None
 
@@ -119,7 +119,7 @@ class Side:
             found = self.requests(number)
             if found is None:
                 return None
-            closed = self.levels[number]["load"]["kind"] == "closed"
+            closed = self.load_points[number]["load"]["kind"] == "closed"
             self._resamplers[number] = Resampler(found, closed=closed, seed=(*self._seed, number))
         return self._resamplers[number]
 
@@ -137,10 +137,10 @@ def add_whole_run_rates(sides: Sequence[Side]) -> None:
     for side in sides:
         if theirs.keys() & side.report["metrics"].keys():
             continue
-        for number, level in enumerate(side.levels):
+        for number, point in enumerate(side.load_points):
             found = side.requests(number)
             rates = request_files.whole_run_rates(found) if found is not None else {}
-            level["metrics"] |= {name: {"value": rates.get(name), "interval": None} for name in theirs}
+            point["metrics"] |= {name: {"value": rates.get(name), "interval": None} for name in theirs}
         side.report["metrics"] |= theirs
 
 
@@ -158,31 +158,31 @@ def match(sides: Mapping[str, Side]) -> tuple[list[Place], list[tuple[str, str]]
     groups = {letter: _grouped(side, by_protocol=by_protocol) for letter, side in sides.items()}
     places, missing = [], list[tuple[str, str]]()
     for key, numbers in groups[base].items():
-        first = sides[base].levels[numbers[0]]
+        first = sides[base].load_points[numbers[0]]
         name = f"{first['protocol']}, {first['label']}" if by_protocol else first["label"]
-        levels = {base: numbers}
+        load_points = {base: numbers}
         for letter in others:
             found = _counterpart(key, groups[base], groups[letter])
             if found is None:
                 warnings.append(f"{name}: not in {letter}")
                 missing.append((name, letter))
                 continue
-            levels[letter] = groups[letter].pop(found)
+            load_points[letter] = groups[letter].pop(found)
             if found != key:
                 if found[0] != key[0]:
                     warnings.append(f"{name}: protocol: {base} {key[0]}, {letter} {found[0]}")
                 warnings += load_differences(name, {base: json.loads(key[1]), letter: json.loads(found[1])})
-        if len(levels) > 1:
-            places.append(Place(name=name, levels=levels))
-            warnings += level_differences(
-                name, {letter: [sides[letter].levels[n] for n in mine] for letter, mine in levels.items()}
+        if len(load_points) > 1:
+            places.append(Place(name=name, load_points=load_points))
+            warnings += load_point_differences(
+                name, {letter: [sides[letter].load_points[n] for n in mine] for letter, mine in load_points.items()}
             )
-            if len({len(mine) for mine in levels.values()}) > 1:
-                warnings.append(f"{name}: repeats: {', '.join(f'{x} {len(mine)}' for x, mine in levels.items())}")
+            if len({len(mine) for mine in load_points.values()}) > 1:
+                warnings.append(f"{name}: repeats: {', '.join(f'{x} {len(mine)}' for x, mine in load_points.items())}")
     for letter in others:
         for numbers in groups[letter].values():
-            level = sides[letter].levels[numbers[0]]
-            warnings.append(f"{level['protocol']}, {level['label']}: only in {letter}")
+            point = sides[letter].load_points[numbers[0]]
+            warnings.append(f"{point['protocol']}, {point['label']}: only in {letter}")
     if not places:
         warnings.append(
             f"no load point of {base} has the protocol and the load of another report's: nothing is compared"
@@ -197,14 +197,14 @@ _Key = tuple[str, str]
 
 def _grouped(side: Side, *, by_protocol: bool) -> dict[_Key, list[int]]:
     out: dict[_Key, list[int]] = {}
-    for number, level in enumerate(side.levels):
+    for number, point in enumerate(side.load_points):
         # 16.0 equals 16, and a setting of None equals an absent one.
         load = {
             key: int(value) if isinstance(value, float) and value.is_integer() else value
-            for key, value in level["load"].items()
+            for key, value in point["load"].items()
             if value is not None
         }
-        key = (level["protocol"] if by_protocol else "", json.dumps(load, sort_keys=True))
+        key = (point["protocol"] if by_protocol else "", json.dumps(load, sort_keys=True))
         out.setdefault(key, []).append(number)
     return out
 

@@ -14,7 +14,7 @@ from trtpipe.pipeline.bench.results.metrics import Distribution, Values, find, r
 from trtpipe.pipeline.bench.results.records import NONE, Columns, Records
 
 # Most load points of a report.
-MOST_LEVELS = 1000
+MOST_LOAD_POINTS = 1000
 # Bounds of a stamp in nanoseconds: the difference of two stamps fits in 64 bits as well.
 _MOMENT = (-(1 << 61), 1 << 61)
 _COUNT = (0, MOST_TOKENS)
@@ -24,14 +24,14 @@ _NUMBERS = {
 }
 
 
-def by_level(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
+def by_load_point(lines: Iterable[dict[str, Any]]) -> dict[int, Records]:
     """Measured requests of each load point, without those cut off when it ended. Raises InputDataError."""
     found: dict[int, Columns] = {}
     for line in lines:
         columns = found.setdefault(line["level"], Columns())
         if not line["warmup"] and (line["failure"] or line["stamps_ns"]):
             columns.add(line)
-    return {level: columns.records() for level, columns in found.items()}
+    return {point: columns.records() for point, columns in found.items()}
 
 
 def checked(line: dict[str, Any], where: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _faults(line: dict[str, Any]) -> Iterator[str]:
     for name, kind in (("id", str), ("warmup", bool)):
         if type(line.get(name)) is not kind:
             yield f"{name} is {_told(line.get(name))}"
-    if not _are_numbers([line.get("level")], (0, MOST_LEVELS - 1)):
+    if not _are_numbers([line.get("level")], (0, MOST_LOAD_POINTS - 1)):
         yield f"level is {_told(line.get('level'))}"
     for name, bounds in _NUMBERS.items():
         if line.get(name) is not None and not _are_numbers([line[name]], bounds):

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtpipe.configs import facts, read
+from trtpipe import configs
+from trtpipe.configs import read
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import TrtpipeError, UsageError, suggestion
 from trtpipe.pipeline.bench.load.lines import shown
@@ -28,11 +29,12 @@ _T = TypeVar("_T")
 # (class, its fields, where they are from, class of the error to raise) -> object
 Build = Callable[[type[Any], dict[str, Any], str, type[TrtpipeError]], Any]
 
+LOADS = Path(configs.__file__).parent / "load"
 # The key that selects the kind of a load.
 KINDS: dict[str, type[Load]] = {"concurrency": Closed, "rate": Open, "stages": Staged, "trace": Replay}
 # Keys that may hold a list, with a load point for each entry.
-LEVELS = ("concurrency", "rate", "speedup")
-MOST_LEVELS = 1000
+LISTS = ("concurrency", "rate", "speedup")
+MOST_LOAD_POINTS = 1000
 STAGE_KEYS = ("duration_s", "rate", "from", "to")
 PARTS: dict[str, type] = {"shared_prefix": SharedPrefix, "sessions": Sessions}
 
@@ -43,13 +45,13 @@ class LoadFile:
 
     name: str
     description: str
-    levels: tuple[Load, ...]
+    load_points: tuple[Load, ...]
     work: Work
 
 
 def names() -> list[str]:
     """Names of the load files that are shipped."""
-    return sorted(path.stem for path in (facts.CONFIGS / "load").glob("*.yaml"))
+    return sorted(path.stem for path in LOADS.glob("*.yaml"))
 
 
 def find_load(name: str) -> LoadFile:
@@ -63,20 +65,20 @@ def find_load(name: str) -> LoadFile:
             raise UsageError(
                 f"unknown load '{name}'", why="it is not a YAML file either", remedy=suggestion(name, names())
             )
-        path = facts.CONFIGS / "load" / f"{name}.yaml"
+        path = LOADS / f"{name}.yaml"
     raw = read.read_yaml(path)
     read.check_keys(raw, [field.name for field in dataclasses.fields(_Plain)], path.name)
     plain = read.build(_Plain, raw, path.name)
-    levels = parse_levels(plain.load, f"{path.name}: load", path.parent)
+    load_points = parse_loads(plain.load, f"{path.name}: load", path.parent)
     return LoadFile(
         name=plain.name or path.stem,
         description=plain.description,
-        levels=levels,
-        work=parse_work(plain.work, f"{path.name}: work", path.parent, levels),
+        load_points=load_points,
+        work=parse_work(plain.work, f"{path.name}: work", path.parent, load_points),
     )
 
 
-def parse_levels(
+def parse_loads(
     raw: dict[str, Any], where: str, folder: Path, error: type[TrtpipeError] = ConfigError, build: Build = read.build
 ) -> tuple[Load, ...]:
     """The load points of a `load` mapping. Raises `error` naming `where` and the mistake.
@@ -99,14 +101,16 @@ def parse_levels(
         data["stages"] = _stages(raw["stages"], f"{where}: stages", error)
     if kind is Replay:
         data["trace"] = _beside(raw["trace"], f"{where}: trace", folder, error)
-    lists = [key for key in LEVELS if isinstance(data.get(key), list)]
+    lists = [key for key in LISTS if isinstance(data.get(key), list)]
     if not lists:
         return (_build(kind, data, where, error, build),)
     (key,) = lists
     if not data[key]:
         raise error(f"{where}: {key} is an empty list", remedy="give one value or more")
-    if len(data[key]) > MOST_LEVELS:
-        raise error(f"{where}: {key} is a list of {len(data[key]):,}", remedy=f"give at most {MOST_LEVELS:,} values")
+    if len(data[key]) > MOST_LOAD_POINTS:
+        raise error(
+            f"{where}: {key} is a list of {len(data[key]):,}", remedy=f"give at most {MOST_LOAD_POINTS:,} values"
+        )
     return tuple(_build(kind, {**data, key: value}, where, error, build) for value in data[key])
 
 
@@ -114,7 +118,7 @@ def parse_work(
     raw: dict[str, Any],
     where: str,
     folder: Path,
-    levels: tuple[Load, ...] = (),
+    load_points: tuple[Load, ...] = (),
     error: type[TrtpipeError] = ConfigError,
     build: Build = read.build,
 ) -> Work:
@@ -123,7 +127,7 @@ def parse_work(
     for key, kind in PARTS.items():
         if isinstance(data.get(key), dict):
             read.check_keys(data[key], [field.name for field in dataclasses.fields(kind)], f"{where}: {key}", error)
-    replays = [level for level in levels if isinstance(level, Replay)]
+    replays = [point for point in load_points if isinstance(point, Replay)]
     if replays:
         for key in ("trace", "max_total_tokens"):
             if key in data:

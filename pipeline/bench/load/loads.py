@@ -55,10 +55,10 @@ class Closed:
 
     def __post_init__(self) -> None:
         _check_end(self.requests, self.duration_s)
-        _check_between("concurrency", self.concurrency, 1, MOST_PLACES)
+        _check_between("concurrency", self.concurrency, 1, MOST_PLACES, "each is an open stream or connection")
         _check_between("warmup", self.warmup, 0, MOST_WARMUPS)
         _check_between("ramp_s", self.ramp_s, 0, MOST_SECONDS)
-        if self.requests is not None and self.requests < 2 * self.concurrency:
+        if self.requests is not None and self.concurrency > 1 and self.requests < 2 * self.concurrency:
             # With fewer requests there is no time in which all slots serve measured requests.
             raise UsageError(
                 f"{self.requests} requests are too few for a throughput at concurrency {self.concurrency}",
@@ -322,17 +322,18 @@ def _check_end(requests: int | None, duration_s: float | None) -> None:
     if requests is not None and duration_s is not None:
         raise UsageError("both requests and duration_s are given", remedy="give one of them")
     if requests is not None:
-        _check_between("requests", requests, 1, MOST_REQUESTS)
+        _check_between("requests", requests, 1, MOST_REQUESTS, "all are kept in memory, with their times")
     if duration_s is not None and not 0 < duration_s <= MOST_SECONDS:
         remedy = f"give a positive number of seconds, at most {MOST_SECONDS:,.0f}"
         raise UsageError(f"duration_s is {_shown(duration_s)}", remedy=remedy)
 
 
-def _check_between(name: str, value: float, least: int, most: float) -> None:
+def _check_between(name: str, value: float, least: int, most: float, why: str = "") -> None:
+    """`why` there is such a largest value."""
     if not value >= least:
         raise UsageError(f"{name} is {_shown(value)}", remedy=f"give {least} or more")
     if value > most:
-        raise UsageError(f"{name} is {_shown(value)}", remedy=f"give at most {most:,.0f}")
+        raise UsageError(f"{name} is {_shown(value)}", why=why, remedy=f"give at most {most:,.0f}")
 
 
 def _check_span(edges_s: tuple[float, float], span_s: float, rate: float) -> None:

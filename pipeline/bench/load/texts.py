@@ -90,7 +90,7 @@ class Texts:
         self._tokenizer = tokenizer
         self._between, words = _find_words(tokenizer, rng)
         self._words = np.array(words, dtype=object)
-        encoded = tokenizer.encode_batch(words)
+        encoded = tokenizer.encode_batch_fast(words)
         starters = [word for word, code in zip(words, encoded, strict=True) if len(code) == self.special + 1]
         self._starters = starters or words
         self._apart = bool(starters) and self._words_are_apart()
@@ -261,7 +261,7 @@ def _find_words(tokenizer: Tokenizer, rng: np.random.Generator) -> tuple[str, li
             texts = tokenizer.decode_batch([[token] for token in ids[start : start + WORDS]])
             words = [word for word in (text.strip() for text in texts) if word.isascii() and word.isalpha()]
             words = [word for word in words if word.islower() and (between or len(word) == 1)]
-            encoded = tokenizer.encode_batch([f"a{between}{word}" for word in words], add_special_tokens=False)
+            encoded = tokenizer.encode_batch_fast([f"a{between}{word}" for word in words], add_special_tokens=False)
             found.update({word: None for word, code in zip(words, encoded, strict=True) if len(code) == alone + 1})
             if len(found) >= WORDS:
                 break

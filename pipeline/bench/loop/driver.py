@@ -63,7 +63,8 @@ class Client:
 @dataclass(frozen=True, kw_only=True)
 class Live:
     """Progress of a load point. `first_ns` are the latest times to first byte of an answer; `left_s` seconds until the
-    last request is due, None where a number of requests ends the load point."""
+    last request is due, None where a number of requests ends the load point. `made` of `to_make` requests have been
+    made; both are 0 once the load point has begun."""
 
     elapsed_s: float
     warmed: int
@@ -73,18 +74,24 @@ class Live:
     responses: int
     first_ns: Sequence[int]
     left_s: float | None = None
+    made: int = 0
+    to_make: int = 0
 
     @classmethod
     def sum(cls, parts: Iterable[Live]) -> Live:
         """Combined progress of processes that share a load point."""
         known = list(parts)
-        counts = ("warmed", "done", "failed", "in_flight", "responses")
+        counts = ("warmed", "done", "failed", "in_flight", "responses", "made", "to_make")
         return cls(
             elapsed_s=max(one.elapsed_s for one in known),
             first_ns=[first for one in known for first in one.first_ns],
             left_s=max((one.left_s for one in known if one.left_s is not None), default=None),
             **{name: sum(getattr(one, name) for one in known) for name in counts},
         )
+
+
+# Progress before a load point's first request.
+NOTHING = Live(elapsed_s=0, warmed=0, done=0, failed=0, in_flight=0, responses=0, first_ns=())
 
 
 class Driver:

@@ -6,20 +6,23 @@ of all shares.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from time import monotonic
 from typing import Any
 
 from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Staged
+from trtpipe.pipeline.bench.load.room import check_memory
 from trtpipe.pipeline.bench.load.workload import RequestSpec, Workload
 from trtpipe.pipeline.bench.loop.closed import ClosedLoop
+from trtpipe.pipeline.bench.loop.driver import NOTHING, Driver, Limits, Live
 from trtpipe.pipeline.bench.loop.driver import Client as ClientFigures
-from trtpipe.pipeline.bench.loop.driver import Driver, Limits, Live
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
@@ -27,13 +30,17 @@ from trtpipe.pipeline.bench.monitors.server import ServerMonitor
 from trtpipe.pipeline.bench.protocols.transport import Client
 from trtpipe.pipeline.bench.results.metrics import Window, closed_window
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
-from trtpipe.pipeline.bench.results.report import LoadPointResult, level_result
+from trtpipe.pipeline.bench.results.report import LoadPointResult, load_point_result
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
 
-# Requests per slot made before the clock starts, where the total number is unknown.
+# Requests per slot made before the clock starts, where their total number is unknown, or more than MOST_AHEAD.
 AHEAD = 4
+MOST_AHEAD = 10_000
+# Requests made in one turn of the event loop, which takes some milliseconds; seconds between reports of progress.
+AT_ONCE = 64
+TOLD_S = 0.25
 # Connections that an open loop opens before the clock starts.
 OPENED = 64
 
@@ -102,15 +109,19 @@ class LoadPointRun:
         self._share = share
         self._watch = watch
         self._driver: Driver | None = None
+        self._interrupted = False
 
     async def prepare(self) -> None:
-        """Make requests and connections."""
+        """Make requests and connections. Raises UsageError where the requests have no room in memory."""
         # Requests first: an interrupt during `warm` must find the driver.
         if isinstance(self.load, Closed):
-            self._driver, calls = self._closed(self.load), self._share.count(self.load.concurrency)
+            self._driver, calls = await self._closed(self.load), self._share.count(self.load.concurrency)
         else:
-            self._driver = self._open(self.load)
+            self._driver = await self._open(self.load)
             calls = min(self._share.count(self.load.max_in_flight or OPENED), OPENED)
+        if self._interrupted:
+            self._driver.interrupt()
+            return
         await self.client.sender.warm(calls)
 
     async def drive(self, start_ns: int = 0) -> None:
@@ -120,6 +131,7 @@ class LoadPointRun:
             await self._driver.run(start_ns)
 
     def interrupt(self) -> None:
+        self._interrupted = True
         if self._driver is not None:
             self._driver.interrupt()
 
@@ -145,17 +157,19 @@ class LoadPointRun:
             until_ns=driver.deadline if isinstance(driver, ClosedLoop) else None,
         )
 
-    def _closed(self, load: Closed) -> ClosedLoop:
+    async def _closed(self, load: Closed) -> ClosedLoop:
         share = self._share
-        total = load.measured_requests
-        ready = list(islice(self._asks, AHEAD * share.count(load.concurrency) if total is None else share.count(total)))
-        lengths = [load.warmup_lengths(p, ready[0].output_tokens) for p in share.take(range(load.concurrency))]
+        total, slots = load.measured_requests, share.count(load.concurrency)
+        left = None if total is None else share.count(total)
+        ahead = AHEAD * slots if left is None else min(left, max(MOST_AHEAD, AHEAD * slots))
+        ready = await self._made(ahead)
+        length = ready[0].max_tokens if ready else 0
         # Drawn after the measured requests, so that those are the same for any warm-up.
+        lengths = [load.warmup_lengths(p, length) for p in share.take(range(load.concurrency))]
         warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
-        measured: Iterator[InFlightRequest] = iter([self._make(ask) for ask in ready])
-        if total is None:
-            # Further requests are made one at a time while the clock runs: the time shows as dispatch_delay.
-            measured = chain(measured, map(self._make, self._asks))
+        # Further requests are made one at a time while the clock runs: the time shows as dispatch_delay.
+        rest = map(self._make, self._asks)
+        measured = chain(ready, rest if left is None else islice(rest, left - ahead))
         fillers: Iterator[InFlightRequest] | None = None
         if load.cooldown:
             fillers = chain([self._make(next(self._asks)) for _ in lengths], map(self._make, self._asks))
@@ -165,15 +179,29 @@ class LoadPointRun:
             watch=self._watch,
         )  # fmt: skip
 
-    def _open(self, load: Open | Staged | Replay) -> OpenLoop:
+    async def _open(self, load: Open | Staged | Replay) -> OpenLoop:
         plan = schedule(load, self._seed)
         due_ns = list(self._share.take(plan.due_ns.tolist()))
-        requests = [self._make(next(self._asks)) for _ in due_ns]
+        requests = await self._made(len(due_ns))
         most = load.max_in_flight
         return OpenLoop(
             self.client.sender, self._limits, requests=requests, due_ns=due_ns, window_ns=plan.window,
             max_in_flight=None if most is None else self._share.count(most), follow=self._follow, watch=self._watch,
         )  # fmt: skip
+
+    async def _made(self, count: int) -> list[InFlightRequest]:
+        """Make requests, fewer where it is interrupted. Between turns an interrupt is heard and progress reported."""
+        made: list[InFlightRequest] = []
+        told = monotonic()
+        while len(made) < count and not self._interrupted:
+            made += [self._make(ask) for ask in islice(self._asks, min(AT_ONCE, count - len(made)))]
+            if len(made) == AT_ONCE:
+                check_memory(count, sum(len(request.message) for request in made) / AT_ONCE)
+            if self._watch is not None and monotonic() - told > TOLD_S:
+                told = monotonic()
+                self._watch(replace(NOTHING, made=len(made), to_make=count))
+            await asyncio.sleep(0)
+        return made
 
     def _make(self, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
         return self._asker.make(self.client.codec, ask, max_tokens)
@@ -203,8 +231,9 @@ def evaluate(
         asked=load.concurrency if isinstance(load, Closed) else None,
         bounded=not isinstance(load, Closed) and load.max_in_flight is not None,
         whole=driven.stopped is None and not driven.interrupted,
+        window=window if isinstance(load, Closed) else None,
     )
-    return level_result(
+    return load_point_result(
         records,
         window,
         check,

@@ -71,9 +71,9 @@ def read_again(path: Path, tokenizer: Path | None = None) -> BenchOptions:
 
 
 def _lines(report: BenchReport) -> Iterator[str]:
-    for level, records in enumerate(report.records):
+    for number, records in enumerate(report.records):
         for request in records.objects():
-            yield json.dumps({"level": level, **request}, separators=(",", ":"))
+            yield json.dumps({"level": number, **request}, separators=(",", ":"))
 
 
 def _table(report: BenchReport) -> str:

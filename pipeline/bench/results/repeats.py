@@ -23,14 +23,14 @@ _T = (
 _NORMAL = 1.960
 
 
-def repeats(levels: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def repeats(load_points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Load points of a report that were measured more than once: protocol, label, runs, valid (number of valid runs),
     and for each metric its figures as {mean, std, interval}. INVALID runs are left out; a figure that a run lacks
     is None, and so is everything where fewer than two runs are left."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for level in levels:
-        same = json.dumps([level["protocol"], level["label"], level["load"]], sort_keys=True)
-        groups.setdefault(same, []).append(level)
+    for point in load_points:
+        same = json.dumps([point["protocol"], point["label"], point["load"]], sort_keys=True)
+        groups.setdefault(same, []).append(point)
     out = []
     for runs in groups.values():
         if len(runs) < 2:

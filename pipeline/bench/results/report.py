@@ -18,7 +18,7 @@ from trtpipe.pipeline.bench.results.repeats import INTERVALS as REPEATS
 from trtpipe.pipeline.bench.results.repeats import repeats
 from trtpipe.pipeline.bench.results.series import histograms, series
 from trtpipe.pipeline.bench.results.slo import Objective, judge
-from trtpipe.pipeline.bench.results.statistics import STATISTICS, level_metrics
+from trtpipe.pipeline.bench.results.statistics import STATISTICS, load_point_metrics
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 from trtpipe.pipeline.bench.search import Found, Search
 
@@ -38,7 +38,7 @@ class LoadPointResult:
     window_s            seconds over which the rates are taken; None if there was no such time
     token_count_source  `server` (its counts or ids), `usage`, `tokenizer` (of the whole text), `mixed`, or None
     wrong_length        successful requests whose number of tokens differs from the requested one
-    metrics             as `statistics.level_metrics` gives them, and goodput
+    metrics             as `statistics.load_point_metrics` gives them, and goodput
     slo                 None where no objective was given
     client, verdict     as `verdict.examine` gives them
     server              as `monitors.server.ServerMonitor` gives it; None where neither metrics nor GPUs are at hand
@@ -208,7 +208,7 @@ class BenchReport:
         }
 
 
-def level_result(
+def load_point_result(
     records: Records, window: Window | None, check: SelfCheck, *, protocol: str, label: str, load: dict[str, Any],
     repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
     stopped: str | None = None, interrupted: bool = False,
@@ -216,7 +216,7 @@ def level_result(
     """Evaluate the records of one load point."""
     measured, good, failed = records.measured(), records.good(), records.failed
     sources = {source for source, is_good in zip(records.sources, good.tolist(), strict=True) if is_good and source}
-    metrics = level_metrics(records, window)
+    metrics = load_point_metrics(records, window)
     outcome = judge(records, window, list(objectives)) if objectives else None
     if outcome is not None:
         metrics["request_goodput"] = {"value": outcome.request_goodput, "interval": None}

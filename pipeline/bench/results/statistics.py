@@ -141,7 +141,7 @@ def _weights(owners: int) -> Floats:
     return np.bincount(drawn.ravel(), minlength=RESAMPLES * owners).reshape(RESAMPLES, owners).astype(np.float64)
 
 
-def level_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:
+def load_point_metrics(records: Records, window: Window | None) -> dict[str, dict[str, Any]]:
     """All metrics of one load point: a summary for each distribution, {"value": number or None} for each rate."""
     import numpy as np
 

@@ -31,14 +31,14 @@ def notes(report: BenchReport) -> Iterator[str]:
                 f"comes out {off['ttft_p50_ms']:.1f} ms (p50) and {off['ttft_p99_ms']:.1f} ms (p99) too long"
             )
     for result in report.results:
-        for line in _of_level(result):
+        for line in _of_load_point(result):
             yield f"{result.protocol}, {result.label}: {line}"
     again = report.said_again()
     if again is not None:
         yield again
 
 
-def _of_level(result: LoadPointResult) -> Iterator[str]:
+def _of_load_point(result: LoadPointResult) -> Iterator[str]:
     said = (result.server or {}).get("output_tokens")
     if said and said["agree"] is False:
         yield f"the server counted {said['server']} tokens, the client {said['client']}"
@@ -68,6 +68,6 @@ def refusal(report: BenchReport, path: Path) -> TrtpipeError | None:
         return StageFailed(f"{failed} of {asked} requests failed", why=kinds, remedy=f"{path} has their messages")
     if not report.valid:
         return StageFailed(
-            "the run is INVALID", why="the client, not the server, was the limit", remedy=f"{path} says in what"
+            "the run is INVALID", why=report.verdict()["reasons"][0]["what"], remedy=f"{path} has every reason"
         )
     return None

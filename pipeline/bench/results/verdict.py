@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtpipe.pipeline.bench.loop.driver import Client
+from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import NONE, Records
 
 # Allowed lateness of the event loop: this much, or this share of the typical time to first token if that is more.
@@ -47,12 +48,13 @@ class SelfCheck:
 
 def examine(
     records: Records, clients: Sequence[Client], *, ttft_p50_ms: float | None, asked: int | None, bounded: bool = False,
-    whole: bool = True,
+    whole: bool = True, window: Window | None = None,
 ) -> SelfCheck:  # fmt: skip
     """Examine one load point.
 
     clients  each process that drove a share: the fullest core counts, and the lateness of all event loops together
     asked    slots of a closed loop; None for an open one
+    window   time over which the rates of a closed loop are taken; None where there is none, and for an open one
     whole    the load point did not end early; otherwise the cause of a lower load is known
     bounded  requests of an open loop may have waited for a slot, so their delay is not the client's alone
     """
@@ -80,7 +82,8 @@ def examine(
     }
     reasons = []
     typical = ttft_p50_ms or 0.0
-    less = "offer less load, or measure with more --workers, or from a machine with free cores"
+    alone = "measure from a machine with free cores"  # with one request in flight there is no less load to offer
+    less = alone if asked == 1 else "offer less load, or measure with more --workers, or from a machine with free cores"
     if late > max(LATENESS_MS, LATENESS_SHARE * typical):
         reasons.append(Reason("the event loop was late", f"by {late:.1f} ms at the 99th percentile", less))
     if not bounded and delayed > max(DISPATCH_MS, DISPATCH_SHARE * typical):
@@ -90,6 +93,11 @@ def examine(
     if asked is not None and whole and reached < REACHED_SHARE * asked:
         why = f"{reached} in flight of {asked}"
         reasons.append(Reason("the load was not reached", why, "give more requests, or a longer duration"))
+    if window is not None and whole and records.good().any():
+        arrived = (records.stamps > window.start_ns) & (records.stamps <= window.stop_ns)
+        if not arrived.any():
+            why = f"no token arrived in its {window.seconds:.3g} s"
+            reasons.append(Reason("the load point was too short", why, "give a longer --duration, or --requests"))
     if asked is None:
         scheduled, offered = (_rate(getattr(records, moment)[sent]) for moment in ("due", "sent"))
         figures["rate"] = {"scheduled": scheduled, "offered": offered}

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.bench.load.loads import Closed, Load
+from trtpipe.pipeline.bench.load.room import check_connections
 from trtpipe.pipeline.bench.load.texts import count_tokens, load_tokenizer
 from trtpipe.pipeline.bench.load.workload import Render, Workload, unrendered
 from trtpipe.pipeline.bench.loop.closed import ClosedLoop
@@ -51,6 +52,9 @@ class LocalWorker:
 
     def __init__(self, options: BenchOptions, render: Render | None, share: Share = WHOLE) -> None:
         """Raises InputDataError or UsageError for work that cannot be made."""
+        if any(target.protocol != "grpc" for target in options.targets):
+            places = [load.concurrency for load in options.loads if isinstance(load, Closed)]
+            check_connections(share.count(max(places, default=0)))
         tokenizer = load_tokenizer(options.tokenizer)
         self._options = options
         self._share = share
@@ -92,7 +96,7 @@ class LocalWorker:
             )
 
     async def prepare(self, target: int, load: Load, repeat: int, watch: Watch | None) -> None:
-        self._running = self._level_run(self._clients[target], load, repeat, self._share, watch)
+        self._running = self._load_point_run(self._clients[target], load, repeat, self._share, watch)
         await self._running.prepare()
         if self._interrupted:
             self._running.interrupt()
@@ -114,7 +118,9 @@ class LocalWorker:
         for client in self._clients:
             await client.sender.close()
 
-    def _level_run(self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None) -> LoadPointRun:
+    def _load_point_run(
+        self, client: Client, load: Load, repeat: int, share: Share, watch: Watch | None
+    ) -> LoadPointRun:
         places = share.count(load.concurrency) if isinstance(load, Closed) else OPENED
         return LoadPointRun(
             load,

@@ -157,6 +157,6 @@ def test_what_cannot_run_on_a_machine_is_left_out_with_the_reason() -> None:
 
 def test_the_loads_that_it_asks_for_are_load_files(tmp_path: Path) -> None:
     waves, steady = (find_load(str(write_load(tmp_path, 256, seconds))) for seconds in (None, 6.0))
-    assert waves.levels == (Closed(concurrency=256, warmup=0, cooldown=False, requests=1024),)
-    assert steady.levels == (Closed(concurrency=256, duration_s=6.0),)
+    assert waves.load_points == (Closed(concurrency=256, warmup=0, cooldown=False, requests=1024),)
+    assert steady.load_points == (Closed(concurrency=256, duration_s=6.0),)
     assert waves.work == steady.work == Work(input_tokens="128", output_tokens="128", folder=tmp_path)

@@ -296,6 +296,8 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     ):
         assert refused("generate", "Hello", option, value) == told
     assert refused("bench") == "no server is running; run `trtpipe serve`"
+    assert refused("bench", "--protocol", "grcp") == "unknown protocol 'grcp'; did you mean 'grpc'?"
+    assert refused("bench", "--requests", "1", "--timeout", "0").startswith("--timeout is 0")
     assert refused("bench", "--rate", "2,4") == ("options: an open loop has no end; give --requests or --duration")
     assert refused("bench", "--rate", "2", "--requests", "9", "--duration", "1") == (
         "options: both --requests and --duration are given; give one of them"
@@ -720,55 +722,6 @@ def test_convert_needs_no_tokenizer(run: Run, in_folder: Path) -> None:
     assert run("convert", folder, "out").status == 0
 
 
-def test_where_stderr_is_no_terminal_bench_tells_a_line_as_a_level_begins_and_ends(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from trtpipe.pipeline.bench.loop.driver import Live
-    from trtpipe.pipeline.bench.options import Progress
-    from trtpipe.pipeline.cli import console
-
-    live = Live(elapsed_s=31.26, warmed=4, done=20, failed=1, in_flight=0, responses=9, first_ns=[])
-    with console.bench_progress() as progress:
-        for state, total in (("begun", 20), ("running", 20), ("ended", 20), ("begun", None)):
-            progress(Progress(protocol="grpc", label="4 in flight", total=total, live=live, state=state))
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
-        "grpc, 4 in flight: begins, 20 requests",
-        "grpc, 4 in flight: 20 requests in 31.3 s, 1 failed",
-        "grpc, 4 in flight: begins",
-    ]
-
-
-def test_the_line_of_a_running_benchmark() -> None:
-    from trtpipe.pipeline.bench.loop.driver import Live
-    from trtpipe.pipeline.bench.options import Progress
-    from trtpipe.pipeline.cli import console
-
-    def line(total: int | None, **changes: Any) -> str:
-        live: dict[str, Any] = {
-            "elapsed_s": 10.0,
-            "warmed": 5,
-            "done": 20,
-            "failed": 0,
-            "in_flight": 4,
-            "responses": 640,
-            "first_ns": [],
-        }
-        return console._bench_line(
-            Progress(protocol="grpc", label="4 in flight", total=total, live=Live(**live | changes))
-        )
-
-    said = "4 in flight, 2.5 requests/s, 64 responses/s"
-    assert line(80) == f"grpc, 4 in flight: 20 of 80 done, 30 s left, {said}"
-    assert line(None, left_s=12.3) == f"grpc, 4 in flight: 20 done, 12 s left, {said}"
-    assert line(None) == f"grpc, 4 in flight: 20 done, {said}"
-    first = [number * 1_000_000 for number in range(1, 101)]
-    assert line(None, first_ns=first, failed=2) == (
-        f"grpc, 4 in flight: 20 done, TTFT p50/p99 51/100 ms, {said}, 2 failed"
-    )
-
-
 def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
@@ -777,20 +730,6 @@ def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -
     bench._check_place(tmp_path / "new" / "deep" / "report.json")
     # A run that fails before it has figures leaves no folders behind.
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_figures_are_never_cut_in_two(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from trtpipe.pipeline.cli import console
-
-    def shown(width: int) -> list[str]:
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        monkeypatch.setenv("NO_COLOR", "1")
-        console.table(("load", "TTFT ms", "failed"), [("4 in flight", "50.1/51.0/61.7", None)], figures=True)
-        return capsys.readouterr().out.splitlines()
-
-    assert len(shown(80)) == 2
-    assert shown(30) == ["", "load     4 in flight", "TTFT ms  50.1/51.0/61.7", "failed   -"]
 
 
 # What is served
@@ -813,7 +752,7 @@ def test_whose_stamps_a_measurement_takes(
 ) -> None:
     taken: list[bool] = []
     monkeypatch.setattr(bench, "LINUX", linux)
-    monkeypatch.setattr(bench, "_measure", lambda options, *rest: taken.append(options.wiring.kernel_stamps))
+    monkeypatch.setattr(bench, "_measure", lambda options, *rest, **more: taken.append(options.wiring.kernel_stamps))
     server = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", "tokenizer.json"]
     assert run("bench", *server, *words).status == 0
     assert taken == [kernel]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from trtpipe.engines.errors import HostError
 from trtpipe.engines.hf.inspection import Inspection, TensorInfo
 from trtpipe.engines.process import python_command
-from trtpipe.pipeline.cli import console, console_plan, console_top
+from trtpipe.pipeline.cli import console, console_bench, console_plan, console_top
 from trtpipe.pipeline.cli.console_text import LONGEST, bounded, one_line, visible
 from trtpipe.pipeline.net.triton_metrics import EngineFigures, Figures, GpuFigures, ModelFigures
 from trtpipe.pipeline.planner import tables
@@ -160,11 +160,13 @@ def failure(text: str) -> None:
 
 def bench(text: str) -> None:
     live: Any = SimpleNamespace(
-        done=1, failed=0, left_s=None, elapsed_s=1.0, warmed=0, first_ns=[], in_flight=0, responses=1
+        done=1, failed=0, left_s=None, elapsed_s=1.0, warmed=0, first_ns=[], in_flight=0, responses=1, to_make=0
     )
-    at: Any = SimpleNamespace(protocol=text, label=text, total=1, live=live, state="begun")
-    with console.bench_progress() as progress:
-        progress(at)
+    at: Any = SimpleNamespace(protocol=text, label=text, total=1, live=live, result=None)
+    at.name = text
+    for at.state in ("begun", "running", "ended"):
+        with console_bench.progress() as progress:
+            progress(at)
 
 
 PRINTING: list[Printing] = [
@@ -173,7 +175,7 @@ PRINTING: list[Printing] = [
     lambda text: console.result(text, text),
     lambda text: console.result_json({text: [text]}),
     lambda text: console.passport({text: {text: text}, "x": text}),
-    lambda text: console.table((text, "b"), [(text, None), (text, text)], numeric=(text,), figures=True),
+    lambda text: console.table((text, "b"), [(text, None), (text, text)], numeric=(text,)),
     lambda text: console.BuildReporter().line(text),
     lambda text: console.BuildReporter().note(text),
 ]  # fmt: skip

@@ -14,7 +14,8 @@ from tests.support.factories import write_passport
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.serving.serve import require_alike
-from trtpipe.triton_repo.combine import link_models, model_names
+from trtpipe.triton_repo.combine import link_models
+from trtpipe.triton_repo.layout import model_names
 
 
 def write_config(repository: Path, model: str, text: str) -> None:

@@ -20,7 +20,7 @@ from trtpipe.pipeline.bench.compare.importers import (
     vllm,
 )
 from trtpipe.pipeline.bench.compare.json_files import read_lines, read_objects
-from trtpipe.pipeline.bench.compare.request_files import MOST_LEVELS, checked
+from trtpipe.pipeline.bench.compare.request_files import MOST_LOAD_POINTS, checked
 from trtpipe.pipeline.bench.results.digest import digest
 
 
@@ -49,7 +49,7 @@ REPORT: dict[str, tuple[type, ...]] = {
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "tool": (dict, _NONE), "notes": (list,), "broken": (str, _NONE), "records_sha256": (str, _NONE),
 }  # fmt: skip
-LEVEL: dict[str, tuple[type, ...]] = {
+LOAD_POINT: dict[str, tuple[type, ...]] = {
     "protocol": (str,), "label": (str,), "load": (dict,), "requests": (dict,), "metrics": (dict,), "verdict": (dict,),
     "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
 }  # fmt: skip
@@ -105,19 +105,19 @@ def _faults(report: Mapping[str, Any]) -> Iterator[str]:
     for name, entry in report["metrics"].items():
         if not isinstance(entry, dict) or not isinstance(entry.get("unit", ""), str):
             yield f"{name} of its metrics has no unit"
-    if len(report["levels"]) > MOST_LEVELS:
-        yield f"it has {len(report['levels']):,} levels; at most {MOST_LEVELS:,} are read"
-    for number, level in enumerate(report["levels"]):
-        yield from _level_faults(level, f"level {number}")
+    if len(report["levels"]) > MOST_LOAD_POINTS:
+        yield f"it has {len(report['levels']):,} load points; at most {MOST_LOAD_POINTS:,} are read"
+    for number, point in enumerate(report["levels"]):
+        yield from _load_point_faults(point, f"load point {number}")
 
 
-def _level_faults(level: Any, where: str) -> Iterator[str]:
-    yield from _unlike(level, LEVEL, where)
-    yield from _unlike(level["load"], LOAD, f"the load of {where}")
-    yield from _unlike_verdict(level["verdict"], f"the verdict of {where}")
-    if len(level["metrics"]) > MOST_METRICS:
-        yield f"{where} has {len(level['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
-    for name, entry in level["metrics"].items():
+def _load_point_faults(point: Any, where: str) -> Iterator[str]:
+    yield from _unlike(point, LOAD_POINT, where)
+    yield from _unlike(point["load"], LOAD, f"the load of {where}")
+    yield from _unlike_verdict(point["verdict"], f"the verdict of {where}")
+    if len(point["metrics"]) > MOST_METRICS:
+        yield f"{where} has {len(point['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
+    for name, entry in point["metrics"].items():
         if not isinstance(entry, dict):
             yield f"{where}: {name} is not a mapping"
         for statistic, value in entry.items():

@@ -68,7 +68,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
     endpoint, run = config["endpoint"], value.get("run_info") or {}
     metrics, definitions = _metrics(value, per_chunk_usage=bool(endpoint.get("per_chunk_usage")))
     prompts: dict[str, Any] = (config.get("datasets") or [{}])[0].get("prompts") or {}
-    level = schema.level(
+    point = schema.load_point(
         endpoint["type"],
         _load(config["phases"]),
         metrics,
@@ -80,7 +80,7 @@ def report(values: list[dict[str, Any]]) -> dict[str, Any]:
     return schema.report(
         NAME,
         value["aiperf_version"],
-        [level],
+        [point],
         definitions,
         model=", ".join(item["name"] for item in config["models"]["items"]),
         url=", ".join(endpoint["urls"]),

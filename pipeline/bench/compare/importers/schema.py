@@ -21,7 +21,7 @@ UNITS = {
 def report(
     tool: str,
     version: str | None,
-    levels: list[dict[str, Any]],
+    load_points: list[dict[str, Any]],
     definitions: dict[str, dict[str, str]],
     *,
     model: str | None,
@@ -49,16 +49,16 @@ def report(
         "engine": None,
         "repository_sha256": None,
         "tokenizer_sha256": None,
-        "endpoints": [{"protocol": levels[0]["protocol"], "url": url, "server": None, "model": model}],
+        "endpoints": [{"protocol": load_points[0]["protocol"], "url": url, "server": None, "model": model}],
         "client": {tool: version},
         "host": None,
         "metrics": definitions,
         "records": None,
-        "levels": levels,
+        "levels": load_points,
     }
 
 
-def level(
+def load_point(
     protocol: str,
     load: dict[str, Any],
     metrics: dict[str, dict[str, Any]],

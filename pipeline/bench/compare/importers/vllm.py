@@ -51,17 +51,17 @@ def recognises(value: dict[str, Any]) -> bool:
 
 
 def report(values: list[dict[str, Any]]) -> dict[str, Any]:
-    levels: list[dict[str, Any]] = []
+    load_points: list[dict[str, Any]] = []
     definitions: dict[str, dict[str, str]] = {}
     for value in values:
-        level = _level(value, definitions)
-        level["repeat"] = sum(earlier["load"] == level["load"] for earlier in levels)
-        levels.append(level)
+        point = _load_point(value, definitions)
+        point["repeat"] = sum(earlier["load"] == point["load"] for earlier in load_points)
+        load_points.append(point)
     chat = any(_BACKENDS.get(value["backend"]) is _CHAT for value in values)
     return schema.report(
         NAME,
         None,
-        levels,
+        load_points,
         definitions,
         model=", ".join(dict.fromkeys(value["model_id"] for value in values)),
         url=None,
@@ -80,7 +80,7 @@ def records(file: Path, values: list[dict[str, Any]]) -> list[dict[str, Any]] | 
     return [record for number, value in enumerate(values) for record in _records(number, value)]
 
 
-def _level(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dict[str, Any]:
+def _load_point(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dict[str, Any]:
     completed, failed = value["completed"], value.get("failed")
     metrics: dict[str, dict[str, Any]] = {}
     for short, (name, formula) in _BACKENDS.get(value["backend"], _other(value["backend"])).items():
@@ -97,7 +97,7 @@ def _level(value: dict[str, Any], definitions: dict[str, dict[str, str]]) -> dic
     total = None if failed is None else completed + failed
     metrics["error_rate"] = schema.rate(failed / total if failed is not None and total else None)
     definitions["error_rate"] = schema.definition("", "failed / all requests")
-    return schema.level(
+    return schema.load_point(
         {"openai-chat": "chat", "openai": "completions", "vllm": "completions"}.get(value["backend"], value["backend"]),
         _load(value),
         metrics,

@@ -72,7 +72,7 @@ def test_ratios_of_known_times(tmp_path: Path) -> None:
 def test_intervals_are_those_of_resampling_by_hand() -> None:
     """Percentiles of one value a request come from a Beta distribution, those of gaps from groups of ranks."""
     requests = lines(400, seed=3, spread=0.5, tokens=12)
-    resampler = Resampler(request_files.by_level(requests)[0], closed=True, seed=(0,))
+    resampler = Resampler(request_files.by_load_point(requests)[0], closed=True, seed=(0,))
     ttft = np.array([(one["stamps_ns"][0] - one["sent_ns"]) / 1e6 for one in requests])
     gaps = np.array([np.diff(one["stamps_ns"]) / 1e6 for one in requests])
     picked = np.random.default_rng(9).integers(0, 400, (2_000, 400))
@@ -108,7 +108,7 @@ def test_of_a_percentile_that_few_requests_do_not_bound_nothing_is_said(tmp_path
 
 def test_a_rate_varies_as_the_requests_do() -> None:
     requests = lines(40, seed=3, spread=0.5)
-    found = request_files.by_level(requests)[0]
+    found = request_files.by_load_point(requests)[0]
     tokens, seconds = np.full(40, 8.0), np.array([(one["end_ns"] - one["sent_ns"]) / 1e9 for one in requests])
     picked = np.random.default_rng(9).integers(0, 40, (20_000, 40))
     expected = tokens[picked].sum(axis=1) / seconds[picked].sum(axis=1)
@@ -124,7 +124,7 @@ def test_a_rate_varies_as_the_requests_do() -> None:
 
 
 def test_large_levels_are_resampled_in_blocks_to_the_same_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = request_files.by_level(lines(50, seed=4))[0]
+    found = request_files.by_load_point(lines(50, seed=4))[0]
     whole = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
     monkeypatch.setattr("trtpipe.pipeline.bench.compare.bootstrap._AT_ONCE", 50 * 300)
     blocks = Resampler(found, closed=True, seed=(5,)).draws("time_to_first_token", "mean", 0.0)
@@ -311,20 +311,20 @@ def test_a_level_that_ended_early_has_not_passed(tmp_path: Path, early: dict[str
     ("damage", "told"),
     [
         (lambda value: value.update(levels=None), "levels of the report is null"),
-        (lambda value: value.update(levels=[None]), "level 0 is not a mapping"),
-        (lambda value: value["levels"][0].pop("metrics"), "level 0 has no metrics"),
-        (lambda value: value["levels"][0].update(metrics=[]), "metrics of level 0 is []"),
+        (lambda value: value.update(levels=[None]), "load point 0 is not a mapping"),
+        (lambda value: value["levels"][0].pop("metrics"), "load point 0 has no metrics"),
+        (lambda value: value["levels"][0].update(metrics=[]), "metrics of load point 0 is []"),
         (
             lambda value: value["levels"][0]["metrics"]["time_to_first_token"].update(p99="fast"),
-            "level 0: p99 of time_to_first_token is 'fast'",
+            "load point 0: p99 of time_to_first_token is 'fast'",
         ),
         (
             lambda value: value["levels"][0]["metrics"]["time_to_first_token"].update(p99=-5),
-            "level 0: p99 of time_to_first_token is -5",
+            "load point 0: p99 of time_to_first_token is -5",
         ),
-        (lambda value: value["levels"][0].update(load=None), "load of level 0 is null"),
-        (lambda value: value["levels"][0].update(load={}), "the load of level 0 has no kind"),
-        (lambda value: value["levels"][0].update(verdict={"reasons": []}), "the verdict of level 0 has no valid"),
+        (lambda value: value["levels"][0].update(load=None), "load of load point 0 is null"),
+        (lambda value: value["levels"][0].update(load={}), "the load of load point 0 has no kind"),
+        (lambda value: value["levels"][0].update(verdict={"reasons": []}), "the verdict of load point 0 has no valid"),
         (lambda value: value.update(verdict={"valid": "no", "reasons": []}), 'valid of its verdict is "no"'),
         (lambda value: value.update(options=[]), "options of the report is []"),
         (lambda value: value.update(engine=[3]), "engine of the report is [3]"),
@@ -352,11 +352,16 @@ def test_a_statistic_that_one_side_lacks_is_left_out(tmp_path: Path) -> None:
     lacking = level(requests)
     lacking["metrics"]["time_to_first_token"]["p99"] = None
     a, b = save(tmp_path / "a", report([level(requests)])), save(tmp_path / "b", report([lacking]))
-    _, rows = compare([a, b]).table()
-    named = [row[1] for row in rows]
+    ((_, ((_, rows),)),) = compare([a, b]).tables()
+    named = [row[0] for row in rows]
     assert "TTFT p50 ms" in named
     assert "TTFT p99 ms" not in named
     assert "latency p99 ms" in named
+
+
+def test_of_single_requests_nothing_is_significant(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / name, lines(1, seed=seed)) for seed, name in enumerate("ab")]
+    assert compare(paths).summary() == ["B against A: no significance: there are too few requests for intervals"]
 
 
 def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:
@@ -366,9 +371,9 @@ def test_three_reports_are_set_against_the_first(tmp_path: Path) -> None:
     assert cell(found, "time_to_first_token", "mean", "B").ratio == pytest.approx(2, rel=0.1)
     assert cell(found, "time_to_first_token", "mean", "C").ratio == pytest.approx(0.5, rel=0.1)
     assert [(one.letter, one.fired) for one in found.judgements] == [("B", True), ("C", False)]
-    columns, rows = found.table()
-    assert [column for column in columns if column in "ABC"] == ["", "A", "B", "C"]
-    assert all(len(row) == len(columns) for row in rows)
+    heads = [head for head, _ in found.tables()]
+    assert heads == [("", "A", x, f"{x}/A", "95% interval", f"{x} is") for x in "BC"]
+    assert all(len(row) == 6 for _, sections in found.tables() for _, rows in sections for row in rows)
 
 
 # What makes runs unlike
@@ -391,7 +396,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"partial": True}, "B is partial: it was interrupted, or load points ended early"),
     (
         {"verdict": {**LATE, "reasons": [{**LATE["reasons"][0], "what": "grpc: the event loop was late"}]}},
-        "B is INVALID, its client was part of what it measured: grpc: the event loop was late: by 31.0 ms",
+        "B is INVALID: grpc: the event loop was late: by 31.0 ms",
     ),
     ({"endpoints": [{"protocol": "grpc", "model": "other", "server": "triton 2.51.0"}]}, "model: A ensemble, B other"),
     ({"endpoints": [{"protocol": "grpc", "model": "ensemble", "server": "vllm"}]}, "server: A triton 2.51.0, B vllm"),

@@ -15,7 +15,7 @@ from trtpipe.configs import facts
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.load.arrivals import schedule, slot_starts
-from trtpipe.pipeline.bench.load.files import find_load, names, parse_levels, parse_work
+from trtpipe.pipeline.bench.load.files import find_load, names, parse_loads, parse_work
 from trtpipe.pipeline.bench.load.loads import Closed, Open, Replay, Stage, Staged
 from trtpipe.pipeline.bench.load.texts import load_tokenizer
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
@@ -40,7 +40,7 @@ def test_every_shipped_load_is_named_as_its_file() -> None:
 def test_every_shipped_load_can_be_made(name: str, tmp_path: Path) -> None:
     found = find_load(name)
     asks = Workload(found.work, load_tokenizer(make("byte-level", tmp_path)), 0).asks()
-    for level in found.levels:
+    for level in found.load_points:
         if isinstance(level, Closed):
             assert len(slot_starts(level)) == level.concurrency
         else:
@@ -55,23 +55,23 @@ def test_every_shipped_load_can_be_made(name: str, tmp_path: Path) -> None:
 def test_the_shipped_trace_is_replayed_with_its_own_prompts() -> None:
     found = find_load("trace")
     assert found.work.trace == facts.CONFIGS / "load" / "trace.jsonl"
-    assert found.levels[0] == Replay(trace=found.work.trace, max_total_tokens=4096, warmup_s=5)
-    assert [level.speedup for level in found.levels if isinstance(level, Replay)] == [1, 2]
+    assert found.load_points[0] == Replay(trace=found.work.trace, max_total_tokens=4096, warmup_s=5)
+    assert [level.speedup for level in found.load_points if isinstance(level, Replay)] == [1, 2]
 
 
 def test_lists_are_levels(tmp_path: Path) -> None:
     found = load("name: my\nload: {rate: [1, 2.5], requests: 10, arrivals: gamma, burstiness: 2}", tmp_path)
-    assert found.levels == tuple(Open(rate=rate, requests=10, arrivals="gamma", burstiness=2) for rate in (1, 2.5))
+    assert found.load_points == tuple(Open(rate=rate, requests=10, arrivals="gamma", burstiness=2) for rate in (1, 2.5))
     assert found.work == Work(folder=tmp_path)
     closed = load("name: my\nload: {concurrency: [1, 64], ramp_s: 2, warmup: 0}", tmp_path)
-    assert closed.levels == (Closed(concurrency=1, ramp_s=2, warmup=0), Closed(concurrency=64, ramp_s=2, warmup=0))
-    assert load("name: my\nload: {concurrency: 3}", tmp_path).levels == (Closed(concurrency=3),)
+    assert closed.load_points == (Closed(concurrency=1, ramp_s=2, warmup=0), Closed(concurrency=64, ramp_s=2, warmup=0))
+    assert load("name: my\nload: {concurrency: 3}", tmp_path).load_points == (Closed(concurrency=3),)
 
 
 def test_a_stage_has_a_rate_or_goes_from_one_to_another(tmp_path: Path) -> None:
     text = "name: my\nload: {stages: [{duration_s: 5, rate: 2}, {from: 2, to: 0.5, duration_s: 1}], max_in_flight: 7}"
     stages = (Stage(duration_s=5, start=2, end=2), Stage(duration_s=1, start=2, end=0.5))
-    assert load(text, tmp_path).levels == (Staged(stages=stages, max_in_flight=7),)
+    assert load(text, tmp_path).load_points == (Staged(stages=stages, max_in_flight=7),)
 
 
 def test_work_is_read_in_depth(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_an_unknown_load_gets_the_nearest_spelling(tmp_path: Path) -> None:
 
 
 def test_options_are_read_as_a_file_is_and_refused_as_the_command_s() -> None:
-    levels = parse_levels({"rate": [1], "duration_s": 5}, "--load", Path(), UsageError)
+    levels = parse_loads({"rate": [1], "duration_s": 5}, "--load", Path(), UsageError)
     assert levels == (Open(rate=1, duration_s=5),)
     with pytest.raises(UsageError, match=r"^--load: unknown key 'ratte'; did you mean 'rate'"):
-        parse_levels({"ratte": 1}, "--load", Path(), UsageError)
+        parse_loads({"ratte": 1}, "--load", Path(), UsageError)
     with pytest.raises(UsageError, match=r"^work: output_tokens '0' cannot be drawn from"):
         parse_work({"output_tokens": 0}, "work", Path(), levels, UsageError)
 

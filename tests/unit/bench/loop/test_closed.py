@@ -30,7 +30,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer
 from trtpipe.pipeline.bench.results.metrics import closed_window
 from trtpipe.pipeline.bench.results.records import settle
-from trtpipe.pipeline.bench.results.statistics import level_metrics
+from trtpipe.pipeline.bench.results.statistics import load_point_metrics
 
 
 def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.AbstractEventLoop) -> None:
@@ -46,7 +46,7 @@ def test_never_more_than_n_in_flight_and_n_throughout_the_window(loop: asyncio.A
     # From the very first request until the window ends, warm-up included, every moment has four in flight.
     for moment in range(int(records.due.min()), window.stop_ns, 5 * MS):
         assert ((records.sent <= moment) & (moment < records.end)).sum() == 4
-    metrics = level_metrics(records, window)
+    metrics = load_point_metrics(records, window)
     assert metrics["effective_concurrency"]["value"] == pytest.approx(4, abs=1e-9)
     assert metrics["time_to_first_token"]["p99"] == pytest.approx(40)
     assert metrics["inter_token_latency"]["p99"] == pytest.approx(10)
@@ -75,7 +75,7 @@ def test_places_that_end_together_rest_together(loop: asyncio.AbstractEventLoop)
 def test_throughput_of_a_steady_server_is_its_true_rate(loop: asyncio.AbstractEventLoop) -> None:
     ended = drive(loop, closed(Simulated(), Closed(concurrency=4, requests=400)))
     records = settle(ended, lambda exchange: Answer(list(exchange.stamps), [1] * len(exchange.stamps)), len)
-    metrics = level_metrics(records, closed_window(records, 4))
+    metrics = load_point_metrics(records, closed_window(records, 4))
     # Four places, each with eight tokens in 40 + 7 x 10 ms.
     assert metrics["output_token_throughput"]["value"] == pytest.approx(4 * 8 / 0.110, rel=0.005)
     assert metrics["request_throughput"]["value"] == pytest.approx(4 / 0.110, rel=0.02)

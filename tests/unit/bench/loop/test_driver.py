@@ -29,11 +29,13 @@ from tests.support.driving import (
     opened,
 )
 from trtpipe.pipeline.bench.load.loads import Closed, Open
+from trtpipe.pipeline.bench.loop import load_point
 from trtpipe.pipeline.bench.loop.driver import Driver, Limits, Live
 from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.loop.load_point import LoadPointRun, evaluate
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.protocols.transport import Client
+from trtpipe.pipeline.bench.workers.share import WHOLE
 
 # Giving up
 
@@ -260,6 +262,43 @@ def test_an_interrupt_while_connections_are_made_is_not_lost(
     assert result.interrupted
     assert result.window_s is None
     assert len(driven.records) == 0
+
+
+def test_an_interrupt_while_requests_are_made_is_not_lost(loop: asyncio.AbstractEventLoop) -> None:
+    told: list[Live] = []
+
+    def watch(live: Live) -> None:
+        told.append(live)
+        level.interrupt()
+
+    load, work = Open(rate=1e5, requests=1_000_000), Sessions(1)
+    level = LoadPointRun(
+        load,
+        Client(Letters(), Quick()),
+        RequestFactory(),
+        work,  # type: ignore[arg-type]
+        limits=PATIENT,
+        watch=watch,
+    )
+    loop.run_until_complete(level.prepare())
+    loop.run_until_complete(level.drive())
+    assert [live.to_make for live in told] == [1_200_000]
+    assert 0 < told[0].made < 1_200_000
+    assert len(level.collect(len).records) == 0
+
+
+def test_a_long_closed_loop_makes_its_last_requests_while_it_runs(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_point, "MOST_AHEAD", 20)
+    sender, work = Quick(), Sessions(1)
+    load = Closed(concurrency=2, requests=100, cooldown=False, warmup=0)
+    level = LoadPointRun(load, Client(Letters(), sender), RequestFactory(), work, limits=PATIENT)  # type: ignore[arg-type]
+    loop.run_until_complete(level.prepare())
+    assert next(work.asks(WHOLE)).session == 20
+    loop.run_until_complete(level.drive())
+    assert next(work.asks(WHOLE)).session == 101  # one was taken above
+    assert len(level.collect(len).records) == 100
 
 
 class Fault(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +17,10 @@ from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.bench.results.files import write_report
 from trtpipe.pipeline.bench.results.metrics import Distribution, Rate, Values, Window
 from trtpipe.pipeline.bench.results.records import Records
-from trtpipe.pipeline.bench.results.report import BenchReport, level_result
+from trtpipe.pipeline.bench.results.report import BenchReport, load_point_result
 from trtpipe.pipeline.bench.results.slo import parse_objective
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
-from trtpipe.pipeline.cli.console import bench_table
+from trtpipe.pipeline.cli import console_bench
 
 
 def second_response(records: Records) -> Values:
@@ -60,7 +59,7 @@ def report(path: Path, *, second_ms: int, prompt: int) -> BenchReport:
             for at in range(0, 2000, 100)
         )
     )
-    result = level_result(
+    result = load_point_result(
         records, Window(start_ns=0, stop_ns=2000 * MS), SelfCheck(figures={}, reasons=[]), protocol="grpc",
         label="1 in flight", load={"kind": "closed", "concurrency": 1},
         objectives=[parse_objective("tt2r:p50<50ms")],
@@ -98,16 +97,14 @@ def test_a_metric_is_in_the_csv_and_on_the_page(compared: tuple[Path, BenchRepor
         assert told in page
 
 
-def test_a_metric_is_a_column_of_the_terminal(
+def test_a_metric_is_a_row_of_the_terminal(
     compared: tuple[Path, BenchReport, Comparison], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, second, _ = compared
-    bench_table(second)
-    told = capsys.readouterr().out
-    assert "second ms" in told
-    assert "60.0/60.0/60.0" in told
-    assert "prompt tokens/s" in told
-    assert "500.0" in told
+    console_bench.report(second)
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["second", "p99", "ms", "60.0"] in told
+    assert ["prompt", "tokens/s", "500.0"] in told
 
 
 def test_a_metric_can_be_an_objective(compared: tuple[Path, BenchReport, Comparison]) -> None:
@@ -119,7 +116,8 @@ def test_a_metric_can_be_an_objective(compared: tuple[Path, BenchReport, Compari
 
 def test_a_metric_is_compared_and_can_fail_a_comparison(compared: tuple[Path, BenchReport, Comparison]) -> None:
     _, _, found = compared
-    shown: dict[str | None, Any] = {row[1]: row[2:] for row in found.table()[1]}
+    ((_, ((_, rows),)),) = found.tables()
+    shown = {row[0]: row[1:] for row in rows}
     assert shown["second p50 ms"][:3] == ("40", "60", "1.500")
     assert shown["second p50 ms"][-1] == "worse"
     assert shown["prompt tokens/s"][:3] == ("1,000", "500", "0.500")

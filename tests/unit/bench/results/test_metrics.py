@@ -25,7 +25,7 @@ from trtpipe.pipeline.bench.results.statistics import (
     INTERVALS,
     PERCENTILES,
     bootstrap,
-    level_metrics,
+    load_point_metrics,
     percentile_name,
     summarise,
 )
@@ -151,7 +151,7 @@ LEVEL = (
 
 def rate_values(*rows: Row, places: int = 2) -> dict[str, float | None]:
     records = made(*rows)
-    found = level_metrics(records, closed_window(records, places))
+    found = load_point_metrics(records, closed_window(records, places))
     return {rate.name: found[rate.name]["value"] for rate in rates()}
 
 
@@ -209,7 +209,7 @@ def test_a_window_is_open_at_its_start_and_closed_at_its_end() -> None:
         Row(stamps=(100, 200), tokens=(1, 2), due=100, sent=50, slot=0),
         Row(stamps=(100,), tokens=(4,), due=0, slot=1),
     )
-    found = level_metrics(made(*rows), Window(start_ns=100 * MS, stop_ns=200 * MS))
+    found = load_point_metrics(made(*rows), Window(start_ns=100 * MS, stop_ns=200 * MS))
     assert found["output_token_throughput"]["value"] == pytest.approx(2 / 0.1)
     assert found["request_throughput"]["value"] == pytest.approx(1 / 0.1)
 
@@ -228,7 +228,9 @@ def test_the_error_rate_is_of_all_measured_requests_and_of_no_warm_up() -> None:
     good = Row(stamps=(20,), tokens=(1,), due=10)
     failed = Row(due=0, end=30, failed="Timeout")
     records = made(good, failed, failed, good, good, Row(end=1, failed="Timeout", warmup=True))
-    assert level_metrics(records, Window(start_ns=0, stop_ns=30 * MS))["error_rate"]["value"] == pytest.approx(2 / 5)
+    assert load_point_metrics(records, Window(start_ns=0, stop_ns=30 * MS))["error_rate"]["value"] == pytest.approx(
+        2 / 5
+    )
 
 
 def test_what_warm_up_brings_within_the_window_is_throughput_too() -> None:
@@ -239,7 +241,7 @@ def test_what_warm_up_brings_within_the_window_is_throughput_too() -> None:
         for due in range(0, 4000, 100)
     ]
     records = made(*rows)
-    found = level_metrics(records, Window(start_ns=1000 * MS, stop_ns=3000 * MS))
+    found = load_point_metrics(records, Window(start_ns=1000 * MS, stop_ns=3000 * MS))
     assert found["request_throughput"]["value"] == pytest.approx(10)
     assert found["output_token_throughput"]["value"] == pytest.approx(10)
     assert found["total_token_throughput"]["value"] == pytest.approx(50)
@@ -257,21 +259,21 @@ def test_concurrency_is_the_time_in_flight_within_the_window() -> None:
         Row(sent=210, end=290, stamps=(290,)),  # after
         Row(sent=None, end=150, failed="ConnectFailed"),  # never in flight
     )
-    assert level_metrics(made(*rows), window)["effective_concurrency"]["value"] == pytest.approx(1.6)
+    assert load_point_metrics(made(*rows), window)["effective_concurrency"]["value"] == pytest.approx(1.6)
 
 
 def test_uncounted_tokens_are_spread_over_the_responses() -> None:
     window = Window(start_ns=200 * MS, stop_ns=400 * MS)
     # Two of three responses of the first, one of two of the second lie inside: 2/3 of 9 and half of 5.
     rows = (Row(stamps=(100, 300, 350), output=9), Row(stamps=(400, 500), output=5))
-    assert level_metrics(made(*rows), window)["output_token_throughput"]["value"] == pytest.approx(8.5 / 0.2)
+    assert load_point_metrics(made(*rows), window)["output_token_throughput"]["value"] == pytest.approx(8.5 / 0.2)
 
 
 @pytest.mark.parametrize("slot", [0, -1], ids=["closed", "open"])
 def test_a_throughput_may_be_off_by_what_its_requests_brought(slot: int) -> None:
     # Of resamples of two requests with 1 and 3 tokens a quarter has twice the first, and a quarter twice the second.
     rows = [Row(stamps=(100,), tokens=(count,), slot=slot, sent=0, end=100) for count in (1, 3)]
-    found = level_metrics(made(*rows), Window(start_ns=0, stop_ns=200 * MS))
+    found = load_point_metrics(made(*rows), Window(start_ns=0, stop_ns=200 * MS))
     assert found["output_token_throughput"] == {"value": 20.0, "interval": pytest.approx([10.0, 30.0])}
     # In a closed loop they took as long, on a schedule as many come as it says: nothing tells how far this is off.
     assert found["request_throughput"] == {"value": 10.0, "interval": None}
@@ -282,7 +284,7 @@ def test_a_throughput_may_be_off_by_what_its_requests_brought(slot: int) -> None
 
 
 def test_undefined_is_none_and_never_zero_or_nan() -> None:
-    nothing = level_metrics(made(), None)
+    nothing = load_point_metrics(made(), None)
     empty = dict.fromkeys(("mean", "std", "min", "max", *POINTS, "interval"))
     for metric in distributions():
         assert nothing[metric.name] == {"n": 0, **empty}
@@ -303,18 +305,18 @@ def test_undefined_is_none_and_never_zero_or_nan() -> None:
 def test_no_number_is_nan_or_endless(rows: tuple[Row, ...]) -> None:
     records = made(*rows)
     for window in (None, Window(start_ns=0, stop_ns=10 * MS), closed_window(records, 2)):
-        for name, summary in level_metrics(records, window).items():
+        for name, summary in load_point_metrics(records, window).items():
             numbers = [value for key, value in summary.items() if key != "interval" and value is not None]
             assert all(math.isfinite(number) for number in numbers), name
 
 
 def test_an_error_rate_of_no_requests_is_undefined() -> None:
     window = Window(start_ns=0, stop_ns=10 * MS)
-    assert level_metrics(made(Row(stamps=(5,), warmup=True)), window)["error_rate"]["value"] is None
+    assert load_point_metrics(made(Row(stamps=(5,), warmup=True)), window)["error_rate"]["value"] is None
 
 
 def test_where_all_have_failed_there_is_no_window_and_an_error_rate() -> None:
-    found = level_metrics(made(Row(end=5, failed="Timeout"), Row(end=7, failed="Timeout")), None)
+    found = load_point_metrics(made(Row(end=5, failed="Timeout"), Row(end=7, failed="Timeout")), None)
     assert found["error_rate"]["value"] == 1
     assert found["request_throughput"]["value"] is None
 
@@ -436,7 +438,7 @@ def test_token_gaps_add_up_to_the_time_from_first_to_last_token(gaps: list[tuple
 
 def test_every_metric_says_its_unit_its_formula_and_when_it_is_undefined() -> None:
     said = definitions()
-    assert set(said) == {*level_metrics(made(), None), "request_goodput", "token_goodput"}
+    assert set(said) == {*load_point_metrics(made(), None), "request_goodput", "token_goodput"}
     for name, entry in said.items():
         assert set(entry) == {"unit", "formula", "undefined"}
         assert entry["formula"], name

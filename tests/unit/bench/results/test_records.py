@@ -14,8 +14,8 @@ from tests.support.bench_records import Row, made
 from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer
 from trtpipe.pipeline.bench.results.records import NONE, SERVER, TOKENIZER, USAGE, Records, read_objects, settle
-from trtpipe.pipeline.bench.results.report import level_result
-from trtpipe.pipeline.bench.results.statistics import level_metrics
+from trtpipe.pipeline.bench.results.report import load_point_result
+from trtpipe.pipeline.bench.results.statistics import load_point_metrics
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 
 MS = 1_000_000
@@ -84,7 +84,7 @@ def test_a_prompt_is_as_long_as_the_server_says() -> None:
 def test_a_usage_of_one_token_a_response_makes_token_exact_gaps() -> None:
     def gaps(usage: int) -> int:
         records = settled(Answer(stamps(20, 30, 50), None, usage=usage))
-        found: int = level_metrics(records, None)["inter_token_latency"]["n"]
+        found: int = load_point_metrics(records, None)["inter_token_latency"]["n"]
         return found
 
     assert gaps(3) == 2
@@ -104,7 +104,7 @@ def test_a_usage_of_one_token_a_response_makes_token_exact_gaps() -> None:
 )
 def test_a_level_says_who_counted(answers: list[Answer | Failure], source: str | None) -> None:
     check = SelfCheck(figures={}, reasons=[])
-    result = level_result(settled(*answers), None, check, protocol="grpc", label="1 in flight", load={})
+    result = load_point_result(settled(*answers), None, check, protocol="grpc", label="1 in flight", load={})
     assert result.token_count_source == source
 
 
@@ -258,7 +258,7 @@ def test_what_another_tool_does_not_tell_is_unknown_and_in_no_metric() -> None:
         ("due_ns", "end_ns", "tokens", "input_tokens", "output_tokens", "max_tokens", "failure")
     )
     line |= {"id": "a", "warmup": False, "sent_ns": 1_000_000, "stamps_ns": [3_000_000]}
-    told = level_metrics(read_objects([line]), None)
+    told = load_point_metrics(read_objects([line]), None)
     assert told["time_to_first_token"]["p50"] == 2.0
     undefined = ("time_to_first_token_from_due", "dispatch_delay", "input_sequence_length", "output_sequence_length")
     for name in (*undefined, "output_token_throughput_per_user", "time_per_output_token", "request_latency_from_due"):

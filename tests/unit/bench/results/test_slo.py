@@ -10,7 +10,7 @@ from tests.support.bench_records import MS, Row, made
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import Records
-from trtpipe.pipeline.bench.results.report import level_result
+from trtpipe.pipeline.bench.results.report import load_point_result
 from trtpipe.pipeline.bench.results.slo import Objective, Outcome, aliases, judge, parse_objective
 from trtpipe.pipeline.bench.results.verdict import SelfCheck
 
@@ -243,7 +243,7 @@ def test_attainment_of_nothing_is_undefined() -> None:
 
 def test_goodput_stands_among_the_metrics_only_where_there_is_an_objective() -> None:
     def metrics(*objectives: str) -> set[str]:
-        result = level_result(
+        result = load_point_result(
             made(*first(100)), SECOND, SelfCheck(figures={}, reasons=[]), protocol="grpc", label="", load={},
             objectives=[parse_objective(text) for text in objectives],
         )  # fmt: skip

@@ -66,7 +66,7 @@ def test_what_a_run_has_to_say() -> None:
         "http through tritonclient: here, with 4 in flight, TTFT comes out 1.2 ms (p50) and 3.5 ms (p99) too long",
     ]
     assert str(refusal(whole, PATH)) == (
-        "the run is INVALID: the client, not the server, was the limit; report.json says in what"
+        "the run is INVALID: grpc, 1 in flight: the event loop was late; report.json has every reason"
     )
 
 
@@ -88,7 +88,7 @@ def test_a_search_that_the_client_ended_is_invalid(rate: float | None) -> None:
     found = SearchResult(protocol="grpc", search=search, found=ended)
     counts = {"measured": 4, "succeeded": 3, "failed": 1}  # beyond the limit requests fail
     whole = report(result(), result(label="2 requests/s", verdict=LATE, requests=counts), searches=[found])
-    assert str(refusal(whole, PATH)).startswith("the run is INVALID: the client, not the server, was the limit")
+    assert str(refusal(whole, PATH)).startswith("the run is INVALID: grpc, 2 requests/s: the event loop was late")
 
 
 def test_failures_are_told_by_their_class(monkeypatch: pytest.MonkeyPatch) -> None:

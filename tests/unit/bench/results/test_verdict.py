@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.bench_records import MS, Row, made
 from trtpipe.pipeline.bench.loop.driver import Client
+from trtpipe.pipeline.bench.results.metrics import Window
 from trtpipe.pipeline.bench.results.records import NONE
 from trtpipe.pipeline.bench.results.verdict import Reason, SelfCheck, examine
 
@@ -216,3 +217,18 @@ def test_conversations_need_no_request_in_flight_at_each_place() -> None:
     for session, what in ((NONE, ["the load was not reached"]), (0, [])):
         records = replace(talking, session=np.full(len(talking), session))
         assert [reason.what for reason in examine(records, (few,), ttft_p50_ms=50.0, asked=20).reasons] == what
+
+
+def test_a_client_with_one_request_in_flight_cannot_offer_less() -> None:
+    (found,) = reasons(replace(late(100), peak=1), asked=1)
+    assert found.remedy == "measure from a machine with free cores"
+
+
+# A load point without any time
+
+
+def test_a_closed_loop_in_whose_window_no_token_arrived_was_too_short() -> None:
+    assert reasons(window=Window(start_ns=0, stop_ns=50 * MS)) == []
+    (found,) = reasons(window=Window(start_ns=50 * MS, stop_ns=149 * MS))
+    assert (found.what, found.why) == ("the load point was too short", "no token arrived in its 0.099 s")
+    assert reasons(window=Window(start_ns=50 * MS, stop_ns=149 * MS), whole=False) == []

@@ -1,0 +1,41 @@
+"""Folder of reports: one for each run, named by its time and target, and a link to the latest."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+
+from trtpipe.engines.errors import HostError, UsageError
+
+REPORTS = Path("reports")
+LATEST, FILE = "latest", "report.json"
+
+
+def new(target: str) -> Path:
+    """Path of the report of a run that begins now: reports/TIME-TARGET/report.json, which no other run has."""
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub('[^A-Za-z0-9._-]+', '-', target)[:80]}"
+    taken = sum(folder.name == name or folder.name.startswith(f"{name}.") for folder in REPORTS.glob(f"{name}*"))
+    return REPORTS / (f"{name}.{taken + 1}" if taken else name) / FILE
+
+
+def link_latest(folder: Path) -> None:
+    """Let reports/latest lead to the folder. Raises HostError."""
+    link, made = REPORTS / LATEST, REPORTS / f".{LATEST}"
+    try:
+        made.unlink(missing_ok=True)
+        made.symlink_to(folder.name)
+        made.replace(link)
+    except OSError as error:
+        raise HostError(f"{link} cannot be made", why=error.strerror or str(error)) from None
+
+
+def last_two() -> list[Path]:
+    """Reports of the last two runs, the earlier first. Raises UsageError."""
+    found = [path for path in REPORTS.glob(f"*/{FILE}") if not path.parent.is_symlink()]
+    if len(found) < 2:
+        raise UsageError(
+            f"there {'is 1 report' if found else 'are no reports'} in ./{REPORTS}, and two are compared",
+            remedy="run `trtpipe bench` again, or name two reports",
+        )
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.parent.name))[-2:]

@@ -1,0 +1,13 @@
+"""Places in a model repository, and its models by name. Imports little: every command that asks a server reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ENGINE_FOLDER = "tensorrt_llm/1"
+TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
+
+
+def model_names(repository: Path) -> list[str]:
+    """Names of the models of a repository, sorted."""
+    return sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
