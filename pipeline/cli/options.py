@@ -18,6 +18,7 @@ Dtype = Annotated[
     str | None, typer.Option(help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...")
 ]
 KvCache = Annotated[str | None, typer.Option(help="KV cache: fp8, int8 or none; the recipe's if left out.")]
+GroupSize = Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ): 64 or 128.")]
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
