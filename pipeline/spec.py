@@ -192,7 +192,6 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     precision = resolve_precision(requested, gpu, facts.load_quant_recipes(), cache, group_size)
-    calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
     toolchain = facts.find_toolchain(_release(chosen))
@@ -208,6 +207,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         # Given values take precedence over planned ones.
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
+    calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
