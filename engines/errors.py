@@ -13,7 +13,6 @@ Narrower classes are defined in the modules that raise them and derive from one 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 
 
@@ -54,18 +53,6 @@ class HostError(TrtpipeError):
     """This machine lacks a program, package, port, disk space, network or permission."""
 
     exit_code = 4
-
-
-class DiskFull(HostError):
-    """A disk has no room, or will not have it."""
-
-    def __init__(self, what: str = "the disk is full", *, why: str = "") -> None:
-        remedy = "free some space (`trtpipe gc` drops artefacts no run uses), or set TRTPIPE_HOME to a larger disk"
-        super().__init__(what, why=why, remedy=remedy)
-
-
-# What the operating system says of a disk or a quota that is full, in messages of programs and libraries.
-FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 
 
 class StageFailed(TrtpipeError):

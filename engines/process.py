@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines import errors
-from trtpipe.engines.errors import FULL, DiskFull, HostError, StageFailed, TrtpipeError
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
+from trtpipe.engines.files import FULL, DiskFull
 
 TAIL_LINES = 5
 # Bytes at the end of a log that are read for the last lines.

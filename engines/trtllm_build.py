@@ -42,7 +42,7 @@ def build(
     # The target of a model that had to be downloaded does not know its architecture.
     check_architecture(build, read_config(checkpoint.path).architecture)
     size = sum(rank_file(checkpoint.path, rank).stat().st_size for rank in range(target.mapping.world_size))
-    require_disk({out: round(DISK_FACTOR * size)}, "the engine")
+    require_disk(out, round(DISK_FACTOR * size), "the engine")
     task = Task(
         command=(PROGRAM, *arguments(checkpoint.path, out, build, target.toolchain.flags)),
         reads=(checkpoint.path, *(Path(folder).resolve() for folder in build.lora_dir)),

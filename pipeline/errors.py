@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 
-from trtpipe.engines.errors import FULL, DiskFull, HostError, TrtpipeError
+from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.files import FULL, DiskFull
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 

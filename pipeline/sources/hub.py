@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import FULL, HostError, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
+from trtpipe.engines.files import FULL
 from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, no_tokenizer
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
 

@@ -73,15 +73,15 @@ class Download(Stage):
         model = read_model_config(folder)
         family_of(model).check_source(folder, model)
         spec.judge(model)
-        made = sum(stage.disk(spec, model) for stage in later)
+        # Files that a disk has already are linked into the store on the same disk, and copied to another.
         size, cache = sum(sizes.values()), folder if isinstance(source, FolderSource) else hub.cache()
-        # Files of the same disk are linked.
-        copied = 0 if device(cache) == device(home) else size
         absent = sum(size for name, size in sizes.items() if not (folder / name).exists())
-        require_disk(
-            {cache: absent, home: copied + made}, f"the build of {spec.model.name}",
-            f"{(absent + copied) / 1e9:.1f} GB for the model's files, {made / 1e9:.1f} GB for what is made of them",
-        )  # fmt: skip
+        if device(cache) != device(home):
+            require_disk(cache, absent, f"the download of {spec.model.name}", variable="HF_HOME")
+            absent = size
+        made = sum(stage.disk(spec, model) for stage in later)
+        why = f"{absent / 1e9:.1f} GB are for the model's files, {made / 1e9:.1f} GB for what is made of them"
+        require_disk(home, absent + made, f"the build of {spec.model.name}", why)
 
     def run(self, job: Job) -> dict[str, Any]:
         source: Source = job.settings

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtpipe.engines import errors as classes
-from trtpipe.engines.errors import DiskFull, HostError, InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.files import DiskFull
 from trtpipe.pipeline.errors import translate
 
 

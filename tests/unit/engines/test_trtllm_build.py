@@ -17,7 +17,8 @@ from trtpipe.engines.backends.base import Target, Workshop
 from trtpipe.engines.base import Checkpoint, DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.convert import convert
-from trtpipe.engines.errors import ArtefactRefused, DiskFull, HostError, StageFailed, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
+from trtpipe.engines.files import DiskFull
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.engines.trtllm_options import resolve

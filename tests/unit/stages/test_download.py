@@ -19,7 +19,8 @@ from tests.support.hub_server import Hub, serving
 from tests.unit.sources.test_hub import use
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines import files
-from trtpipe.engines.errors import DiskFull, HostError, InputDataError, StageFailed, TrtpipeError
+from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError
+from trtpipe.engines.files import DiskFull
 from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import NotALlama, read_model_config
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
