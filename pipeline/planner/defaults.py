@@ -50,7 +50,8 @@ def planned_sizes(
             if longest <= usual.max_input_len:
                 out["build.max_input_len"] = (longest // 2, f"half of what {name} takes")
         wanted = Lengths(mean_input=longest / 4, mean_output=longest / 4, longest_input=longest // 2, longest=longest)
-    if "calibration.seq_len" not in chosen and CalibrationConfig().seq_len > model.longest_sequence:
+    short = CalibrationConfig().seq_len > model.longest_sequence
+    if quantization.calibrated and short and "calibration.seq_len" not in chosen:
         out["calibration.seq_len"] = (model.longest_sequence, f"the most that {name} takes")
     window = _given(chosen, "serving.max_attention_window_size", wanted.longest)
     if window < wanted.longest:  # all that the KV cache of a sequence holds
