@@ -5,17 +5,51 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.errors import HostError
+
 # Smaller files are copied, so that editing a linked config.json in place cannot change an artefact.
 LINK_FROM_BYTES = 1 << 20
+# What the operating system says of a disk or a quota that is full, in messages of programs and libraries.
+FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+
+
+class DiskFull(HostError):
+    """A disk has no room, or will not have it."""
+
+    def __init__(self, what: str, *, why: str, variable: str = "TRTPIPE_HOME") -> None:
+        remedy = f"free some space (`trtpipe gc` drops artefacts no run uses), or set {variable} to a larger disk"
+        super().__init__(what, why=why, remedy=remedy)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as NVIDIA's tools do: indented by four spaces, keys in the given order."""
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
+
+
+def device(folder: Path) -> int:
+    """Number of the disk that holds a folder, or would hold it."""
+    return _existing(folder).stat().st_dev
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def require_disk(folder: Path, size: int, what: str, why: str = "", variable: str = "TRTPIPE_HOME") -> None:
+    """Raises DiskFull when the disk of `folder`, which need not exist, has fewer than `size` bytes free.
+
+    variable  the environment variable that moves the folder to another disk
+    """
+    there = _existing(folder)
+    free = shutil.disk_usage(there).free
+    if free < size:
+        needed = f"{what} needs about {size / 1e9:.1f} GB of disk and {there} has {free / 1e9:.1f} GB free"
+        raise DiskFull(needed, why=why, variable=variable)
 
 
 def place(source: Path, target: Path) -> None:

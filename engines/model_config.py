@@ -87,6 +87,16 @@ class ModelConfig:
     mlp_bias: bool
     sliding_window: int | None = None
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that the model takes, as trtllm-build computes it: `max_position_embeddings`,
+        times the factor of a rotary scaling that does not include it."""
+        scaling = self.rotary_scaling or {}
+        factor = scaling.get("factor")
+        if scaling.get("rope_type", scaling.get("type")) in ("llama3", "longrope", "su") or not factor:
+            return self.max_position_embeddings
+        return int(self.max_position_embeddings * factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

@@ -24,6 +24,7 @@ from typing import Any
 
 from trtpipe.engines import errors
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError
+from trtpipe.engines.files import FULL, DiskFull
 
 TAIL_LINES = 5
 # Bytes at the end of a log that are read for the last lines.
@@ -93,6 +94,9 @@ def run(
             end_group(child)
     if status:
         why = tail(log, begin=begin)
+        full = FULL.search(why)
+        if full and "/dev/shm" not in why:
+            raise DiskFull(f"{what} failed, the disk is full", why=full.group())
         raise StageFailed(f"{what} failed ({describe_status(status)})", why=why, remedy=f"the log is {log}")
 
 

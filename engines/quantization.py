@@ -282,7 +282,7 @@ def resolve_precision(
     if gpu.sm is not None and gpu.sm < 80:
         raise UsageError(
             f"{gpu.describe()} cannot run TensorRT-LLM engines",
-            why="releases since 0.16 support SM80 and newer",
+            why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
     reason = "requested"

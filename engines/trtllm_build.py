@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from trtpipe.engines.checkpoint.config import LOADERS, read_config
 from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed
 from trtpipe.engines.executor import Task
+from trtpipe.engines.files import require_disk
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.trtllm_options import arguments, check_architecture
@@ -41,7 +41,8 @@ def build(
     check_checkpoint(checkpoint.path, target)
     # The target of a model that had to be downloaded does not know its architecture.
     check_architecture(build, read_config(checkpoint.path).architecture)
-    _require_disk(checkpoint.path, out, target)
+    size = sum(rank_file(checkpoint.path, rank).stat().st_size for rank in range(target.mapping.world_size))
+    require_disk(out, round(DISK_FACTOR * size), "the engine")
     task = Task(
         command=(PROGRAM, *arguments(checkpoint.path, out, build, target.toolchain.flags)),
         reads=(checkpoint.path, *(Path(folder).resolve() for folder in build.lora_dir)),
@@ -75,17 +76,6 @@ def check_checkpoint(folder: Path, target: Target) -> None:
             f"the checkpoint in {folder} is cut for tp {have.tp_size} and pp {have.pp_size}",
             why=f"the engine is for tp {want.tp_size} and pp {want.pp_size}",
             remedy="convert the model again with these",
-        )
-
-
-def _require_disk(checkpoint: Path, out: Path, target: Target) -> None:
-    """Raises HostError when the disk has no space for the engine."""
-    size = sum(rank_file(checkpoint, rank).stat().st_size for rank in range(target.mapping.world_size))
-    free = shutil.disk_usage(out).free
-    if free < DISK_FACTOR * size:
-        raise HostError(
-            f"the engine needs about {DISK_FACTOR * size / 1e9:.1f} GB of disk and {out} has {free / 1e9:.1f} GB free",
-            remedy="free some, for example with `trtpipe gc`, or set TRTPIPE_HOME to a larger disk",
         )
 
 

@@ -42,6 +42,12 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
         chosen["use_fp8_context_fmha"] = possible, why
     elif build.use_fp8_context_fmha and not possible:
         raise UsageError("build.use_fp8_context_fmha is not possible here", why=why, remedy="leave it out")
+    elif not build.use_fp8_context_fmha and possible and paged:
+        raise UsageError(
+            "build.use_fp8_context_fmha=false does not go with an FP8 KV cache",
+            why="prompt attention on a paged cache in FP8 computes in FP8, and trtllm-build would turn it on",
+            remedy="leave it out, or set build.use_paged_context_fmha=false too",
+        )
     algo = target.quantization.quant_algo
     fp8 = algo is not None and algo.row.fp8_tensors
     if build.gemm_plugin is None:
@@ -59,6 +65,15 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why=f"{_named(algo)} weights are not fused",
             remedy="leave it out",
         )
+    most = build.max_batch_size * build.max_seq_len
+    if build.max_num_tokens > most:
+        if "max_num_tokens" in changed(build):
+            raise UsageError(
+                f"build.max_num_tokens {build.max_num_tokens} exceeds the {most} tokens of a full batch",
+                why=f"trtllm-build would lower it to {build.max_batch_size} requests of {build.max_seq_len} tokens",
+                remedy="lower it, or raise build.max_batch_size or build.max_seq_len",
+            )
+        chosen["max_num_tokens"] = most, "max_batch_size x max_seq_len: trtllm-build lowers a larger number to it"
     made = replace(build, **{name: value for name, (value, _) in chosen.items()})
     return made, {name: reason for name, (_, reason) in chosen.items()}
 
@@ -123,8 +138,6 @@ def _check_target(build: BuildConfig, target: Target) -> None:
                 raise UsageError(
                     f"build.{name} needs --tp above 1", why="with one rank nothing is reduced", remedy="leave it out"
                 )
-    if target.architecture is not None:
-        check_architecture(build, target.architecture)
     if build.user_buffer and not fp8:
         raise UsageError("build.user_buffer is for FP8 weights", why=f"these are {_named(algo)}", remedy="leave it out")
 

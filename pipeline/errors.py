@@ -9,6 +9,7 @@ import errno
 from collections.abc import Callable
 
 from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.files import FULL, DiskFull
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
 
@@ -30,13 +31,10 @@ STATE = (
 
 ROWS: tuple[_Row, ...] = (
     (
-        OSError,
-        _errno(errno.ENOSPC, errno.EDQUOT),
-        lambda error: HostError(
-            f"{_named(error)}the disk is full",
-            why=str(getattr(error, "strerror", "")),
-            remedy="free some space (`trtpipe gc` drops artefacts no run uses), or set TRTPIPE_HOME to a larger disk",
-        ),
+        # Libraries written in Rust wrap it in exceptions of their own.
+        Exception,
+        lambda error: _errno(errno.ENOSPC, errno.EDQUOT)(error) or FULL.search(str(error)) is not None,
+        lambda error: DiskFull(f"{_named(error)}the disk is full", why=str(getattr(error, "strerror", error))),
     ),
     (
         OSError,

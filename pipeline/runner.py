@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from trtpipe.engines import load_backend
-from trtpipe.engines.checkpoint.memory import check_fit
 from trtpipe.engines.errors import StageFailed, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.pipeline.execution import hardware
@@ -76,14 +75,20 @@ def execute(
     made = dict(given or {})
     stages = _still_needed(spec, stages_until(stages_of(spec), until), made)
     run = RunFolder.of(spec.target)
-    here = perform is None
-    if here and any(stage.name == "build" for stage in stages) and not (run.path / "engine").exists():
+    names = [stage.name for stage in stages]
+    # What disk space is needed for: stages whose artefacts are not there.
+    later = [stage for stage in stages if run.find(stage.name, store) is None]
+    if perform is None and "build" in names and not (run.path / "engine").exists():
         # Checked before the download, not after it. Without a GPU the earlier stages are still worth running.
-        with contextlib.suppress(hardware.GpuAbsent):
+        try:
             check_machine(spec)
+        except hardware.GpuAbsent:
+            later = [stage for stage in later if names.index(stage.name) < names.index("build")]
     run.start(spec, store)
     if perform is None:
-        perform = partial(satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust)
+        perform = partial(
+            satisfy, store=store, reporter=reporter, verify=verify, keep_failed=keep_failed, trust=trust, later=later
+        )
     for name, artefact in made.items():
         if artefact.origin is not None:
             reporter.note(f"{name}: {artefact.origin.describe()}")
@@ -95,9 +100,8 @@ def execute(
         made[stage.makes] = result.artefact
         run.update(stage, result.artefact)
         reporter.finished(result)
-        if stage.makes == "model" and load_backend(spec.runtime).COMPILED:
-            model = read_model_config(result.artefact.path)
-            check_fit(model, spec.precision.dtype, spec.mapping, spec.quantization, spec.gpu)
+        if stage.makes == "model":
+            spec.judge(read_model_config(result.artefact.path))
     return list(results.values())
 
 
@@ -145,8 +149,9 @@ def wanted_record(stage: Stage, spec: BuildSpec, inputs: dict[str, str], store: 
 def satisfy(
     stage: Stage, spec: BuildSpec, inputs: dict[str, Artefact], last: Record | None, *,
     store: Store, reporter: Reporter, verify: bool = False, keep_failed: bool = False, trust: Trust | None = None,
+    later: Sequence[Stage] = (),
 ) -> StageResult:  # fmt: skip
-    """The stage's artefact, found in the store or made here. Raises TrtpipeError."""
+    """The stage's artefact, found in the store or made here; `later` stages will run after it. Raises TrtpipeError."""
     digests = {name: artefact.manifest.content for name, artefact in inputs.items()}
     record = wanted_record(stage, spec, digests, store)
     found = store.find(record, verify=verify)
@@ -173,6 +178,7 @@ def satisfy(
         log = store.log_path(record)
         log.parent.mkdir(parents=True, exist_ok=True)
         with reporter.stage(stage.name, reason) as progress:
+            stage.check(spec, [one for one in later if one is not stage], store.home)
 
             def work(out: Path) -> dict[str, Any]:
                 return stage.run(

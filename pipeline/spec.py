@@ -19,10 +19,13 @@ from trtpipe.engines.base import CalibrationConfig, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.defaults import planned_sizes
+from trtpipe.pipeline.planner.judgement import judge
+from trtpipe.pipeline.sources.calibration import require_length
 from trtpipe.triton_repo.serving import ServingConfig, resolve_serving
 
 # Settings that a recipe or `--set` may name; the two groups are mappings with the fields of their settings type.
@@ -42,6 +45,8 @@ SCALARS = (
     "load",
     "accept_accuracy",
 )
+# Keys of `BuildSpec.to_json`.
+RECORDED = {"target", "model", "settings", "values"}
 EXECUTORS = ("auto", "local", "docker")
 GROUPS: dict[str, type[Any]] = {"calibration": CalibrationConfig, "build": BuildConfig, "serving": ServingConfig}
 
@@ -108,6 +113,15 @@ class BuildSpec:
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
 
+    def judge(self, model: ModelConfig) -> None:
+        """Raises UsageError for what `model`, the config of the spec's model, makes impossible. It costs nothing."""
+        judge(
+            model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
+            in_memory=not load_backend(self.runtime).ANYWHERE,
+        )  # fmt: skip
+        if self.quantization.calibrated:
+            require_length(model, self.calibration)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "target": self.target,
@@ -126,14 +140,18 @@ def read_spec(value: Any, where: str) -> BuildSpec:
 
 
 def recipe_layer(path: str) -> Layer:
-    """A recipe file as a layer; `path` is a path, or a name in configs/recipes. Raises ConfigError, UsageError."""
+    """A recipe file as a layer; `path` is a path, or a name in configs/recipes. What `trtpipe settings --json` printed
+    is a recipe too. Raises ConfigError, UsageError."""
     shipped = {file.stem: file for file in (facts.CONFIGS / "recipes").glob("*.yaml")}
     file = shipped.get(path) or Path(path)
     if not file.is_file():
         raise UsageError(
             f"no recipe '{path}'", why="it is neither a file nor a recipe we ship", remedy=suggestion(path, shipped)
         )
-    return f"recipe {file.name}", read.read_yaml(file)
+    raw = read.read_yaml(file)
+    if not raw:
+        raise read.ConfigError(f"{file} is empty", remedy="name a model and a GPU in it, as `trtpipe recipes` does")
+    return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
 
 
 def set_layer(assignments: list[str]) -> Layer:
@@ -159,9 +177,11 @@ def set_layer(assignments: list[str]) -> Layer:
 def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     """Compose the layers, weakest first, into a BuildSpec. Raises UsageError or ConfigError.
 
-    `model` is used as it is: the source of an imported target need not be on this machine.
+    `model` is that of a recorded spec, used as it is: its source need not be on this machine, and the spec was judged
+    when it was made.
     """
-    chosen = _merge(layers)
+    recorded = model is not None
+    chosen = given = _merge(layers)
     model_name = _string(chosen, "model", required="--model smollm2-135m")
     gpu_name = _string(chosen, "gpu", required="--gpu cpu or --gpu h100")
     assert model_name is not None
@@ -172,7 +192,6 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     precision = resolve_precision(requested, gpu, facts.load_quant_recipes(), cache, group_size)
-    calibration_config = _group(chosen, "calibration", CalibrationConfig)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
     toolchain = facts.find_toolchain(_release(chosen))
@@ -181,21 +200,18 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     backend = load_backend(runtime)
-    if not backend.ANYWHERE:
-        # Given values take precedence over planned ones.
-        chosen = planned_sizes(chosen, model_name, gpu, precision.dtype, quantization) | chosen
-    elif "load" in chosen:
+    if backend.ANYWHERE and "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
+    shape = None if recorded else _shape(model_name, required="load" in chosen)
+    if shape is not None:
+        # Given values take precedence over planned ones.
+        room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
+        chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
+    calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(
-        gpu=gpu,
-        mapping=mapping,
-        quantization=quantization,
-        toolchain=toolchain,
-        architecture=None if backend.ANYWHERE else _architecture(model_name),
-    )
-    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig), target)
-    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig), build_config, runtime)
+    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain)
+    build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
+    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig, given), build_config, runtime)
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
         raise UsageError(
             f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"
@@ -237,18 +253,23 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         group, dot, name = value.name.partition(".")
         if dot and value.value is not None:
             grouped.setdefault(group, {})[name] = value.value
-    return BuildSpec(
+    spec = BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
         runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
         serving=serving, settings={**plain, **grouped}, values=tuple(values),
     )  # fmt: skip
+    if shape is not None:
+        spec.judge(shape)
+    return spec
 
 
-def _architecture(name: str) -> str | None:
-    """The model's architecture; None for a model that must be downloaded first."""
+def _shape(name: str, *, required: bool) -> ModelConfig | None:
+    """The model's config; None for a model that must be downloaded first, unless it is required."""
     try:
-        return facts.find_shape(name)[1].architecture
+        return facts.find_shape(name)[1]
     except UsageError:
+        if required:
+            raise
         return None
 
 
@@ -273,10 +294,11 @@ def _merge(layers: list[Layer]) -> dict[str, tuple[Any, str]]:
     return out
 
 
-def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any]) -> Any:
+def _group(chosen: dict[str, tuple[Any, str]], group: str, cls: type[Any], given: dict[str, tuple[Any, str]]) -> Any:
+    """The settings of a group; a mistake is in the layers of `given`, not in values that were planned."""
     prefix = group + "."
     data = {name[len(prefix) :]: value for name, (value, _) in chosen.items() if name.startswith(prefix)}
-    labels = list(dict.fromkeys(label for name, (_, label) in chosen.items() if name.startswith(prefix)))
+    labels = list(dict.fromkeys(label for name, (_, label) in given.items() if name.startswith(prefix)))
     return read.build(cls, data, f"{' and '.join(labels)}: {group}", _error(*labels))
 
 

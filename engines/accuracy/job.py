@@ -173,7 +173,8 @@ def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
 
 def _check_config(quantized: Path) -> None:
     """Check the folder's config.json before the worker starts, so that an error need not wait for torch."""
-    if "architecture" in read_config_json(quantized / "config.json", "model config"):
+    path = quantized / "config.json"
+    if path.is_file() and "architecture" in read_config_json(path, "model config"):
         read_config(quantized)
     else:
         read_model_config(quantized, quantized=True)

@@ -19,16 +19,12 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain.
-
-    architecture  the model's, by its Hugging Face name; None while the model's config has not been read
-    """
+    """Target of an engine build: GPU, mapping, quantization and toolchain."""
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
-    architecture: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.quantization import FP8_SMS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 
 FORM = "hf"
@@ -43,7 +43,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
         raise UsageError(
             f"vLLM does not read {algo.value} from ModelOpt's folders",
             why="of its quantized weights it takes FP8",
-            remedy="use --runtime tensorrt_llm, or --dtype fp8",
+            remedy=f"use --runtime tensorrt_llm, or --dtype {'fp8' if target.gpu.sm in FP8_SMS else 'bf16'}",
         )
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise UsageError(

@@ -224,4 +224,9 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
 def read_config(folder: Path) -> CheckpointConfig:
     """Read a checkpoint folder's config.json. Raises CheckpointError."""
     path = folder / "config.json"
-    return parse_config(read_config_json(path, "checkpoint config"), str(path))
+    raw = read_config_json(path, "checkpoint config")
+    if "architectures" in raw and "architecture" not in raw:
+        raise CheckpointError(
+            f"{folder} is a Hugging Face folder", remedy="give a TensorRT-LLM checkpoint, as `trtpipe convert` makes it"
+        )
+    return parse_config(raw, str(path))

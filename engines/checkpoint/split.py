@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
@@ -9,6 +11,8 @@ from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 
 # Weight-only kernels work on tiles of this many rows and columns.
 KERNEL_MULTIPLE = 64
+# Smallest group of input features that share a scale.
+SMALL_GROUP = 64
 
 
 def check_mapping(
@@ -20,11 +24,7 @@ def check_mapping(
     """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`."""
     obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
     if obstacle:
-        sizes = range(1, model.num_attention_heads + 1)
-        fitting = [str(tp) for tp in sizes if not _tp_obstacle(model, tp, quantization)]
-        if fitting:
-            raise UsageError(obstacle, remedy="tp sizes that fit: " + ", ".join(fitting))
-        raise UsageError(obstacle, remedy=f"use --group-size 64, if it divides {_inputs(model, 1)}")
+        raise UsageError(obstacle, remedy=_remedy(model, mapping.tp_size, quantization))
     if embedding is EmbeddingSharding.HIDDEN and model.hidden_size % mapping.tp_size:
         raise UsageError(
             f"tp_size {mapping.tp_size} does not divide hidden_size {model.hidden_size}",
@@ -36,6 +36,23 @@ def check_mapping(
             f"pp_size {mapping.pp_size} exceeds the {model.num_hidden_layers} layers",
             remedy=f"use at most --pp {model.num_hidden_layers}",
         )
+
+
+def _remedy(model: Geometry, tp: int, quantization: Quantization) -> str:
+    """A group size or tp sizes that the model can be split by, with another precision if there is none."""
+
+    def fitting(way: Quantization) -> str:
+        return ", ".join(str(n) for n in range(1, model.num_attention_heads + 1) if not _tp_obstacle(model, n, way))
+
+    algo = quantization.quant_algo
+    grouped = algo is not None and SMALL_GROUP in algo.row.group_sizes
+    smaller = replace(quantization, group_size=SMALL_GROUP) if grouped else quantization
+    if sizes := fitting(quantization):
+        instead = "" if _tp_obstacle(model, tp, smaller) else f"use --group-size {SMALL_GROUP}, or "
+        return f"{instead}tp sizes that fit: {sizes}"
+    if sizes := fitting(smaller):
+        return f"with --group-size {SMALL_GROUP} tp sizes that fit: {sizes}"
+    return f"with a --dtype without groups or tiles, such as bf16, tp sizes that fit: {fitting(UNQUANTIZED)}"
 
 
 def _inputs(model: Geometry, tp: int) -> str:

@@ -52,7 +52,7 @@ def read_model_config(folder: Path, *, quantized: bool = False) -> ModelConfig:
     if not path.is_file():
         raise NotALlama(
             f"{folder} is not a Hugging Face model folder",
-            why="it has no config.json",
+            why="it has no config.json" if folder.is_dir() else "there is no such folder",
             remedy="give the model's folder",
         )
     return parse_model_config(read_config_json(path, "model config"), path, quantized=quantized)
@@ -106,12 +106,16 @@ def locate_tensors(folder: Path) -> dict[str, LocatedTensor]:
 
 def require_tokenizer(folder: Path) -> None:
     """Raise InputDataError unless the folder has the fast tokenizer that serving loads."""
-    if not (folder / "tokenizer.json").is_file():
-        raise InputDataError(
-            f"{folder} has no tokenizer.json",
-            why="serving reads the fast tokenizer only, so that no code from a model folder ever runs",
-            remedy="save it with AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained",
-        )
+    if not (folder / TOKENIZER_FILES[0]).is_file():
+        raise no_tokenizer(str(folder))
+
+
+def no_tokenizer(where: str) -> InputDataError:
+    return InputDataError(
+        f"{where} has no tokenizer.json",
+        why="serving reads the fast tokenizer only, so that no code from a model folder ever runs",
+        remedy="save it with AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained",
+    )
 
 
 def _from_index(folder: Path, index_path: Path) -> dict[str, LocatedTensor]:

@@ -54,8 +54,8 @@ def make_samples(
     Raises InputDataError for too little text, and for a token id beyond `vocab_size`.
     """
     rows, length = config.samples, config.seq_len
-    out = np.empty(rows * length, dtype=np.int32)
-    filled = total = 0
+    parts: list[npt.NDArray[np.int32]] = []
+    total = 0
     for ids in _encoded(_shuffled(list(texts), config.seed), tokenizer):
         largest = max(ids, default=0)
         if largest >= vocab_size:
@@ -65,14 +65,14 @@ def make_samples(
                 remedy="take the tokenizer of the model itself",
             )
         total += len(ids)
-        part = ids[: len(out) - filled]
-        out[filled : filled + len(part)] = part
-        filled += len(part)
-        if filled == len(out):
-            return out.reshape(rows, length)
+        parts.append(np.array(ids, dtype=np.int32))
+        if total >= rows * length:
+            return np.concatenate(parts)[: rows * length].reshape(rows, length)
     raise InputDataError(
         f"the calibration text gives {total // length} rows of {length} tokens, not {rows}",
-        remedy=f"pass --samples {total // length} or a longer file" if total >= length else "pass a longer file",
+        remedy=f"use --set calibration.samples={total // length}, or a longer file"
+        if total >= length
+        else "give a longer file",
     )
 
 

@@ -12,6 +12,7 @@ from trtpipe.pipeline.cli.options import (
     Dtype,
     Executor,
     Gpu,
+    GroupSize,
     Json,
     KvCache,
     Load,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def build(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None,
     tp: Annotated[str | None, typer.Option("--tp", help="Numbers of tensor-parallel ranks.")] = None,
     pp: Annotated[str | None, typer.Option("--pp", help="Numbers of pipeline-parallel stages.")] = None,
@@ -123,7 +124,7 @@ def _announce(spec: BuildSpec) -> None:
 
 
 def settings(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,
@@ -154,7 +155,7 @@ def settings(
 
 
 def status(
-    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None,
+    model: Model = None, gpu: Gpu = None, dtype: Dtype = None, kv_cache: KvCache = None, group_size: GroupSize = None,
     runtime: Runtime = None, toolchain: Toolchain = None, executor: Executor = None, tp: Tp = None, pp: Pp = None,
     load: Load = None, source: SourceKind = None, revision: Revision = None, recipe: Recipe = None,
     settings: Set = None, accept_accuracy: AcceptAccuracy = None,

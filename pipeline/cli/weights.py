@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import Json, KvCache
+from trtpipe.pipeline.cli.options import GroupSize, Json, KvCache
+
+
+@contextlib.contextmanager
+def _by_options(**options: str) -> Iterator[None]:
+    """Name the settings of a calibration in a failure by this command's options, each given as field=option."""
+    from trtpipe.engines.errors import TrtpipeError
+
+    try:
+        yield
+    except TrtpipeError as error:
+        for field, option in options.items():
+            name = f"calibration.{field}"
+            for part in ("what", "why", "remedy"):
+                text = getattr(error, part).replace(f"--set {name}=", f"{option} ").replace(name, option)
+                setattr(error, part, text)
+        raise
 
 
 def convert(
@@ -72,7 +90,7 @@ def quantize(
         str, typer.Option("--format", help="Format: trtllm for engines, hf for the LLM API and vLLM.")
     ] = "trtllm",
     dtype: Annotated[str, typer.Option(help="Type of what is not quantized: auto, bfloat16 or float16.")] = "auto",
-    group_size: Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ).")] = None,
+    group_size: GroupSize = None,
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
     device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
@@ -108,11 +126,12 @@ def quantize(
     wanted = None if dtype == "auto" else parse_float(dtype)
     release = facts.find_toolchain(toolchain).name
     layout = job.Layout(form=form, mapping=Mapping(tp_size=tp, pp_size=pp), toolchain=release)
-    chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
     job.check(hf_dir, recipe, layout)
     rows = None
-    if recipe.quantization.calibrated and scales is None:
-        rows = calibration.samples(hf_dir, chosen)
+    with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
+        chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
+        if recipe.quantization.calibrated and scales is None:
+            rows = calibration.samples(hf_dir, chosen)
     with new_folder(out_dir) as out, console.BuildReporter().stage("quantize", str(hf_dir)) as progress:
         log = out.with_name(f"{out.name}.log")
         try:
@@ -160,8 +179,8 @@ def verify(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.sources import calibration
 
-    chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
-    ids = calibration.samples(original, chosen)
+    with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
+        ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
     with tempfile.TemporaryDirectory() as scratch, console.BuildReporter().stage("verify", str(quantized)) as progress:
         measured = gate.measure(original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress)
     recipe = gate.matching_recipe(measured, facts.load_quant_recipes())

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtpipe.configs import facts
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
@@ -15,8 +19,9 @@ from trtpipe.engines.quantization import Precision, resolve_precision
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
+from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
-from trtpipe.pipeline.planner.predict import Option, Prediction
+from trtpipe.pipeline.planner.predict import Option, Prediction, quantization
 
 TPS = (1, 2, 4, 8)
 # A stand-in for any GPU: the CPU runtime supports every recipe.
@@ -53,6 +58,7 @@ class Question:
     demand: Demand
     dtypes: tuple[str, ...] = ("auto",)
     kv_cache: str | None = None
+    group_size: int | None = None
     tps: tuple[int, ...] = ()
     runtime: str = "tensorrt_llm"
     objectives: tuple[Objective, ...] = ()
@@ -67,7 +73,7 @@ class Question:
                 raise UsageError(f"no {name.removesuffix('s')} is named", remedy="give one, or several with commas")
         for dtype in self.dtypes:
             # An unknown dtype is refused; a dtype that one GPU does not support is reported for that GPU.
-            resolve_precision(dtype, ANYTHING, facts.load_quant_recipes(), self.kv_cache)
+            resolve_precision(dtype, ANYTHING, facts.load_quant_recipes(), self.kv_cache, self.group_size)
         for tp in self.tps:
             if tp < 1:
                 raise UsageError(f"tp is {tp}", remedy="give 1 or more")
@@ -179,6 +185,8 @@ def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
     """Raises UsageError for objectives that cannot be predicted, and where no option can serve anything."""
     how = (efficiency or load_efficiency()).of(question.runtime)
     lengths = question.demand.lengths()
+    remedy = "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"
+    require_length(question.shape, question.model, lengths.longest, "the load", remedy)
     rows = [
         candidate
         for gpu in question.gpus
@@ -201,11 +209,15 @@ def advise(question: Question, efficiency: Efficiency | None = None) -> Advice:
 
 
 def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how: Efficiency) -> list[Candidate]:
-    if gpu.refused or gpu.is_cpu:
-        reason = gpu.refused or "no engine runs on a CPU, and the reference runtime's speed is not predicted"
+    if gpu.is_cpu:
+        reason = "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        precision = resolve_precision(dtype, gpu, facts.load_quant_recipes(), question.kv_cache)
+        precision = resolve_precision(dtype, gpu, facts.load_quant_recipes(), question.kv_cache, question.group_size)
+        target = Target(
+            gpu=gpu, mapping=Mapping(), quantization=quantization(precision), toolchain=facts.find_toolchain(None)
+        )
+        load_backend(question.runtime).resolve(BuildConfig(), target)
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]
     made: list[Candidate] = []
@@ -224,12 +236,6 @@ def _candidate(
     def without(reason: str) -> Candidate:
         return Candidate(gpu=gpu, dtype=precision.name, tp=tp, reason=reason)
 
-    if lengths.longest > question.shape.max_position_embeddings:
-        raise UsageError(
-            f"the load asks for sequences of {lengths.longest} tokens, "
-            f"{question.model} takes {question.shape.max_position_embeddings}",
-            remedy="set max_total_tokens in its work",
-        )
     try:
         option = Option.make(question.shape, gpu, precision, tp, lengths, how)
         option.require_fit(lengths.longest)

@@ -4,42 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtpipe.configs import facts
-from trtpipe.engines.base import DataType, Mapping
+from trtpipe.engines.base import CalibrationConfig, DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
-from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import load_efficiency
+from trtpipe.pipeline.planner.judgement import require_length
 from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits, smallest_tp
 from trtpipe.pipeline.planner.sizes import MAX_NUM_TOKENS, sizes
 
 
 def planned_sizes(
-    chosen: dict[str, tuple[Any, str]], name: str, gpu: GpuSpec, dtype: DataType, quantization: Quantization
+    chosen: dict[str, tuple[Any, str]],
+    name: str,
+    model: ModelConfig,
+    gpu: GpuSpec,
+    dtype: DataType,
+    quantization: Quantization,
 ) -> dict[str, tuple[Any, str]]:
     """tp, batch, lengths and tokens per step that the user has not set: dotted name -> (value, why).
 
-    Lengths come from a load if one is given, else from BuildConfig: sequences are then expected to use half of them.
-    Empty where the model's shapes are unknown before its download. Raises UsageError for a load that does not exist.
+    Lengths come from a load if one is given, else from BuildConfig, within what the model takes: sequences are then
+    expected to use half of them. A GPU of unknown memory, such as the CPU, gets lengths only.
+    Raises UsageError for a load that does not exist or is too long for the model, and for an impossible mapping.
     """
-    try:
-        _, model = facts.find_shape(name)
-    except UsageError:
-        if "load" in chosen:
-            raise
-        return {}
-    how = load_efficiency()
+    how, usual = load_efficiency(), BuildConfig()
     out: dict[str, tuple[Any, str]] = {}
     if "load" in chosen:
         wanted = _of_load(str(chosen["load"][0]))
-        why = f"the plan, for the load {chosen['load'][0]}"
-        out["build.max_seq_len"] = (_blocks(wanted.longest), why)
-        out["build.max_input_len"] = (min(_blocks(wanted.longest_input), _blocks(wanted.longest) - 1), why)
+        remedy = "choose another --load, or set max_total_tokens in the work of a file of your own"
+        require_length(model, name, wanted.longest, "the load", remedy)
+        why, longest = (
+            f"the plan, for the load {chosen['load'][0]}",
+            min(_blocks(wanted.longest), model.longest_sequence),
+        )
+        out["build.max_seq_len"] = (longest, why)
+        out["build.max_input_len"] = (min(_blocks(wanted.longest_input), longest - 1), why)
     else:
-        longest = _given(chosen, "build.max_seq_len", BuildConfig().max_seq_len)
+        longest = _given(chosen, "build.max_seq_len", usual.max_seq_len)
+        if "build.max_seq_len" not in chosen and longest > model.longest_sequence:
+            longest = model.longest_sequence
+            out["build.max_seq_len"] = (longest, f"the most that {name} takes")
+            if longest <= usual.max_input_len:
+                out["build.max_input_len"] = (longest // 2, f"half of what {name} takes")
         wanted = Lengths(mean_input=longest / 4, mean_output=longest / 4, longest_input=longest // 2, longest=longest)
+    short = CalibrationConfig().seq_len > model.longest_sequence
+    if quantization.calibrated and short and "calibration.seq_len" not in chosen:
+        out["calibration.seq_len"] = (model.longest_sequence, f"the most that {name} takes")
+    window = _given(chosen, "serving.max_attention_window_size", wanted.longest)
+    if window < wanted.longest:  # all that the KV cache of a sequence holds
+        half = min(wanted.mean, window) / 2
+        wanted = Lengths(mean_input=half, mean_output=half, longest_input=window // 2, longest=window)
+    weights_elsewhere = chosen.get("build.weight_streaming", (False, ""))[0]
+    if gpu.memory_bytes is None or weights_elsewhere:
+        return out
     tp = _given(chosen, "tp", 1)
     least = Limits(max_batch_size=8, max_num_tokens=MAX_NUM_TOKENS)
     if "tp" not in chosen and "pp" not in chosen:
@@ -48,13 +68,16 @@ def planned_sizes(
             tp = fewest
             out["tp"] = (tp, f"the plan: the fewest {gpu.name} that it fits")
     mapping = Mapping(tp_size=tp, pp_size=_given(chosen, "pp", 1))
-    try:
-        found = sizes(model, dtype, mapping, quantization, gpu, wanted.mean, how)
-    except UsageError:
-        return out  # an impossible mapping is refused later, when the model is at hand
+    found = sizes(
+        model, dtype, mapping, quantization, gpu, wanted, how,
+        max_num_tokens=_given(chosen, "build.max_num_tokens", MAX_NUM_TOKENS),
+        max_batch_size=_given(chosen, "build.max_batch_size", 0) or None,
+    )  # fmt: skip
     held = f"the plan: what {gpu.name} holds of sequences of {wanted.mean} tokens"
+    fast = found.max_num_tokens >= MAX_NUM_TOKENS
+    why = "large enough to compute at full speed" if fast else "all tokens of a full batch"
     out["build.max_batch_size"] = (found.max_batch_size, held)
-    out["build.max_num_tokens"] = (found.max_num_tokens, "the plan: large enough to compute at full speed")
+    out["build.max_num_tokens"] = (found.max_num_tokens, f"the plan: {why}")
     return out
 
 

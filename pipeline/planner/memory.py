@@ -63,6 +63,20 @@ class Memory:
     def kv_blocks(self) -> int:
         return self.kv_tokens // self.tokens_per_block
 
+    def shortage(self, longest: int, gpus: int) -> str:
+        """Why the memory does not hold an engine with one request of `longest` tokens; "" where it does."""
+        have = self.total - self.runtime
+        if self.weights >= have:
+            return (
+                f"does not fit: the weights take {self.weights / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {gpus}"
+            )
+        if not self.batch(longest):
+            return (
+                f"does not fit: {max(0, self.free) / 2**30:.1f} GiB are left for the KV cache, "
+                f"and a sequence of {longest} tokens takes {longest * self.kv_token / 2**30:.1f}"
+            )
+        return ""
+
     def batch(self, context: int) -> int:
         """Number of requests of `context` tokens, prompt plus answer, that the pool holds at once."""
         return self.kv_blocks // -(-context // self.tokens_per_block)

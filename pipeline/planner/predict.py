@@ -62,7 +62,7 @@ class Option:
         """Make an option with `limits`, or with sizes that suit `lengths`. Raises UsageError for an impossible one."""
         made = quantization(precision)
         mapping = Mapping(tp_size=tp)
-        chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths.mean, efficiency)
+        chosen = limits or sizes(model, precision.dtype, mapping, made, gpu, lengths, efficiency)
         found = memory(model, precision.dtype, mapping, made, gpu, chosen, efficiency)
         return cls(
             model=model, gpu=gpu, precision=precision, tp=tp, limits=chosen, memory=found,
@@ -83,16 +83,8 @@ class Option:
 
     def require_fit(self, longest: int) -> None:
         """Raises UsageError when no request of `longest` tokens fits."""
-        need, have = self.memory.weights, self.memory.total - self.memory.runtime
-        if need >= have:
-            raise UsageError(
-                f"does not fit: the weights take {need / 2**30:.1f} GiB of {have / 2**30:.1f} on each of {self.tp}"
-            )
-        if self.memory.free <= 0 or not self.memory.batch(longest):
-            raise UsageError(
-                f"does not fit: {max(0, self.memory.free) / 2**30:.1f} GiB are left for the KV cache, "
-                f"and a sequence of {longest} tokens takes {longest * self.memory.kv_token / 2**30:.1f}"
-            )
+        if shortage := self.memory.shortage(longest, self.tp):
+            raise UsageError(shortage)
 
     def at(self, demand: Demand, rate: float, *, shares: bool = True) -> Prediction:
         """Predict `rate` clients per second. Without `shares`, which are not computed then, it takes half the time."""

@@ -9,6 +9,7 @@ from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Quantization
 from trtpipe.pipeline.planner.efficiency import Efficiency
+from trtpipe.pipeline.planner.lengths import Lengths
 from trtpipe.pipeline.planner.memory import Limits, memory
 
 # Largest batch: beyond it, throughput gains less than the memory of the logits costs.
@@ -23,16 +24,21 @@ def sizes(
     mapping: Mapping,
     quantization: Quantization,
     gpu: GpuSpec,
-    mean: int,
+    lengths: Lengths,
     efficiency: Efficiency,
+    *,
+    max_num_tokens: int = MAX_NUM_TOKENS,
+    max_batch_size: int | None = None,
 ) -> Limits:
-    """Sizes for sequences of `mean` tokens, prompt plus answer: as many sequences as the KV cache holds, and a few
-    more, as trtllm-bench does. Raises UsageError for an impossible mapping.
+    """Sizes for sequences of `lengths`: as many sequences of mean length as the KV cache holds, and a few more, as
+    trtllm-bench does, at least 1 although `Memory.shortage` may say that none fits; a step of `max_num_tokens`, or of a
+    full batch. `max_batch_size` is a batch that is given. Raises UsageError for an impossible mapping.
     """
-    least = Limits(max_batch_size=64, max_num_tokens=MAX_NUM_TOKENS)
-    held = memory(model, dtype, mapping, quantization, gpu, least, efficiency).batch(mean)
-    batch = rounded(min(MOST_BATCH, held))
-    return replace(least, max_batch_size=batch, max_num_tokens=max(MAX_NUM_TOKENS, batch))
+    least = Limits(max_batch_size=64, max_num_tokens=max_num_tokens)
+    held = memory(model, dtype, mapping, quantization, gpu, least, efficiency).batch(lengths.mean)
+    batch = max_batch_size or rounded(min(MOST_BATCH, held))
+    tokens = max(batch, min(max_num_tokens, batch * lengths.longest))
+    return replace(least, max_batch_size=batch, max_num_tokens=tokens)
 
 
 def rounded(batch: int) -> int:

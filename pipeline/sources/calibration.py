@@ -13,6 +13,7 @@ from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.json_input import MAX_BYTES, check_values, read_bounded
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.store.digests import Digests, sha256_file
 
@@ -70,8 +71,18 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
         raise InputDataError(
             f"{model} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
         )
-    vocab_size = read_model_config(model).vocab_size
-    return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=vocab_size)
+    config = read_model_config(model)
+    require_length(config, calibration)
+    return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=config.vocab_size)
+
+
+def require_length(model: ModelConfig, calibration: CalibrationConfig) -> None:
+    """Raises UsageError for rows that are longer than the model's sequences."""
+    if calibration.seq_len > model.longest_sequence:
+        raise UsageError(
+            f"calibration.seq_len is {calibration.seq_len}, and the model takes {model.longest_sequence} tokens",
+            remedy=f"use --set calibration.seq_len={model.longest_sequence} or less",
+        )
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

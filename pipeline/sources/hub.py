@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
-from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES
+from trtpipe.engines.files import FULL
+from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, no_tokenizer
+from trtpipe.engines.sizes import MOST_CONFIG_BYTES
 
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
 WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
@@ -49,31 +51,58 @@ def resolve_commit(repo_id: str, revision: str) -> str:
     return commit
 
 
+def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
+    """Bytes of the files of a commit that are needed, as the hub lists them; empty in offline mode.
+
+    Raises InputDataError for a repository without safetensors or without a fast tokenizer.
+    """
+    from huggingface_hub import HfApi, constants
+
+    from trtpipe.pipeline.net.hub_client import limit_hub
+
+    limit_hub()
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    with _explained(repo_id, commit):
+        files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
+        _require_usable(repo_id, [file.rfilename for file in files])
+        return {file.rfilename: file.size for file in files if file.size is not None and _wanted(file.rfilename)}
+
+
+def fetch_config(repo_id: str, commit: str) -> Path:
+    """The folder of that commit in the Hugging Face cache, with config.json and what was there before."""
+    return _fetch(repo_id, commit, ["config.json"], _ignore, MOST_CONFIG_BYTES)
+
+
+def cache() -> Path:
+    """The Hugging Face cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def download(repo_id: str, commit: str, progress: Callable[[int, int], None]) -> Path:
     """The folder of that commit in the Hugging Face cache, completed if need be.
 
     A connection that breaks in the middle of a file is resumed there; a later call keeps the files that are whole.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
+    sizes = file_sizes(repo_id, commit)
+    folder = _fetch(repo_id, commit, list(WANTED), progress, sum(sizes.values()) if sizes else None)
+    for name, size in sizes.items():
+        _require_size(folder / name, size, repo_id)
+    return folder
+
+
+def _fetch(repo_id: str, commit: str, names: list[str], progress: Callable[[int, int], None], most: int | None) -> Path:
+    """Fetch the files that match `names`, of at most `most` bytes together."""
+    from huggingface_hub import snapshot_download
 
     from trtpipe.pipeline.net.hub_client import limit_hub
 
     limit_hub()
-    sizes: dict[str, int] = {}
     with _explained(repo_id, commit):
-        if not constants.HF_HUB_OFFLINE:
-            files = HfApi().model_info(repo_id, revision=commit, files_metadata=True).siblings or []
-            _require_safetensors(repo_id, [file.rfilename for file in files])
-            sizes = {file.rfilename: file.size for file in files if file.size is not None and _wanted(file.rfilename)}
-        most = sum(sizes.values()) if sizes else None
-        folder = Path(
-            snapshot_download(
-                repo_id, revision=commit, allow_patterns=list(WANTED), tqdm_class=_reporter(progress, most)
-            )
-        )
-    for name, size in sizes.items():
-        _require_size(folder / name, size, repo_id)
-    return folder
+        reporter = _reporter(progress, most)
+        return Path(snapshot_download(repo_id, revision=commit, allow_patterns=names, tqdm_class=reporter))
 
 
 def download_data(repo_id: str, commit: str, name: str) -> Path:
@@ -97,7 +126,7 @@ def download_data(repo_id: str, commit: str, name: str) -> Path:
         raise HostError(
             f"the data set {repo_id} cannot be had",
             why=error.why or error.what,
-            remedy="name a .txt or .jsonl file, or the shipped text `demo`, as calibration data",
+            remedy="give a .txt or .jsonl file, or the shipped text, --set calibration.data=demo",
         ) from None
 
 
@@ -116,17 +145,19 @@ def _require_size(path: Path, size: int, repo_id: str) -> None:
         )
 
 
-def _require_safetensors(repo_id: str, files: list[str]) -> None:
-    if any(fnmatch.fnmatch(name, pattern) for name in files for pattern in WEIGHTS):
-        return
-    pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
-    if pickles:
-        raise InputDataError(
-            f"{repo_id} has only pickle weights ({pickles[0]})",
-            why="a pickle can run code when it is loaded",
-            remedy="choose a revision or repository with safetensors",
-        )
-    raise InputDataError(f"{repo_id} has no weights", why=f"no file matches {' or '.join(WEIGHTS)}")
+def _require_usable(repo_id: str, files: list[str]) -> None:
+    """Raises InputDataError without weights in safetensors or without the fast tokenizer."""
+    if not any(fnmatch.fnmatch(name, pattern) for name in files for pattern in WEIGHTS):
+        pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+        if pickles:
+            raise InputDataError(
+                f"{repo_id} has only pickle weights ({pickles[0]})",
+                why="a pickle can run code when it is loaded",
+                remedy="choose a revision or repository with safetensors",
+            )
+        raise InputDataError(f"{repo_id} has no weights", why=f"no file matches {' or '.join(WEIGHTS)}")
+    if TOKENIZER_FILES[0] not in files:
+        raise no_tokenizer(repo_id)
 
 
 @contextlib.contextmanager
@@ -160,7 +191,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
     except TrtpipeError:
         raise
     except (httpx.HTTPError, httpx.InvalidURL, OSError, *MALFORMED) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if (isinstance(error, OSError) and error.errno is not None) or FULL.search(str(error)):
             raise  # an error of the disk, not of the hub
         status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
         raise HostError(

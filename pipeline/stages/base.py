@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.store.digests import Digests
 
@@ -76,6 +77,13 @@ class Stage(ABC):
 
     def resources(self, spec: BuildSpec) -> Resources:
         return Resources()
+
+    def check(self, spec: BuildSpec, later: Sequence[Stage], home: Path) -> None:  # noqa: B027  # most see nothing early
+        """Raise, before `run`, what can be known at little cost. `later` run afterwards; `home` is the store's."""
+
+    def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
+        """Bytes that the artefact for a model adds to the store; 0 for one that is small, or links to others."""
+        return 0
 
     def settings(self, spec: BuildSpec) -> Any:
         """The stage's part of the spec: a frozen dataclass, the only settings that the stage sees."""

@@ -13,13 +13,16 @@ from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.build_config import NOT_IN_ENGINE, BuildConfig
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.passport import Passport, make_passport
+from trtpipe.engines.trtllm_build import DISK_FACTOR
 from trtpipe.pipeline.accuracy.gate import JSON_NAME
 from trtpipe.pipeline.execution import hardware
 from trtpipe.pipeline.execution.diagnosis import disabled_features
 from trtpipe.pipeline.execution.executors import LocalExecutor
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Resources, Stage
+from trtpipe.pipeline.stages.convert import checkpoint_disk
 from trtpipe.pipeline.store.store import Artefact
 
 # Fields of the accuracy gate's result. A failed gate was accepted by the user, or there would be no engine.
@@ -50,6 +53,10 @@ class Build(Stage):
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         # A quantized checkpoint is built after it has passed the accuracy gate.
         return ("checkpoint",) if spec.precision.recipe is None else ("checkpoint", "accuracy")
+
+    def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
+        # Other runtimes link the checkpoint's files.
+        return round(DISK_FACTOR * checkpoint_disk(spec, model)) if load_backend(spec.runtime).COMPILED else 0
 
     def settings(self, spec: BuildSpec) -> Settings:
         return Settings(

@@ -8,9 +8,11 @@ from typing import Any
 from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
+from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
 
@@ -40,6 +42,9 @@ class Convert(Stage):
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         return ("model",)
 
+    def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
+        return checkpoint_disk(spec, model)
+
     def settings(self, spec: BuildSpec) -> Settings:
         return Settings(
             form=load_backend(spec.runtime).FORM,
@@ -63,6 +68,15 @@ class Convert(Stage):
         )  # fmt: skip
         model = read_model_config(source)
         return {"notices": family_of(model).notices(model)}
+
+
+def checkpoint_disk(spec: BuildSpec, model: ModelConfig) -> int:
+    """Bytes of the spec's checkpoint; 0 for a Hugging Face folder in the type of its source, which is linked."""
+    form, dtype = load_backend(spec.runtime).FORM, spec.precision.dtype
+    if form == "hf" and spec.precision.recipe is None and dtype is model.dtype:
+        return 0
+    mapping = spec.mapping if form == "trtllm" else Mapping()
+    return checkpoint_bytes(model, dtype, mapping, spec.quantization)
 
 
 def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError
-from trtpipe.engines.files import place
+from trtpipe.engines.families import family_of
+from trtpipe.engines.files import device, place, require_disk
 from trtpipe.engines.hf.folder import INDEX_NAME, TOKENIZER_FILES, locate_tensors, read_model_config, require_tokenizer
 from trtpipe.engines.hf.gguf_file import check_gguf
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
@@ -55,6 +57,31 @@ class Download(Stage):
             raise HostError(
                 f"reading a GGUF file needs {error.name}", remedy="run `pip install trtpipe[gguf]`"
             ) from None
+
+    def check(self, spec: BuildSpec, later: Sequence[Stage], home: Path) -> None:
+        """Judge the model by its config.json, which comes first and alone, and the disk that it will take."""
+        source, sizes = spec.model.source, {}
+        if isinstance(source, HubSource):
+            commit = hub.resolve_commit(source.repo_id, source.revision)
+            sizes = hub.file_sizes(source.repo_id, commit)
+            folder = hub.fetch_config(source.repo_id, commit)
+        elif isinstance(source, FolderSource):
+            folder = Path(source.path)
+            sizes = {path.name: path.stat().st_size for path in _wanted(folder)}
+        else:
+            return
+        model = read_model_config(folder)
+        family_of(model).check_source(folder, model)
+        spec.judge(model)
+        # Files that a disk has already are linked into the store on the same disk, and copied to another.
+        size, cache = sum(sizes.values()), folder if isinstance(source, FolderSource) else hub.cache()
+        absent = sum(size for name, size in sizes.items() if not (folder / name).exists())
+        if device(cache) != device(home):
+            require_disk(cache, absent, f"the download of {spec.model.name}", variable="HF_HOME")
+            absent = size
+        made = sum(stage.disk(spec, model) for stage in later)
+        why = f"{absent / 1e9:.1f} GB are for the model's files, {made / 1e9:.1f} GB for what is made of them"
+        require_disk(home, absent + made, f"the build of {spec.model.name}", why)
 
     def run(self, job: Job) -> dict[str, Any]:
         source: Source = job.settings

@@ -9,12 +9,13 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.engines.quantize import job as quantizing
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import ON_TORCH, Job, Resources, Stage
 from trtpipe.pipeline.stages.calibrate import SCALES, hashed_quantization
-from trtpipe.pipeline.stages.convert import hashed_form
+from trtpipe.pipeline.stages.convert import checkpoint_disk, hashed_form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class Quantize(Stage):
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         # Scales that depend on the weights alone need no calibration before.
         return ("model", "scales") if spec.quantization.calibrated else ("model",)
+
+    def disk(self, spec: BuildSpec, model: ModelConfig) -> int:
+        return checkpoint_disk(spec, model)
 
     def settings(self, spec: BuildSpec) -> Settings:
         assert spec.precision.recipe is not None

@@ -75,7 +75,6 @@ def test_an_engine_is_built_and_knows_where_it_runs(host: Cli, tmp_path: Path, m
     [
         ("oom", "the weights of a rank do not fit the GPU memory that is free"),
         ("killed", "most often because the machine's memory ran out"),
-        ("disk-full", "the disk is full"),
     ],
 )
 def test_a_failed_build_says_why_and_what_to_do(
@@ -92,6 +91,15 @@ def test_a_failed_build_says_why_and_what_to_do(
     assert not list((host.home / "artefacts" / "build").iterdir())
     monkeypatch.delenv("TRTLLM_DOUBLE_FAIL")
     host.ok(*BUILD)
+
+
+def test_a_build_that_fills_the_disk(host: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_DOUBLE_FAIL", "disk-full")
+    done = host.run(*BUILD)
+    assert done.status == 4
+    last = done.err.splitlines()[-1]
+    assert last.startswith("error: trtllm-build failed, the disk is full: No space left on device; free some space")
+    assert not list((host.home / "artefacts" / "build").iterdir())
 
 
 def test_ctrl_c_ends_a_build_that_hangs(host: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trtpipe.engines import errors as classes
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError, suggestion
+from trtpipe.engines.files import DiskFull
 from trtpipe.pipeline.errors import translate
 
 
@@ -48,6 +49,13 @@ def test_a_full_disk_says_how_to_make_room(number: int) -> None:
         f"big.bin: the disk is full: {os.strerror(number)}; free some space (`trtpipe gc` drops artefacts "
         "no run uses), or set TRTPIPE_HOME to a larger disk"
     )
+
+
+def test_a_full_disk_is_known_in_a_library_s_own_exception() -> None:
+    known = translate(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert isinstance(known, DiskFull)
+    assert str(known).startswith("the disk is full: Error while serializing: ")
+    assert translate(RuntimeError("a defect of ours")) is None
 
 
 def test_a_permission_names_the_file() -> None:

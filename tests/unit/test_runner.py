@@ -102,7 +102,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     ],
 )
 def test_the_order_of_the_stages(model: Path, dtype: str, names: list[str]) -> None:
-    spec = plan(model, dtype=dtype)
+    # Kernels for INT8 weights compute in tiles of 64.
+    even = hf_folder(model.parent / "even", hidden_size=256, intermediate_size=256)
+    spec = plan(even, dtype=dtype)
     stages = stages_of(spec)
     assert [stage.name for stage in stages] == names
     made: set[str] = set()

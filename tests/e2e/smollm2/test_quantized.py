@@ -162,7 +162,7 @@ def test_scales_kept_from_one_format_write_the_other(cli: Cli, model: Path, tmp_
             2,
             "no calibration data 'nowhere': it is neither a file nor a data set",
         ),
-        (["--quant", "fp8", "--calib", "SHORT"], 3, "the calibration text gives 0 rows of 512 tokens, not 512; pass"),
+        (["--quant", "fp8", "--calib", "SHORT"], 3, "the calibration text gives 0 rows of 512 tokens, not 512; give"),
         (["--quant", "fp8", "--format", "onnx"], 2, "unknown format 'onnx'; known: trtllm, hf"),
         (["--quant", "int4-awq"], 2, "groups of 128 do not divide the 576 and 1536 input features"),
         # Groups of 64 do: it is the text that is found wanting now.

@@ -155,9 +155,9 @@ def test_plan_as_json(run: Run) -> None:
 
 def test_paths_are_shown_as_they_are(run: Run, in_folder: Path) -> None:
     folder = in_folder / "[red]tiny[" / "x]:key:"  # markup, a closing tag and an emoji to rich
-    folder.mkdir(parents=True)
-    done = run("settings", "--model", folder, "--gpu", "cpu")
+    done = run("settings", "--model", hf_folder(folder), "--gpu", "cpu")
     assert f"folder {folder}" in done.out.replace("\n", "")
+    (folder / "config.json").unlink()
     refusal = run("build", "--model", folder, "--gpu", "cpu").error()
     assert refusal.startswith(f"{folder} is not a Hugging Face model folder")
 
@@ -436,6 +436,64 @@ def test_a_recipe_with_a_mistake_is_data(run: Run, in_folder: Path) -> None:
     done = run("settings", "--recipe", "mine.yaml")
     assert done.status == 3
     assert done.error().startswith("mine.yaml is not YAML: while parsing a flow sequence")
+
+
+def test_what_settings_print_is_a_recipe(run: Run, in_folder: Path) -> None:
+    options = ["--model", "llama3-8b", "--gpu", "h100", "--load", "rag", "--group-size", "64", "--dtype", "int4-awq"]
+    printed = run("settings", *options, "--json").out
+    (in_folder / "printed.json").write_text(printed)
+    again = json.loads(run("settings", "--recipe", "printed.json", "--json").out)
+    first = json.loads(printed)
+    assert (again["target"], again["settings"]) == (first["target"], first["settings"])
+    assert {value["name"]: value["source"] for value in again["values"]}["build.max_seq_len"] == "recipe printed.json"
+    (in_folder / "empty.yaml").write_text("# nothing\n")
+    done = run("settings", "--recipe", "empty.yaml")
+    assert (done.status, done.error().partition(";")[0]) == (3, "empty.yaml is empty")
+
+
+def test_what_cannot_be_built_is_refused_before_a_folder_is_made(run: Run, in_folder: Path) -> None:
+    done = run("build", "--model", "llama3-70b", "--gpu", "h100", "--dtype", "bf16", "--tp", "1")
+    assert done.status == 2
+    assert done.error().startswith("llama3-70b on h100 does not fit: the weights take 131.4 GiB of 78.1 on each of 1; ")
+    done = run("build", "--model", "llama3-8b", "--gpu", "h100", "--tp", "99999999999999999999")
+    assert (done.status, done.error().partition(";")[2]) == (2, " tp sizes that fit: 1, 2, 4, 8, 16, 32")
+    assert list(in_folder.iterdir()) == []
+
+
+def test_a_mistake_in_a_value_is_not_blamed_on_the_plan(run: Run) -> None:
+    done = run("settings", "--model", "llama3-8b", "--gpu", "h100", "--set", "build.max_batch_size=1e9")
+    assert done.error() == "--set: build: max_batch_size: Input should be a valid integer"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["quantize", "MODEL", "out", "--quant", "fp8", "--samples", "0"], "--samples is 0; give a positive number"),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "demo", "--seq-len", "999999999"],
+            "--seq-len is 999999999, and the model takes 256 tokens; use --seq-len 256 or less",
+        ),
+        (
+            ["quantize", "MODEL", "out", "--quant", "fp8", "--calib", "short.txt", "--samples", "9", "--seq-len", "4"],
+            "the calibration text gives 2 rows of 4 tokens, not 9; use --samples 2, or a longer file",
+        ),
+        (["verify", "MODEL", "MODEL", "--rows", "0"], "--rows is 0; give a positive number"),
+        (
+            ["verify", "MODEL", "absent", "--rows", "2", "--seq-len", "4"],
+            "absent is not a Hugging Face model folder: there is no such folder; give the model's folder",
+        ),
+        (
+            ["restore", "MODEL", "out"],
+            "MODEL is a Hugging Face folder; give a TensorRT-LLM checkpoint, as `trtpipe convert` makes it",
+        ),
+    ],
+)
+def test_a_remedy_names_an_option_that_the_command_has(
+    run: Run, model: Path, in_folder: Path, words: list[str], line: str
+) -> None:
+    (in_folder / "short.txt").write_text("eleven char")
+    done = run(*(word.replace("MODEL", str(model)) for word in words))
+    assert done.error() == line.replace("MODEL", str(model))
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -930,7 +988,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
     assert done.out.startswith("llama3-8b: prompts of 128 tokens on average, 128 at most; answers of 64; ")
     table = rows(done.out)
     assert [row[0] for row in table if row[0].startswith("1 x")][:2] == ["1 x h100 fp8-kv", "1 x a100 int8-sq"]
-    assert "1 x t4 auto: The TensorRT-LLM support matrix lists SM80 and later only" in done.out
+    assert "1 x t4 auto: t4 (SM75) cannot run TensorRT-LLM engines: The TensorRT-LLM support matrix" in done.out
     assert "100 clients/s take 1 engine of " in done.out
     assert (in_folder / "plan.html").read_text().startswith("<!doctype html>")
     value = json.loads(run(*question, "--json", "--what-if").out)
@@ -954,7 +1012,7 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
         (["--rate", "-1"], "rate is -1; give a positive number of requests a second"),
         (["--load", "chatt"], "unknown load 'chatt': it is not a YAML file either; did you mean 'chat'?"),
         (["--input-tokens", "9000"], "the load asks for sequences of 9256 tokens, llama3-8b takes 8192; "
-                                     "set max_total_tokens in its work"),
+                                     "lower --input-tokens or --output-tokens, or max_total_tokens in the load's file"),
     ],
 )  # fmt: skip
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:

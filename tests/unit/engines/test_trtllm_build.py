@@ -18,6 +18,7 @@ from trtpipe.engines.base import Checkpoint, DataType, Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
+from trtpipe.engines.files import DiskFull
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.quantization import UNQUANTIZED
 from trtpipe.engines.trtllm_options import resolve
@@ -143,9 +144,7 @@ def test_a_full_disk_is_seen_before_the_build(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("failure", "status"), [("oom", "exit status 1"), ("killed", "ended by SIGKILL"), ("disk-full", "exit status 1")]
-)
+@pytest.mark.parametrize(("failure", "status"), [("oom", "exit status 1"), ("killed", "ended by SIGKILL")])
 def test_a_build_that_fails_shows_its_last_lines(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, status: str
 ) -> None:
@@ -158,6 +157,16 @@ def test_a_build_that_fails_shows_its_last_lines(
     assert error.value.what.startswith(f"trtllm-build failed ({status}")
     assert error.value.why
     assert error.value.remedy == f"the log is {tmp_path / 'log'}"
+
+
+@pytest.mark.process
+def test_a_build_that_fills_the_disk(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTLLM_DOUBLE_FAIL", "disk-full")
+    with pytest.raises(DiskFull) as error:
+        run(tmp_path, made(tmp_path, target()), target())
+    assert error.value.exit_code == 4
+    assert str(error.value).startswith("trtllm-build failed, the disk is full: No space left on device; ")
+    assert "`trtpipe gc`" in error.value.remedy
 
 
 @pytest.mark.process

@@ -15,7 +15,7 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.trtllm_options import BARE, arguments, resolve
+from trtpipe.engines.trtllm_options import BARE, arguments, check_architecture, resolve
 from trtpipe.triton_repo.serving import ServingConfig, resolve_serving
 
 H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
@@ -29,16 +29,9 @@ def target(
     cache: KvCacheQuantAlgo | None = None,
     tp: int = 1,
     release: str | None = None,
-    architecture: str | None = None,
 ) -> Target:
     quantization = Quantization(quant_algo=algo, kv_cache_quant_algo=cache)
-    return Target(
-        gpu=gpu,
-        mapping=Mapping(tp_size=tp),
-        quantization=quantization,
-        toolchain=find_toolchain(release),
-        architecture=architecture,
-    )
+    return Target(gpu=gpu, mapping=Mapping(tp_size=tp), quantization=quantization, toolchain=find_toolchain(release))
 
 
 def words(build: BuildConfig, at: Target) -> list[str]:
@@ -180,10 +173,17 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "build.reduce_fusion needs --tp above 1: with one rank nothing is reduced; leave it out",
     ),
     (
-        {"reduce_fusion": True},
-        {"tp": 2, "architecture": "MistralForCausalLM"},
-        "build.reduce_fusion is not for a MistralForCausalLM: trtllm-build would turn it off with only a line in its "
-        "log; leave it out",
+        {"use_fp8_context_fmha": False},
+        {"algo": FP8, "cache": FP8_KV},
+        "build.use_fp8_context_fmha=false does not go with an FP8 KV cache: prompt attention on a paged cache in FP8 "
+        "computes in FP8, and trtllm-build would turn it on; leave it out, or set build.use_paged_context_fmha=false "
+        "too",
+    ),
+    (
+        {"max_batch_size": 2, "max_seq_len": 1200, "max_num_tokens": 4096},
+        {},
+        "build.max_num_tokens 4096 exceeds the 2400 tokens of a full batch: trtllm-build would lower it to 2 requests "
+        "of 1200 tokens; lower it, or raise build.max_batch_size or build.max_seq_len",
     ),
     (
         {"reduce_fusion": True, "user_buffer": True},
@@ -206,10 +206,20 @@ def test_what_this_target_cannot_have(settings: dict[str, Any], at: dict[str, An
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", None])
-def test_the_norm_of_a_llama_is_fused_with_the_all_reduce(architecture: str | None) -> None:
-    made, _ = resolve(BuildConfig(reduce_fusion=True), target(tp=2, architecture=architecture))
-    assert made.reduce_fusion is True
+def test_a_fused_all_reduce_is_for_llamas() -> None:
+    fused = BuildConfig(reduce_fusion=True)
+    assert resolve(fused, target(tp=2))[0].reduce_fusion is True
+    check_architecture(fused, "LlamaForCausalLM")
+    with pytest.raises(UsageError, match=r"build\.reduce_fusion is not for a MistralForCausalLM: trtllm-build would"):
+        check_architecture(fused, "MistralForCausalLM")
+
+
+def test_what_trtllm_build_would_change_is_chosen_or_can_be_turned_off() -> None:
+    made, why = resolve(BuildConfig(max_batch_size=1, max_seq_len=1200), target())
+    assert made.max_num_tokens == 1200
+    assert why["max_num_tokens"] == "max_batch_size x max_seq_len: trtllm-build lowers a larger number to it"
+    off = BuildConfig(use_fp8_context_fmha=False, use_paged_context_fmha=False)
+    assert resolve(off, target(algo=FP8, cache=FP8_KV))[0].use_fp8_context_fmha is False
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

@@ -204,9 +204,11 @@ def test_not_a_llama(folder: Path, architectures: object, line: str) -> None:
 
 
 def test_no_config(folder: Path) -> None:
-    with pytest.raises(NotALlama) as error:
-        read_model_config(folder)
-    assert refused(error).startswith(f"{folder} is not a Hugging Face model folder: it has no config.json; ")
+    for why in ("there is no such folder", "it has no config.json"):
+        with pytest.raises(NotALlama) as error:
+            read_model_config(folder)
+        assert refused(error).startswith(f"{folder} is not a Hugging Face model folder: {why}; ")
+        folder.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,16 @@ def test_the_demo_text_gives_these_rows_and_no_others() -> None:
 @pytest.mark.parametrize(
     ("texts", "samples", "length", "line"),
     [
-        (["abcdefgh"], 3, 3, "gives 2 rows of 3 tokens, not 3; pass --samples 2 or a longer file"),
-        (["ab", "cd"], 1, 5, "gives 0 rows of 5 tokens, not 1; pass a longer file"),
-        ([], 1, 1, "gives 0 rows of 1 tokens, not 1; pass a longer file"),
-        ([""], 1, 1, "gives 0 rows of 1 tokens, not 1; pass a longer file"),
+        (["abcdefgh"], 3, 3, "gives 2 rows of 3 tokens, not 3; use --set calibration.samples=2, or a longer file"),
+        (
+            ["ab", "cd"],
+            10**15,
+            2,
+            "gives 2 rows of 2 tokens, not 1000000000000000; use --set calibration.samples=2, or a longer file",
+        ),
+        (["ab", "cd"], 1, 5, "gives 0 rows of 5 tokens, not 1; give a longer file"),
+        ([], 1, 1, "gives 0 rows of 1 tokens, not 1; give a longer file"),
+        ([""], 1, 1, "gives 0 rows of 1 tokens, not 1; give a longer file"),
     ],
 )
 def test_too_little_text_says_how_many_rows_it_gives(texts: list[str], samples: int, length: int, line: str) -> None:

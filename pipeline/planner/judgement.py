@@ -1,0 +1,49 @@
+"""Judgement of an engine by its model's config: what `plan` calls impossible, `settings` and `build` refuse."""
+
+from __future__ import annotations
+
+from trtpipe.engines.backends.base import Target
+from trtpipe.engines.base import DataType
+from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.checkpoint.split import check_mapping
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.trtllm_options import check_architecture
+from trtpipe.pipeline.planner.efficiency import load_efficiency
+from trtpipe.pipeline.planner.memory import Limits, memory, smallest_tp
+from trtpipe.triton_repo.serving import ServingConfig
+
+
+def require_length(model: ModelConfig, name: str, longest: int, asked_by: str, remedy: str) -> None:
+    """Raises UsageError when sequences of `longest` tokens are more than the model `name` takes."""
+    if longest > model.longest_sequence:
+        raise UsageError(
+            f"{asked_by} asks for sequences of {longest} tokens, {name} takes {model.longest_sequence}", remedy=remedy
+        )
+
+
+def judge(
+    model: ModelConfig, name: str, target: Target, dtype: DataType, build: BuildConfig, serving: ServingConfig, *,
+    in_memory: bool,
+) -> None:  # fmt: skip
+    """Raises UsageError for a mapping, a length or a setting that the model `name` cannot have, and, with `in_memory`,
+    for a GPU that does not hold the weights and one sequence of `build.max_seq_len` tokens."""
+    check_architecture(build, model.architecture)
+    check_mapping(model, target.mapping, quantization=target.quantization)
+    if not build.streamingllm:
+        remedy = f"set build.max_seq_len={model.longest_sequence} or less"
+        require_length(model, name, build.max_seq_len, "build.max_seq_len", remedy)
+    if not in_memory or target.gpu.memory_bytes is None or build.weight_streaming:
+        return
+    limits = Limits(
+        max_batch_size=build.max_batch_size, max_num_tokens=build.max_num_tokens,
+        tokens_per_block=build.tokens_per_block,
+        kv_cache_free_gpu_mem_fraction=serving.kv_cache_free_gpu_mem_fraction,
+    )  # fmt: skip
+    how, tp = load_efficiency(), target.mapping.tp_size
+    found = memory(model, dtype, target.mapping, target.quantization, target.gpu, limits, how)
+    longest = min(build.max_seq_len, serving.max_attention_window_size or build.max_seq_len)
+    if shortage := found.shortage(longest, target.mapping.world_size):
+        fewest = smallest_tp(model, dtype, target.quantization, target.gpu, limits, how, longest)
+        wider = f"use --tp {fewest} or more, or " if fewest is not None and fewest > tp else "use "
+        raise UsageError(f"{name} on {target.gpu.name} {shortage}", remedy=f"{wider}a smaller --dtype or a larger GPU")

@@ -1,0 +1,159 @@
+"""One judgement: what `plan` calls impossible, `settings` and `build` refuse with the same words, before a download."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.factories import hf_folder
+from trtpipe.configs.facts import find_gpu, find_shape
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.load.files import find_load
+from trtpipe.pipeline.bench.load.work import Work
+from trtpipe.pipeline.planner.advice import Question, advise
+from trtpipe.pipeline.planner.demand import Demand
+from trtpipe.pipeline.spec import BuildSpec, resolve, set_layer
+
+H100 = {"gpu": "h100", "dtype": "bf16"}
+
+
+def made(model: str, *assignments: str, **options: Any) -> BuildSpec:
+    return resolve([("option", {"model": model, **H100, **options}), set_layer(list(assignments))])
+
+
+def refused(model: str, *assignments: str, **options: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        made(model, *assignments, **options)
+    return str(error.value)
+
+
+def planned(
+    model: str, gpu: str, dtype: str, tp: int = 1, load: str | None = None, runtime: str = "tensorrt_llm",
+    group_size: int | None = None,
+) -> str:  # fmt: skip
+    """What `trtpipe plan` says of one option that cannot serve."""
+    work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
+    asked = Question(
+        model=model, shape=find_shape(model)[1], gpus=(find_gpu(gpu),), demand=Demand(work), dtypes=(dtype,), tps=(tp,),
+        runtime=runtime, group_size=group_size,
+    )  # fmt: skip
+    try:
+        (one,) = advise(asked).candidates
+    except UsageError as error:
+        return str(error)
+    assert one.best is None
+    return one.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("llama3-70b", {"tp": 1}, "does not fit: the weights take 131.4 GiB of 78.1 on each of 1"),
+        ("llama3-8b", {"tp": 3}, "tp_size 3 does not divide the 32 attention heads; tp sizes that fit: 1, 2, 4, 8, 16"),
+        ("llama3-8b", {"gpu": "v100"}, "v100 (SM70) cannot run TensorRT-LLM engines: TensorRT-LLM removed Volta"),
+        ("llama3-8b", {"dtype": "int4-awq", "runtime": "vllm"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
+        ("tinyllama-1.1b", {"load": "chat"}, "the load asks for sequences of 6126 tokens, tinyllama-1.1b takes 2048"),
+        ("llama2-7b", {"load": "chat"}, "the load asks for sequences of 6126 tokens, llama2-7b takes 4096"),
+    ],
+)
+def test_plan_and_settings_say_the_same(model: str, options: dict[str, Any], words: str) -> None:
+    assert words in refused(model, **options)
+    assert words in planned(model, **{**H100, **options})
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "remedy"),
+    [
+        # Each remedy works, below.
+        ("llama2-7b", {"dtype": "int4-awq", "tp": 4}, "use --group-size 64, or tp sizes that fit: 1, 2"),
+        ("smollm2-135m", {"dtype": "int4-awq"}, "with --group-size 64 tp sizes that fit: 1, 3"),
+        (
+            "smollm2-135m",
+            {"dtype": "w4a8-awq"},
+            "with a --dtype without groups or tiles, such as bf16, tp sizes that fit",
+        ),
+        ("smollm2-135m", {"dtype": "int8-wo", "tp": 9}, "intermediate_size 1536; tp sizes that fit: 1, 3"),
+    ],
+)
+def test_a_remedy_names_what_works(model: str, options: dict[str, Any], remedy: str) -> None:
+    assert remedy in refused(model, **options)
+    assert remedy in planned(model, **{**H100, **options})
+
+
+def test_what_the_remedies_name_is_not_refused() -> None:
+    assert made("llama2-7b", dtype="int4-awq", tp=4, group_size=64).quantization.group_size == 64
+    assert made("llama2-7b", dtype="int4-awq", tp=2).mapping.tp_size == 2
+    assert made("smollm2-135m", dtype="int4-awq", group_size=64, tp=3).mapping.tp_size == 3
+    assert made("smollm2-135m", dtype="int8-wo", tp=3).mapping.tp_size == 3
+    assert made("llama3-70b", tp=2).build.max_batch_size >= 8
+
+
+def test_sizes_that_are_given_are_judged_too() -> None:
+    assert refused("llama3-8b", "build.max_seq_len=100000000") == (
+        "build.max_seq_len asks for sequences of 100000000 tokens, llama3-8b takes 8192; "
+        "set build.max_seq_len=8192 or less"
+    )
+    assert "llama3.1-8b on l4 does not fit: " in refused("llama3.1-8b", "build.max_seq_len=131072", gpu="l4", tp=1)
+    # A window bounds the cache of a sequence.
+    window = "serving.max_attention_window_size=4096"
+    assert made("llama3.1-8b", "build.max_seq_len=131072", window, gpu="l4", tp=1).build.max_batch_size > 1
+    # The weights are not in the GPU's memory.
+    assert made("llama3-70b", "build.weight_streaming=true", tp=1).build.weight_streaming
+    tight = made("llama3-8b", "build.max_batch_size=2")
+    assert (tight.build.max_batch_size, tight.build.max_num_tokens) == (2, 2 * 2048)
+
+
+def test_no_size_stands_for_none_fits() -> None:
+    for gpu in ("l4", "a10", "a100", "h100"):
+        for model in ("llama3-8b", "llama3-70b"):
+            for tp in (1, 2, 4):
+                try:
+                    assert made(model, gpu=gpu, tp=tp).build.max_batch_size > 1
+                except UsageError as error:
+                    assert "does not fit" in str(error)  # noqa: PT017
+
+
+def test_a_short_model_gets_the_length_that_it_takes(tmp_path: Path) -> None:
+    folder = str(hf_folder(tmp_path / "tiny"))
+    for options in ({"gpu": "h100", "dtype": "fp8"}, {"gpu": "cpu", "dtype": "fp8"}):
+        value = {one.name: (one.value, one.source) for one in made(folder, **options).values}
+        assert value["calibration.seq_len"] == (256, "the most that tiny takes")
+        assert value["build.max_seq_len"] == (256, "the most that tiny takes")
+        assert value["build.max_input_len"] == (128, "half of what tiny takes")
+    assert "build.max_seq_len asks for sequences of 257 tokens, tiny takes 256" in refused(
+        folder, "build.max_seq_len=257", "build.max_input_len=64", gpu="cpu"
+    )
+    assert "calibration.seq_len is 512, and the model takes 256 tokens" in refused(
+        folder, "calibration.seq_len=512", gpu="cpu", dtype="fp8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 8192),
+        ({"rope_type": "llama3", "factor": 8.0}, 8192),
+        ({"type": "linear", "factor": 4.0}, 32768),
+    ],
+)
+def test_the_longest_sequence_is_as_trtllm_build_computes_it(scaling: dict[str, Any] | None, longest: int) -> None:
+    model = dataclasses.replace(find_shape("llama3-8b")[1], rotary_scaling=scaling)
+    assert model.longest_sequence == longest
+
+
+def test_a_setting_that_trtllm_build_would_turn_off_for_the_family() -> None:
+    assert refused("mistral-7b", "build.reduce_fusion=true", tp=2) == (
+        "build.reduce_fusion is not for a MistralForCausalLM: trtllm-build would turn it off with only a line in its "
+        "log; leave it out"
+    )
+    assert made("llama3-8b", "build.reduce_fusion=true", tp=2).build.reduce_fusion
+
+
+def test_a_recorded_spec_is_not_judged_again() -> None:
+    recorded = made("llama3-8b", tp=1)
+    layer = {**recorded.settings, "model": "llama3-70b"}
+    assert "does not fit" in refused("llama3-70b", tp=1)
+    assert resolve([("export", layer)], model=recorded.model).build == recorded.build
