@@ -14,15 +14,17 @@ from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.scripts import Script
 
 DEFAULT_ENGINE = "tensorrt_llm"
+# Roles of models whose scripts may return their responses; "" is that of a model of no template.
+_RETURNING = ("preprocessing", "postprocessing", "")
 # The whole memory of a GPU; the share that a backend takes by default.
 _WHOLE, _DEFAULT_SHARE = 1.0, 0.9
 
 
 def check_text(models: dict[str, Model], scripts: dict[str, Script], report: Report) -> None:
-    """Report text models that are decoupled and whose scripts return their responses."""
+    """Report decoupled models whose scripts return their responses."""
     for model in models.values():
         script = scripts.get(model.name, Script())
-        if model.role in ("preprocessing", "postprocessing") and model.decoupled and script.real and not script.sends:
+        if model.role in _RETURNING and model.decoupled and script.real and not script.sends:
             report.error(
                 "decoupled",
                 model.path,

@@ -1030,5 +1030,11 @@ def test_options_of_a_cluster_are_never_ignored(run: Run, arguments: tuple[str, 
 
 
 def test_a_folder_that_holds_nothing(run: Run) -> None:
+    missing = run("search", "empty")
+    assert (missing.status, missing.error()) == (
+        2,
+        "there is no folder empty; check its path, or push a target to it first",
+    )
+    Path("empty").mkdir()
     assert run("search", "empty").out == "empty has no targets\n"
     assert run("search", "empty", "--gpu", "h100").out == "empty has no targets\n"
