@@ -15,6 +15,7 @@ from pathlib import Path
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check.core import check_core
 from trtpipe.triton_repo.check.engine import (
@@ -77,6 +78,12 @@ def check_repository(
     for name, engine in engines.items():
         model = models[name]
         check_engine(model, engine, release, report)
+        absent = not (engine.path / PASSPORT).exists()
+        if absent and any(script.own for script in scripts.values()):
+            report.warning(
+                "passport", engine.path / PASSPORT, "", "is missing", "`trtpipe serve` and `deploy` refuse the engine",
+                "copy the whole folder that trtpipe built",
+            )  # fmt: skip
         check_release(model, engine, release, toolchain, report)
         check_vocabulary(engine, vocabularies, report)
         if gpus is not None:

@@ -187,6 +187,15 @@ def _check_instances(model: Model, report: Report) -> None:
                     why="Triton refuses the model",
                 )
         return
+    if model.role == "engine" and not config.instance_group and not model.python_runtime:
+        report.warning(
+            "instance-group",
+            model.path,
+            "instance_group",
+            "is missing",
+            why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
+            remedy="add instance_group [ { count: 1 kind: KIND_CPU } ]",
+        )
     if config.instance_group and all(group.passive for group in config.instance_group):
         report.error(
             "instance-group", model.path, where, "is passive", "no instance takes requests", "leave passive out"
@@ -223,12 +232,12 @@ def _check_instances(model: Model, report: Report) -> None:
             report.error(
                 "instance-group", model.path, where, "names a profile", why="only TensorRT plans have profiles"
             )
-        if model.role == "engine" and kind == "KIND_GPU" and not model.python_runtime:
+        if model.role == "engine" and kind in ("KIND_GPU", "KIND_AUTO") and not model.python_runtime:
             report.warning(
                 "instance-group",
                 model.path,
                 where,
-                "is of KIND_GPU",
+                f"is of {kind}",
                 why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
                 remedy="say KIND_CPU, and give the parameter gpu_device_ids",
             )

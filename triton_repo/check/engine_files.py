@@ -72,13 +72,13 @@ def _check_rank_sizes(engine: EngineFolder, files: list[Path], report: Report) -
     weights and, where all ranks hold equal shares, with the other ranks."""
     least, most = (path.stat().st_size for path in (files[0], files[-1]))
     weights = engine.passport.rank_bytes if engine.passport is not None else 0
-    if most < weights / 2:
-        path, told = files[-1], f"has {most:,} bytes, and the weights in it {weights:,}"
+    remedy = "fetch or copy it again"
+    if most < weights / 2:  # a warning, since an engine may be built without its weights
+        told = f"has {most:,} bytes, and its weights {weights:,}"
+        report.warning("engine-file", files[-1], "", told, "an engine holds its weights", remedy)
     elif least < most / 2 and engine.world_size == engine.mapping.get("tp_size"):
-        path, told = files[0], f"has {least:,} bytes, and {files[-1].name} has {most:,}"
-    else:
-        return
-    report.error("engine-file", path, "", told, "ranks have equal shares of the model", "fetch or copy it again")
+        told = f"has {least:,} bytes, and {files[-1].name} has {most:,}"
+        report.error("engine-file", files[0], "", told, "ranks have equal shares of the model", remedy)
 
 
 def check_mapping(engine: EngineFolder, report: Report) -> None:
@@ -116,19 +116,27 @@ def check_agreement(engine: EngineFolder, report: Report) -> None:
     ]
     for name, told, config in rows:
         if name in config and config[name] != told:
-            report.error(
-                "passport",
-                engine.path / PASSPORT,
-                name,
-                f"is {told}, and the engine's config.json says {config[name]}",
-                why="one of the two is of another engine",
-                remedy="build the engine again",
-            )
+            _tell_passport(engine.path, name, told, config[name], report)
             return
 
 
+def _tell_passport(folder: Path, name: str, told: Any, found: Any, report: Report) -> None:
+    report.error(
+        "passport",
+        folder / PASSPORT,
+        name,
+        f"is {told}, and the engine's config.json says {found}",
+        why="one of the two is of another engine",
+        remedy="build the engine again",
+    )
+
+
 def check_precision(folder: Path, config: dict[str, Any], passport: Passport, report: Report) -> None:
-    """Report a Hugging Face folder that is quantized where its passport says that it is not, or the other way round."""
+    """Report a Hugging Face folder whose files have another precision than its passport."""
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype != passport.dtype:
+        _tell_passport(folder, "dtype", passport.dtype, dtype, report)
+        return
     quantized = "quantization_config" in config or (folder / "hf_quant_config.json").is_file()
     if quantized != (passport.quant_algo is not None or passport.kv_cache_quant_algo is not None):
         report.error(
@@ -154,7 +162,10 @@ def check_weights(folder: Path, report: Report) -> None:
             report.error("engine-file", index, "", "cannot be read", error.why or error.what, remedy)
             return
         weights = named.get("weight_map")
-        names = {str(name) for name in weights.values()} if isinstance(weights, dict) else set()
+        if not isinstance(weights, dict):
+            report.error("engine-file", index, "weight_map", "is missing", "it names the files of weights", remedy)
+            return
+        names = {str(name) for name in weights.values()}
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"

@@ -49,8 +49,9 @@ def check_whole(rule: str, paths: Iterable[Path], report: Report) -> bool:
 
 
 def check_leftovers(rule: str, folder: Path, report: Report) -> None:
-    """Report the first file in `folder` that a download has not finished."""
-    left = sorted(path for path in folder.iterdir() if path.name.lower().endswith(UNFINISHED) and path.is_file())
+    """Report the first file in `folder`, or in huggingface_hub's folder in it, that a download has not finished."""
+    files = [*folder.iterdir(), *folder.glob(".cache/huggingface/download/*.incomplete")]
+    left = sorted(path for path in files if path.name.lower().endswith(UNFINISHED) and path.is_file())
     if left:
         more = f", as {len(left) - 1} more" if len(left) > 1 else ""
         report.warning(

@@ -89,6 +89,7 @@ def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         request.getfixturevalue("hub")
         url = f"hf://team/{name}"
     else:
+        (tmp_path / "shelf").mkdir()
         url = str(tmp_path / "shelf")
     return lambda: open_registry(url)
 
