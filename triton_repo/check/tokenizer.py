@@ -76,7 +76,7 @@ def _folder(
     where = model.at_parameter("tokenizer_dir")
     place = locate(text, repository, models)
     folder = place.path
-    own = model.version_folder is not None and (model.version_folder / OWN_MODULE).is_file()
+    own = _is_own(model)
     if place.absent and (own or not may_be_hub_id(text, repository)):
         # The hub's oldest models have names of one word, such as gpt2.
         add = report.warning if text.isalnum() and not own else report.error
@@ -117,6 +117,11 @@ def _folder(
     return folder
 
 
+def _is_own(model: Model) -> bool:
+    """Whether the model's script is this project's: it reads tokenizer.json, and the ids of generation_config first."""
+    return model.version_folder is not None and (model.version_folder / OWN_MODULE).is_file()
+
+
 def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | None:
     settings = _json(folder / "tokenizer_config.json", report)
     tokenizer = _json(folder / "tokenizer.json", report)
@@ -138,16 +143,17 @@ def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | No
     check_whole("tokenizer-damaged", (folder / name for name in _OTHERS if (folder / name).is_file()), report)
     stated = [(SETTINGS[0], settings, "eos_token"), ("special_tokens_map.json", special, "eos_token")]
     stated.append((SETTINGS[0], settings, "pad_token"))
-    return _vocabulary(folder, tokenizer, stated, generation, report)
+    if _is_own(model) and generation.get("eos_token_id") is not None:
+        stated = [row for row in stated if row[2] != "eos_token"]
+    return _vocabulary(folder, tokenizer, settings, stated, generation, report)
 
 
 def _vocabulary(
-    folder: Path, tokenizer: dict[str, Any], stated: list[tuple[str, dict[str, Any], str]], generation: dict[str, Any],
-    report: Report,
+    folder: Path, tokenizer: dict[str, Any], settings: dict[str, Any], stated: list[tuple[str, dict[str, Any], str]],
+    generation: dict[str, Any], report: Report,
 ) -> Vocabulary | None:  # fmt: skip
     """The vocabulary of tokenizer.json. Reports special tokens that are not in it: those `stated` by the files that
     name them by their texts, and those of generation_config.json, which names them by their ids."""
-    settings = stated[0][1]
     body = tokenizer.get("model")
     vocab = body.get("vocab") if isinstance(body, dict) else None
     if not isinstance(vocab, (dict, list)):
@@ -178,7 +184,7 @@ def _vocabulary(
         remedy = "give one id, or a list of ids"
         report.error("tokenizer-end", place, "eos_token_id", f"is {ends!r}, which is no id", remedy=remedy)
     found = tuple(end for end in listed if isinstance(end, int))
-    end = ids.get(_content(settings.get("eos_token")) or "")
+    end = next((ids.get(_content(source.get(name)) or "") for _, source, name in stated if name == "eos_token"), None)
     highest = max(ids.values(), default=-1) + 1
     if end is not None and found and end not in found and max(found) < highest:
         report.warning(

@@ -510,6 +510,13 @@ def test_a_planted_fault_is_found(tmp_path: Path, case: tuple[str, str, Change, 
 
 # Repositories without a fault; NVIDIA's of each release are in test_check.py.
 # fmt: off
+def ends_by_its_own_word(path: Path) -> Repository:
+    """Our scripts take the end of a text from generation_config.json."""
+    repository = rendered(path)
+    json_file(f"{TOKENIZER}/generation_config.json", eos_token_id=[2, 3])(repository)
+    return repository
+
+
 CLEAN: dict[str, Callable[[Path], Repository]] = {
     **{runtime: partial(rendered, runtime=runtime) for runtime in RUNTIMES},
     **{f"{runtime} on two GPUs": partial(rendered, runtime=runtime, tp_size=2) for runtime in RUNTIMES},
@@ -520,6 +527,7 @@ CLEAN: dict[str, Callable[[Path], Repository]] = {
     "small cache": lambda path: rendered(path, max_tokens_in_paged_kv_cache=8192, max_attention_window_size=2048),
     "sinks": lambda path: rendered(path, enable_kv_cache_reuse=False, sink_token_length=4,
                                    max_attention_window_size=2048),
+    "ends by its own word": ends_by_its_own_word,
     "several stubs": lambda path: rendered(path, "vllm", engine_instance_count=4, max_queue_size=100),
 }
 # fmt: on
