@@ -15,7 +15,7 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport, objections, read_passport
-from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.quantization import FP8_SMS, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights
@@ -34,8 +34,6 @@ _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
 # From this release on the executor refuses static batching.
 STATIC_UNTIL = "0.20.0"
-# Lowest compute capability with FP8 arithmetic.
-_FP8_SM = 89
 # Smallest share of an engine's vocabulary that its own tokenizer has.
 _LEAST_VOCABULARY = 0.75
 _ENCODERS = ("Encoder", "MLLaMA", "Mllama", "Whisper", "Enc", "DecoderModel")
@@ -557,10 +555,10 @@ def check_gpus(
     quantization = _mapping(engine.pretrained.get("quantization"))
     algo = next((algo for algo in QuantAlgo if algo.value == quantization.get("quant_algo")), None)
     fp8 = (algo is not None and algo.row.operands == "fp8") or quantization.get("kv_cache_quant_algo") == "FP8"
-    if fp8 and gpus and all(gpu.sm < _FP8_SM for gpu in gpus):
+    if fp8 and gpus and all(gpu.sm < min(FP8_SMS) for gpu in gpus):
         report.error(
             "engine-gpu", model.path, where, f"names an engine in FP8, and this machine has {gpus[0].describe()}",
-            f"FP8 needs SM{_FP8_SM}", "serve it elsewhere, or build it in another precision",
+            f"SM{min(FP8_SMS)} and newer have FP8", "serve it elsewhere, or build it in another precision",
         )  # fmt: skip
     elif engine.world_size is not None and engine.world_size > len(gpus):
         report.error(
