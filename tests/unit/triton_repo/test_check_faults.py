@@ -53,12 +53,8 @@ def passport(**changes: Any) -> Change:
     return lambda repository: made(repository.path / ENGINE, **changes)
 
 
-def cut(name: str, keep: int) -> Change:
-    return lambda repository: os.truncate(repository.path / name, keep)
-
-
-def grown(name: str, size: int) -> Change:
-    """Make the file sparse and of that size."""
+def sized(name: str, size: int) -> Change:
+    """Cut the file to `size` bytes, or make it as long with zeros."""
     return lambda repository: os.truncate(repository.path / name, size)
 
 
@@ -168,11 +164,11 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
     ("rank file a broken link", "nvidia", both(remove(f"{ENGINE}/rank0.engine"), lambda repository: (
         repository.path / ENGINE / "rank0.engine").symlink_to("../../blobs/4d7a")), "error", "engine-ranks",
      "gpt_model_path"),
-    ("second rank cut short", "nvidia", both(world(2), grown(f"{ENGINE}/rank0.engine", 9000)), "error", "engine-file",
+    ("second rank cut short", "nvidia", both(world(2), sized(f"{ENGINE}/rank0.engine", 9000)), "error", "engine-file",
      "rank1.engine"),
     ("rank file below its weights", "tensorrt_llm", passport(rank_bytes=16 << 30), "warning", "engine-file",
      "rank0.engine"),
-    ("safetensors cut short", "reference", cut(f"{ENGINE}/rank0.safetensors", 100), "error", "engine-file",
+    ("safetensors cut short", "reference", sized(f"{ENGINE}/rank0.safetensors", 100), "error", "engine-file",
      "rank0.safetensors"),
     ("safetensors a pointer", "reference", write(f"{ENGINE}/rank0.safetensors", POINTER), "error", "engine-file",
      "rank0.safetensors"),
@@ -184,7 +180,7 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
      "engine-file", ".incomplete"),
     ("engine config a pointer", "nvidia", write(f"{ENGINE}/config.json", POINTER), "error", "engine-config",
      "config.json"),
-    ("engine config cut short", "tensorrt_llm", cut(f"{ENGINE}/config.json", 200), "error", "engine-config",
+    ("engine config cut short", "tensorrt_llm", sized(f"{ENGINE}/config.json", 200), "error", "engine-config",
      "config.json"),
     ("engine config empty", "nvidia", write(f"{ENGINE}/config.json", ""), "error", "engine-config", "config.json"),
     ("engine of an old builder", "nvidia", old_builder, "warning", "engine-release", "config.json: version"),
@@ -236,7 +232,7 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
     ("passport lost", "reference", remove(f"{ENGINE}/passport.json"), "warning", "passport", "passport.json"),
     ("passport's dtype of a folder", "vllm", passport(runtime="vllm", dtype="float16"), "error", "passport",
      "passport.json: dtype"),
-    ("passport cut short", "tensorrt_llm", cut(f"{ENGINE}/passport.json", 60), "error", "passport", "passport.json"),
+    ("passport cut short", "tensorrt_llm", sized(f"{ENGINE}/passport.json", 60), "error", "passport", "passport.json"),
     ("passport of an unknown runtime", "tensorrt_llm", passport(runtime="sglang"), "warning", "passport",
      "passport.json: runtime"),
     ("passport of a folder", "tensorrt_llm", passport(runtime="vllm"), "error", "engine-folder", "gpt_model_path"),
@@ -244,14 +240,14 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
     ("model without config.json", "vllm", remove(f"{ENGINE}/config.json"), "error", "engine-folder", "gpt_model_path"),
     ("model without an architecture", "vllm", json_file(f"{ENGINE}/config.json", architectures=None), "error",
      "engine-folder", "gpt_model_path"),
-    ("model's config cut short", "vllm", cut(f"{ENGINE}/config.json", 40), "error", "engine-config", "config.json"),
+    ("model's config cut short", "vllm", sized(f"{ENGINE}/config.json", 40), "error", "engine-config", "config.json"),
     ("shard missing", "vllm", shard(Path.unlink), "error", "engine-file", "model.safetensors.index.json"),
     ("shard cut short", "vllm", shard(lambda path: os.truncate(path, 500)), "error", "engine-file", "model-00002"),
     ("shard a pointer", "vllm", shard(lambda path: path.write_text(POINTER)), "error", "engine-file", "model-00002"),
     ("shard empty", "trtllm_pytorch", shard(lambda path: path.write_text("")), "error", "engine-file", "model-00002"),
     ("shard still arriving", "trtllm_pytorch", shard(lambda path: path.rename(f"{path}.incomplete")), "error",
      "engine-file", "model.safetensors.index.json"),
-    ("index cut short", "vllm", cut(f"{ENGINE}/model.safetensors.index.json", 90), "error", "engine-file",
+    ("index cut short", "vllm", sized(f"{ENGINE}/model.safetensors.index.json", 90), "error", "engine-file",
      "index.json"),
     ("index of nothing", "vllm", write(f"{ENGINE}/model.safetensors.index.json", "{}"), "error", "engine-file",
      "index.json: weight_map"),
@@ -266,7 +262,7 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
      "passport.json: quant_algo"),
     ("folder quantized, passport not", "trtllm_pytorch", json_file(f"{ENGINE}/hf_quant_config.json", quantization={}),
      "error", "passport", "passport.json: quant_algo"),
-    ("LLM API's config cut short", "trtllm_pytorch", cut(f"{ENGINE}/config.json", 40), "error", "llmapi-model",
+    ("LLM API's config cut short", "trtllm_pytorch", sized(f"{ENGINE}/config.json", 40), "error", "llmapi-model",
      "config.json"),
     ("LLM API's tokenizer elsewhere", "trtllm_pytorch", appended("tokenizer: tensorrt_llm/2\n"), "error",
      "llmapi-model", "model.yaml: tokenizer"),
@@ -321,7 +317,7 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
     ("our script without tokenizer.json", "tensorrt_llm", move(f"{TOKENIZER}/tokenizer.json",
                                                                f"{TOKENIZER}/tokenizer.model"),
      "error", "tokenizer-folder", "parameter tokenizer_dir"),
-    ("tokenizer.json cut short", "tensorrt_llm", cut(f"{TOKENIZER}/tokenizer.json", 300), "error",
+    ("tokenizer.json cut short", "tensorrt_llm", sized(f"{TOKENIZER}/tokenizer.json", 300), "error",
      "tokenizer-damaged", "tokenizer.json"),
     ("tokenizer.json a web page", "nvidia", write(f"{TOKENIZER}/tokenizer.json", PAGE), "error", "tokenizer-damaged",
      "tokenizer.json"),
@@ -335,7 +331,7 @@ FAULTS: list[tuple[str, str, Change, str, str, str]] = [
         f"{TOKENIZER}/tokenizer.model", "")), "error", "tokenizer-damaged", "tokenizer.model"),
     ("vocabulary without merges", "nvidia", both(remove(f"{TOKENIZER}/tokenizer.json"), write(
         f"{TOKENIZER}/vocab.json", '{"a": 0}')), "warning", "tokenizer-folder", "parameter tokenizer_dir"),
-    ("settings cut short", "nvidia", cut(f"{TOKENIZER}/tokenizer_config.json", 20), "error", "tokenizer-damaged",
+    ("settings cut short", "nvidia", sized(f"{TOKENIZER}/tokenizer_config.json", 20), "error", "tokenizer-damaged",
      "tokenizer_config.json"),
     ("tokenizer still arriving", "nvidia", write(f"{TOKENIZER}/tokenizer.model.incomplete", "x"), "warning",
      "tokenizer-damaged", ".incomplete"),
@@ -508,8 +504,6 @@ def test_a_planted_fault_is_found(tmp_path: Path, case: tuple[str, str, Change, 
     assert rule in RULES
 
 
-# Repositories without a fault; NVIDIA's of each release are in test_check.py.
-# fmt: off
 def ends_by_its_own_word(path: Path) -> Repository:
     """Our scripts take the end of a text from generation_config.json."""
     repository = rendered(path)
@@ -517,6 +511,8 @@ def ends_by_its_own_word(path: Path) -> Repository:
     return repository
 
 
+# Repositories without a fault; NVIDIA's of each release are in test_check.py.
+# fmt: off
 CLEAN: dict[str, Callable[[Path], Repository]] = {
     **{runtime: partial(rendered, runtime=runtime) for runtime in RUNTIMES},
     **{f"{runtime} on two GPUs": partial(rendered, runtime=runtime, tp_size=2) for runtime in RUNTIMES},
