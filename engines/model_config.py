@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.errors import UsageError
@@ -35,41 +35,11 @@ class EmbeddingSharding(enum.Enum):
         return {"use_parallel_embedding": parallel, "embedding_sharding_dim": self.value if parallel else 0}
 
 
-class Geometry(Protocol):
-    """Values that determine tensor names and shapes; both ModelConfig and CheckpointConfig have them."""
-
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-    @property
-    def attn_bias(self) -> bool: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Content of an HF config.json under TensorRT-LLM's field names.
-
-    `rotary_scaling` is the unchanged HF dictionary without the base, or None. `dtype` is None when the
-    folder does not state it. A TensorRT-LLM checkpoint has no field for `sliding_window`.
-    """
+class Geometry:
+    """Values that determine tensor names and shapes."""
 
     architecture: str
-    dtype: DataType | None
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -77,13 +47,24 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_size: int
+    attn_bias: bool
+    tie_word_embeddings: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Geometry):
+    """Content of an HF config.json under TensorRT-LLM's field names.
+
+    `rotary_scaling` is the unchanged HF dictionary without the base, or None. `dtype` is None when the
+    folder does not state it. A TensorRT-LLM checkpoint has no field for `sliding_window`.
+    """
+
+    dtype: DataType | None
     hidden_act: str
     norm_epsilon: float
     max_position_embeddings: int
     rotary_base: float
     rotary_scaling: dict[str, Any] | None
-    tie_word_embeddings: bool
-    attn_bias: bool
     mlp_bias: bool
     sliding_window: int | None = None
 
@@ -99,24 +80,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Geometry):
     """Content of a checkpoint's config.json, as the loaders read it."""
 
-    architecture: str
     dtype: DataType
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_size: int
     norm_epsilon: float
     max_position_embeddings: int
     rotary_base: float
     rotary_scaling: dict[str, Any] | None
-    attn_bias: bool
     mapping: Mapping
     embedding: EmbeddingSharding = EmbeddingSharding.NONE
-    tie_word_embeddings: bool = False
     quantization: Quantization = UNQUANTIZED

@@ -182,7 +182,9 @@ def status(
 
 def export(
     target: Annotated[str, typer.Argument(help="A target in ./runs whose checkpoint is made.")],
-    out: Annotated[Path | None, typer.Option("--output", "-o", help="The file; TARGET.tar if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
+    ] = None,
     sign_key: SignKey = None,
 ) -> None:
     """Pack a target into one file, to finish it elsewhere.
@@ -197,9 +199,8 @@ def export(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import export as bundle
 
-    path = out or Path(f"{target}.tar")
     with console.BuildReporter().stage("export", target) as progress:
-        bundle.pack(target, own_store(), path, progress, sign_key=sign_key)
+        path = bundle.pack(target, own_store(), out or Path(f"{target}.tar"), progress, sign_key=sign_key)
     console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
 
 

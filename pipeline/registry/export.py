@@ -56,7 +56,14 @@ class Bundle:
 def pack(
     target: str, store: Store, out: Path, progress: Progress = lambda done, total: None, *, sign_key: Path | None = None
 ) -> Path:
-    """Write `out` from the run folder of `target`. Raises UsageError, or InputDataError for a missing artefact."""
+    """Write the file `out`, or TARGET.tar in the folder `out`, from the run folder of `target`; return its path.
+
+    Raises UsageError, or InputDataError for a missing artefact.
+    """
+    if out.is_dir():
+        out = out / f"{target}.tar"
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent}", remedy="make it, or give another --output")
     index, made = describe(target, store, CARRIED, sign_key=sign_key)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     total, done = sum(artefact.manifest.size for artefact in made.values()), 0

@@ -42,10 +42,15 @@ class Fetch:
         self._counter = counter
         # Paths of files of earlier artefacts, by digest.
         self.here: dict[str, Path] = {}
+        # Bytes that have come, and bytes that were here before: a digest that several artefacts have counts once.
         self.moved = self.there = 0
+        self._counted: set[str] = set()
 
     def skip(self, file: dict[str, Any]) -> None:
-        self.there += file["size"]
+        """Count a file of an artefact that was here before."""
+        if file["sha256"] not in self._counted:
+            self._counted.add(file["sha256"])
+            self.there += file["size"]
         self._counter.add(file["size"])
 
     def take(self, folder: Path, file: dict[str, Any], out: Path) -> None:
@@ -54,7 +59,7 @@ class Fetch:
         blob = Blob(file["sha256"], file["size"])
         if blob.sha256 in self.here:
             place(self.here[blob.sha256], out)
-            self.skip(file)
+            self._counter.add(blob.size)
             return
         folder.mkdir(parents=True, exist_ok=True)
         arriving = folder / blob.sha256
@@ -65,6 +70,7 @@ class Fetch:
                 digest.update(chunk)
                 self._counter.add(len(chunk))
             done = target.tell()
+            self.there += done
             for piece in self._registry.read(blob, done) if done < blob.size else ():
                 target.write(piece)
                 digest.update(piece)
@@ -75,4 +81,5 @@ class Fetch:
             arriving.unlink()
             raise damaged(file["path"], self._registry)
         arriving.rename(out)
+        self._counted.add(blob.sha256)
         self.here[blob.sha256] = out  # valid within the same artefact only: a finished artefact moves

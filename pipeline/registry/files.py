@@ -108,6 +108,11 @@ class FileRegistry:
             try:
                 names = self._system.ls(f"{self._root}/targets", detail=False, refresh=True)
             except FileNotFoundError:
+                # An object store has no folders that could be missing.
+                if "file" in self._protocols() and not self._system.isdir(self._root):
+                    raise UsageError(
+                        f"there is no folder {self.url}", remedy="check its path, or push a target to it first"
+                    ) from None
                 return []
         return sorted(Path(name).name.removesuffix(".json") for name in names if name.endswith(".json"))
 

@@ -52,6 +52,7 @@ CHECKPOINT = CheckpointConfig(
     rotary_base=10000.0,
     rotary_scaling=None,
     attn_bias=False,
+    tie_word_embeddings=False,
     mapping=Mapping(),
 )
 NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}

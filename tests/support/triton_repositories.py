@@ -379,9 +379,10 @@ ENGINE_CONFIG: dict[str, Any] = {
         "architecture": "LlamaForCausalLM",
         "dtype": "bfloat16",
         "logits_dtype": "float32",
-        "vocab_size": 32000,
+        "vocab_size": 300,
         "hidden_size": 4096,
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_size": 1},
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
     },
     "build_config": {
         "max_input_len": 2048,

@@ -15,6 +15,7 @@ from pathlib import Path
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.nvidia import Gpu
+from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check.core import check_core
 from trtpipe.triton_repo.check.engine import (
@@ -27,14 +28,14 @@ from trtpipe.triton_repo.check.engine import (
     find_engine,
 )
 from trtpipe.triton_repo.check.faults import ERROR, RULES, WARNING, Fault, Report
-from trtpipe.triton_repo.check.files import check_files
+from trtpipe.triton_repo.check.files import check_environment, check_files
 from trtpipe.triton_repo.check.graph import check_circles, check_graph
 from trtpipe.triton_repo.check.llmapi import check_llmapi
 from trtpipe.triton_repo.check.models import ENGINE_BACKEND, Model, read_models
 from trtpipe.triton_repo.check.parameters import check_parameters
 from trtpipe.triton_repo.check.release import Release
 from trtpipe.triton_repo.check.scripts import Script, check_script, read_script
-from trtpipe.triton_repo.check.service import check_callers, check_instances, check_sharing
+from trtpipe.triton_repo.check.service import check_callers, check_instances, check_sharing, check_text
 from trtpipe.triton_repo.check.tensors import check_tensors, evidence
 from trtpipe.triton_repo.check.tokenizer import check_tokenizers
 
@@ -62,7 +63,8 @@ def check_repository(
     toolchain  release that will serve it; by default the release of its engines, or what its configurations show
     gpus       GPUs of the machine that will serve it; without them, no GPU is checked
 
-    Paths in it may be paths of a container: absolute paths that do not exist here are not checked.
+    Paths in it may be paths of a container: a warning says of an absolute path that does not exist here that it was not
+    looked into.
     """
     report = Report(repository=folder)
     if not folder.is_dir():
@@ -76,12 +78,19 @@ def check_repository(
     for name, engine in engines.items():
         model = models[name]
         check_engine(model, engine, release, report)
+        absent = not (engine.path / PASSPORT).exists()
+        if absent and any(script.own for script in scripts.values()):
+            report.warning(
+                "passport", engine.path / PASSPORT, "", "is missing", "`trtpipe serve` and `deploy` refuse the engine",
+                "copy the whole folder that trtpipe built",
+            )  # fmt: skip
         check_release(model, engine, release, toolchain, report)
         check_vocabulary(engine, vocabularies, report)
         if gpus is not None:
             check_gpus(model, engine, gpus, toolchain, report)
     for name, model in models.items():
         check_instances(model, engines.get(name), scripts[name], gpus, report)
+        check_environment(model, models, report)
         if model.role == "engine":
             check_files(model, models, report)
             check_static(model, release, report)
@@ -89,6 +98,7 @@ def check_repository(
             check_llmapi(model, models, release, toolchain, gpus, report)
         if toolchain is not None:
             _check_runtime(model, engines.get(name), toolchain, report)
+    check_text(models, scripts, report)
     check_callers(models, scripts, report)
     check_sharing(models, report)
     _check_graphs(models, report)
@@ -134,7 +144,12 @@ def _engines(models: dict[str, Model], report: Report) -> dict[str, EngineFolder
         if model.role == "engine":
             engine = find_engine(model, "gpt_model_path", models, report)
             if not model.python_runtime:
-                find_engine(model, "encoder_model_path", models, report)
+                encoder = find_engine(model, "encoder_model_path", models, report)
+                if encoder is not None and engine is not None and encoder.path.samefile(engine.path):
+                    report.error(
+                        "engine-folder", model.path, model.at_parameter("encoder_model_path"),
+                        "is the decoder's folder too", "an encoder is an engine of its own", "name it, or leave it out",
+                    )  # fmt: skip
             if engine is not None:
                 out[name] = engine
     return out

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
-from trtpipe.triton_repo.check.text import definitions
+from trtpipe.triton_repo.check.text import definitions, type_name
 
 ANY = -1
+# Delay of a batch, in microseconds, that nobody means.
+_LONG_DELAY = 1_000_000
+# Number of instances given as 0; the parsed value is 0 also where none is given.
+_ZERO = re.compile(r"^\s*[^#]*\bcount\s*:\s*0+\b", re.MULTILINE)
 
 
 def check_core(model: Model, report: Report) -> None:
@@ -36,6 +41,7 @@ def check_core(model: Model, report: Report) -> None:
         _check_duplicates(model, report)
     _check_batching(model, report)
     _check_instances(model, report)
+    _check_warmup(model, report)
     if config.model_transaction_policy.decoupled and config.response_cache.enable:
         report.error(
             "response-cache",
@@ -136,6 +142,15 @@ def _check_batching(model: Model, report: Report) -> None:
                 why="Triton refuses the model",
                 remedy="give both the same number",
             )
+    if batching.max_queue_delay_microseconds >= _LONG_DELAY:
+        report.warning(
+            "queue-policy",
+            model.path,
+            model.at_field("max_queue_delay_microseconds"),
+            f"is {batching.max_queue_delay_microseconds / 1e6:g} s",
+            why="a request waits that long for others to fill its batch",
+            remedy="give microseconds, such as 1000",
+        )
     levels, default = batching.priority_levels, batching.default_priority_level
     beyond = [level for level in batching.priority_queue_policy if not 0 < level <= levels]
     policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
@@ -172,7 +187,32 @@ def _check_instances(model: Model, report: Report) -> None:
                     why="Triton refuses the model",
                 )
         return
+    if model.role == "engine" and not config.instance_group and not model.python_runtime:
+        report.warning(
+            "instance-group",
+            model.path,
+            "instance_group",
+            "is missing",
+            why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
+            remedy="add instance_group [ { count: 1 kind: KIND_CPU } ]",
+        )
+    if config.instance_group and all(group.passive for group in config.instance_group):
+        report.error(
+            "instance-group", model.path, where, "is passive", "no instance takes requests", "leave passive out"
+        )
     for group in config.instance_group:
+        if group.count < 0 or (group.count == 0 and _ZERO.search(model.text)):
+            report.warning(
+                "instance-group", model.path, model.at_field("count"), f"is {group.count}", "Triton makes one instance",
+                "give the number you mean",
+            )  # fmt: skip
+        if len(set(group.gpus)) < len(group.gpus):
+            report.warning(
+                "instance-group", model.path, where, "names a GPU twice", "Triton makes its instances there twice",
+                "name each once, and raise count",
+            )  # fmt: skip
+        if any(number < 0 for number in group.gpus):
+            report.error("instance-group", model.path, where, "names a negative GPU", "Triton refuses the model")
         if group.kind not in groups.Kind.values():
             report.error("instance-group", model.path, where, f"has the kind {group.kind}", why="Triton knows none")
             continue
@@ -192,12 +232,37 @@ def _check_instances(model: Model, report: Report) -> None:
             report.error(
                 "instance-group", model.path, where, "names a profile", why="only TensorRT plans have profiles"
             )
-        if model.role == "engine" and kind == "KIND_GPU" and not model.python_runtime:
+        if model.role == "engine" and kind in ("KIND_GPU", "KIND_AUTO") and not model.python_runtime:
             report.warning(
                 "instance-group",
                 model.path,
                 where,
-                "is of KIND_GPU",
+                f"is of {kind}",
                 why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
                 remedy="say KIND_CPU, and give the parameter gpu_device_ids",
             )
+
+
+def of_gpu(group: Any) -> bool:
+    """Whether Triton makes the instances of a group on GPUs."""
+    kinds = definitions().ModelInstanceGroup.Kind
+    return group.kind == kinds.Value("KIND_GPU") or (group.kind == kinds.Value("KIND_AUTO") and len(group.gpus) > 0)
+
+
+def _check_warmup(model: Model, report: Report) -> None:
+    """Check the requests that Triton sends to a model before it counts as loaded."""
+    assert model.config is not None
+    declared, where = model.inputs(), model.at_field("model_warmup")
+    for name, tensor in (pair for sample in model.config.model_warmup for pair in sorted(sample.inputs.items())):
+        told = None
+        if name not in declared:
+            told = f"feeds '{name}', which is not an input"
+        elif tensor.data_type != declared[name].data_type:
+            told = f"feeds '{name}' as {type_name(tensor.data_type)}, its type is "
+            told += type_name(declared[name].data_type)
+        elif tensor.input_data_file and not (model.folder / "warmup" / tensor.input_data_file).is_file():
+            told = f"names '{tensor.input_data_file}', which is not in the model's folder warmup"
+        if told:
+            remedy = "mend the sample, or leave it out"
+            report.error("warmup", model.path, where, told, "Triton does not load the model", remedy)
+            return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,15 +15,17 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport, objections, read_passport
+from trtpipe.engines.quantization import FP8_SMS, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
+from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
-from trtpipe.triton_repo.check.paths import locate
+from trtpipe.triton_repo.check.paths import locate, tell_not_here
 from trtpipe.triton_repo.check.release import Release, release_key
 from trtpipe.triton_repo.check.tensors import LOGITS
 from trtpipe.triton_repo.check.text import PLACEHOLDER, type_name
-from trtpipe.triton_repo.check.tokenizer import Vocabulary
+from trtpipe.triton_repo.check.tokenizer import GENERATION, Vocabulary
 
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 # Bits of build_config.speculative_decoding_mode, and the decoding mode that each requires; 1 stands for none.
@@ -33,12 +34,14 @@ _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
 # From this release on the executor refuses static batching.
 STATIC_UNTIL = "0.20.0"
+# Smallest share of an engine's vocabulary that its own tokenizer has.
+_LEAST_VOCABULARY = 0.75
 _ENCODERS = ("Encoder", "MLLaMA", "Mllama", "Whisper", "Enc", "DecoderModel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFolder:
-    """Facts of an engine folder on this machine, from its config.json."""
+    """Facts of an engine folder on this machine, from its config.json; `hf` is that of a Hugging Face folder."""
 
     path: Path
     version: str | None
@@ -46,6 +49,7 @@ class EngineFolder:
     build: dict[str, Any]
     passport: Passport | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
+    hf: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Path:
@@ -60,10 +64,17 @@ class EngineFolder:
         return _whole(self.build.get(name))
 
     @property
+    def compiles(self) -> bool:
+        """Whether the folder has the form that trtllm-build reads or writes, so that its config.json has a release."""
+        return self.passport is None or (self.backend is not None and self.backend.FORM == "trtllm")
+
+    @property
+    def mapping(self) -> dict[str, Any]:
+        return _mapping(self.pretrained.get("mapping"))
+
+    @property
     def world_size(self) -> int | None:
-        mapping = self.pretrained.get("mapping")
-        if not isinstance(mapping, dict):
-            return None
+        mapping = self.mapping
         sizes = [_whole(mapping.get(name, 1)) for name in ("tp_size", "pp_size", "cp_size")]
         if any(size is None for size in sizes) or not {"tp_size", "world_size"} & set(mapping):
             return None
@@ -92,6 +103,7 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
         return None
     folder = place.path
     if folder is None:
+        tell_not_here(model.path, where, text, report)
         return None
     if not folder.is_dir():
         report.error(
@@ -99,30 +111,30 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
         )
         return None
     passport = _passport(folder, report)
-    backend = None if passport is None else find_backend(passport.runtime)
-    if passport is not None and (backend is None or backend.FORM == "hf"):
-        return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
     files = {path.name for path in folder.iterdir() if path.is_file()}
-    ranks = {file for file in files if re.fullmatch(r"rank\d+\.(engine|safetensors)", file)}
+    ranks = any(re.fullmatch(r"rank\d+\.(engine|safetensors)", file) for file in files)
     if place.mapped and "config.json" not in files and not ranks:
-        return None  # the path may exist in the container only
+        tell_not_here(model.path, where, text, report)
+        return None
     if "config.json" not in files:
+        inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
         report.error(
             "engine-folder",
             model.path,
             where,
             f"is '{text}', which has no config.json",
             why="the backend reads the engine's sizes from it",
-            remedy="copy the whole folder that trtllm-build wrote",
+            remedy=f"name {text.rstrip('/')}/{inner[0]}"
+            if len(inner) == 1
+            else "copy the whole folder that trtllm-build wrote",
         )
         return None
-    return _read(folder, model, where, text, ranks, files, passport, report)
+    return _read(folder, model, where, text, passport, report)
 
 
 def _read(
-    folder: Path, model: Model, where: str, text: str, ranks: set[str], files: set[str], passport: Passport | None,
-    report: Report,
-) -> EngineFolder | None:  # fmt: skip
+    folder: Path, model: Model, where: str, text: str, passport: Passport | None, report: Report
+) -> EngineFolder | None:
     try:
         raw = read_json(folder / "config.json", "engine config")
     except TrtpipeError as error:
@@ -131,21 +143,37 @@ def _read(
             remedy="copy it from the build again",
         )  # fmt: skip
         return None
-    if "build_config" not in raw and "builder_config" not in raw:
-        kind = None
-        if "architectures" in raw:
-            kind = "a Hugging Face model folder"
-        elif "architecture" in raw:
-            kind = "a TensorRT-LLM checkpoint"
-        report.error(
-            "engine-folder" if kind else "engine-config",
-            model.path,
-            where,
-            f"is '{text}', which is {kind}, not an engine" if kind else f"is '{text}', whose config.json has no sizes",
-            why="" if kind else "it has no build_config",
-            remedy="build the engine with trtllm-build, and name its folder",
-        )
+    backend = None if passport is None else find_backend(passport.runtime)
+    if passport is not None and backend is None:
+        report.warning(
+            "passport", folder / PASSPORT, "runtime", f"is {passport.runtime}, which this version does not know",
+            why="the engine is not checked", remedy="check it with the version that built it",
+        )  # fmt: skip
+        return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
+    folder_of_hf = backend is not None and backend.FORM == "hf"
+    kind = None
+    if folder_of_hf and "build_config" in raw:
+        kind = "an engine of TensorRT-LLM, not a Hugging Face model folder, as its passport says"
+    elif not folder_of_hf and not any(isinstance(raw.get(f"{word}_config"), dict) for word in ("build", "builder")):
+        kind = "a Hugging Face model folder, not an engine" if "architectures" in raw else None
+        kind = "a TensorRT-LLM checkpoint, not an engine" if "architecture" in raw else kind
+        if kind is None:
+            report.error(
+                "engine-config", model.path, where, f"is '{text}', whose config.json has no sizes",
+                "it has no build_config", "build the engine with trtllm-build, and name its folder",
+            )  # fmt: skip
+            return None
+    elif folder_of_hf and not raw.get("architectures"):
+        kind = "no Hugging Face model folder: its config.json names no architecture"
+    if kind is not None:
+        remedy = "build the engine again, and name its folder"
+        report.error("engine-folder", model.path, where, f"is '{text}', which is {kind}", remedy=remedy)
         return None
+    if folder_of_hf:
+        check_weights(folder, report)
+        engine = EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport, hf=raw)
+        check_agreement(engine, report)
+        return engine
     plugins = _mapping(_mapping(raw.get("build_config")).get("plugin_config"))
     engine = EngineFolder(
         path=folder,
@@ -155,8 +183,9 @@ def _read(
         passport=passport,
         plugins=plugins or _mapping(raw.get("plugin_config")),
     )
-    if "builder_config" not in raw or "build_config" in raw:  # engines of older releases have other file names
-        _check_ranks(engine, model, where, ranks, files, report)
+    check_mapping(engine, report)
+    check_rank_files(engine, model, where, report)
+    check_agreement(engine, report)
     return engine
 
 
@@ -172,50 +201,6 @@ def _passport(folder: Path, report: Report) -> Passport | None:
         return None
 
 
-def _check_ranks(
-    engine: EngineFolder, model: Model, where: str, ranks: set[str], files: set[str], report: Report
-) -> None:
-    suffix = "engine" if engine.backend is None or engine.backend.COMPILED else "safetensors"
-    there = {file for file in ranks if file.endswith(suffix)}
-    if not there and engine.passport is None and any(file.endswith(".engine") for file in files):
-        return  # an old build, whose files are named after the model
-    if not there and (engine.version or "").startswith("reference") and ranks:
-        return
-    world = engine.world_size
-    # Existing files are counted, since config.json can state any number.
-    wanted = world or 1
-    numbers = {int(found[1]) for file in there if (found := re.fullmatch(rf"rank(0|[1-9]\d*)\.{suffix}", file))}
-    missing = wanted - sum(number < wanted for number in numbers)
-    if missing > 0:
-        first = next(number for number in itertools.count() if number not in numbers)
-        more = f" ({missing} of {wanted} are missing)" if missing > 1 else ""
-        report.error(
-            "engine-ranks",
-            model.path,
-            where,
-            f"names an engine of {wanted} rank(s), and rank{first}.{suffix} is not in its folder{more}",
-            why="each rank loads its own file",
-            remedy="copy the whole folder that trtllm-build wrote",
-        )
-    elif world is not None and len(there) > world:
-        report.warning(
-            "engine-ranks",
-            model.path,
-            where,
-            f"names an engine of {world} rank(s), and its folder has {len(there)} rank files",
-            why="some are of another build",
-            remedy="empty the folder and copy the build again",
-        )
-    if engine.passport is not None and world not in (None, engine.passport.world_size):
-        report.error(
-            "passport",
-            engine.path / PASSPORT,
-            "",
-            f"is of an engine of {engine.passport.world_size} rank(s), and config.json is of {world}",
-            remedy="build the engine again",
-        )
-
-
 def check_engine(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
     """Check the parameters and tensors of an engine model against the engine's sizes and features."""
     _check_sizes(model, engine, report)
@@ -227,6 +212,13 @@ def check_engine(model: Model, engine: EngineFolder, release: Release, report: R
 
 
 def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
+    for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width"):
+        value = engine.build.get(name)
+        if value is not None and _whole(value) is None:
+            report.error(
+                "engine-config", engine.config, name, f"is {value!r}", "the backend reads a number",
+                "copy it from the build again",
+            )  # fmt: skip
     limit = engine.size("max_batch_size")
     if limit is not None and model.batch > limit:
         report.error(
@@ -274,6 +266,26 @@ def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
                 why=effect,
                 remedy="turn it off, or build the engine with --use_paged_context_fmha enable",
             )
+    sinks = _number(model, "sink_token_length") or 0
+    if sinks > 0 and _flag(model, "enable_kv_cache_reuse"):
+        report.error(
+            "paged-attention",
+            model.path,
+            model.at_parameter("enable_kv_cache_reuse"),
+            "is on, and sink_token_length has a value",
+            why="blocks of a prompt with attention sinks are not shared",
+            remedy="turn one of them off",
+        )
+    host = _number(model, "kv_cache_host_memory_bytes", values.SIZE)
+    if host and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
+        report.warning(
+            "paged-attention",
+            model.path,
+            model.at_parameter("kv_cache_host_memory_bytes"),
+            f"is {host}, and enable_kv_cache_reuse is off",
+            why="host memory keeps blocks for reuse only",
+            remedy="turn enable_kv_cache_reuse on, or leave it out",
+        )
     if engine.build.get("gather_context_logits") is True and _flag(model, "enable_kv_cache_reuse"):
         report.warning(
             "paged-attention",
@@ -311,6 +323,15 @@ def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
             model.at_parameter("max_attention_window_size"),
             f"is {max(windows)}, above the engine's max_seq_len {longest}",
             why="the backend takes the smaller one",
+        )
+    if sinks > 0 and model.value("max_attention_window_size") is None:
+        report.warning(
+            "attention-window",
+            model.path,
+            model.at_parameter("sink_token_length"),
+            "is given, and max_attention_window_size is not",
+            why="without a window every token stays in sight",
+            remedy="give both, or leave it out",
         )
     seen = min(longest, max(windows)) if longest is not None and read and windows else longest
     if cap is not None and seen is not None and 0 < cap < seen:
@@ -418,9 +439,6 @@ def _check_features(model: Model, engine: EngineFolder, report: Report) -> None:
 
 def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
     mode = model.value("decoding_mode")
-    if mode is None or mode == "auto":
-        return
-    where = model.at_parameter("decoding_mode")
     raw = engine.build.get("speculative_decoding_mode")
     built: str | None
     if isinstance(raw, str):
@@ -430,6 +448,20 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
         built = _SPECULATION[raw]
     else:
         return
+    for word in ("medusa", "eagle"):
+        tree = model.value(f"{word}_choices")
+        if tree and values.is_tree(tree) and word not in (built, mode):
+            report.warning(
+                "decoding-mode",
+                model.path,
+                model.at_parameter(f"{word}_choices"),
+                f"is given, and the engine was not built for {word}",
+                why="nothing reads it",
+                remedy="leave it out",
+            )
+    if mode is None or mode == "auto":
+        return
+    where = model.at_parameter("decoding_mode")
     if built != (mode if mode in _SPECULATIVE else None):
         report.error(
             "decoding-mode",
@@ -476,7 +508,16 @@ def check_release(
         return
     made = release_key(engine.version)
     stamped = release_key(engine.passport.toolchain) if engine.passport is not None else None
-    if toolchain is not None:
+    if made is None and engine.compiles:
+        report.warning(
+            "engine-release",
+            engine.config,
+            "version",
+            "is missing" if engine.version is None else f"is '{engine.version}', which is no release",
+            why="builders before 0.8 wrote none, and an engine runs on the release that built it",
+            remedy="build the engine again",
+        )
+    elif toolchain is not None:
         asked = release_key(toolchain.name)
         for key, name, path in (
             (made, engine.version, engine.config),
@@ -509,23 +550,38 @@ def check_gpus(
     if engine.passport is not None:
         told = _objections(engine.passport, gpus, toolchain)
         _tell_objections(model.path, model.at_parameter("gpt_model_path"), told, report)
+        return
+    where = model.at_parameter("gpt_model_path")
+    quantization = _mapping(engine.pretrained.get("quantization"))
+    algo = next((algo for algo in QuantAlgo if algo.value == quantization.get("quant_algo")), None)
+    fp8 = (algo is not None and algo.row.operands == "fp8") or quantization.get("kv_cache_quant_algo") == "FP8"
+    if fp8 and gpus and all(gpu.sm < min(FP8_SMS) for gpu in gpus):
+        report.error(
+            "engine-gpu", model.path, where, f"names an engine in FP8, and this machine has {gpus[0].describe()}",
+            f"SM{min(FP8_SMS)} and newer have FP8", "serve it elsewhere, or build it in another precision",
+        )  # fmt: skip
     elif engine.world_size is not None and engine.world_size > len(gpus):
         report.error(
             "engine-gpu",
             model.path,
-            model.at_parameter("gpt_model_path"),
+            where,
             f"names an engine of {engine.world_size} rank(s), and this machine has {len(gpus)} GPU(s)",
             remedy="serve it elsewhere, or build it for fewer",
         )
+    elif not (engine.version or "").startswith("reference"):
+        report.warning(
+            "engine-gpu", model.path, where, "names an engine of which nothing says for which GPU it was built",
+            f"it has no {PASSPORT}, and an engine runs on its own compute capability only", "see where it was built",
+        )  # fmt: skip
 
 
 def check_passport(
     path: Path, where: str, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
-) -> None:
-    """Check the passport of an LLM API model's folder; only folders of this project have one."""
+) -> Passport | None:
+    """Check the passport of an LLM API model's folder, and return it; only folders of this project have one."""
     passport = _passport(folder, report)
     if passport is None:
-        return
+        return None
     if toolchain is not None and release_key(passport.toolchain) not in (None, release_key(toolchain.name)):
         report.error(
             "engine-release",
@@ -536,6 +592,7 @@ def check_passport(
         )
     if gpus is not None:
         _tell_objections(path, where, _objections(passport, gpus, toolchain), report)
+    return passport
 
 
 def _objections(passport: Passport, gpus: Sequence[Gpu], toolchain: Toolchain | None) -> list[str]:
@@ -556,22 +613,34 @@ def _tell_objections(path: Path, where: str, told: list[str], report: Report) ->
 
 
 def check_vocabulary(engine: EngineFolder, vocabularies: list[Vocabulary], report: Report) -> None:
-    most = _whole(engine.pretrained.get("vocab_size"))
+    """Compare the tokenizer's ids with the engine's. Models pad their vocabulary, by a few percent at most."""
+    most = _whole({**engine.hf, **engine.pretrained}.get("vocab_size"))
+    if most is None:
+        return
     for vocabulary in vocabularies:
-        if most is not None and vocabulary.size > most:
-            report.error(
-                "tokenizer-vocabulary",
-                vocabulary.path,
-                "",
-                f"has {vocabulary.size} tokens, and the engine {most}",
-                why="it is another model's tokenizer",
-                remedy="copy that of the engine's model",
-            )
+        why, remedy = "it is another model's tokenizer", "copy that of the engine's model"
+        if vocabulary.size > most:
+            told = f"has {vocabulary.size:,} tokens, and the engine {most:,}"
+            report.error("tokenizer-vocabulary", vocabulary.path, "", told, why, remedy)
+        elif vocabulary.ids < _LEAST_VOCABULARY * most:
+            told = f"has {vocabulary.ids:,} tokens, and the engine {most:,}"
+            report.warning("tokenizer-vocabulary", vocabulary.path, "", told, why, remedy)
+        elif vocabulary.ids > most:
+            told = f"adds tokens up to the id {vocabulary.ids - 1:,}, and the engine has {most:,}"
+            report.warning("tokenizer-vocabulary", vocabulary.path, "", told, "a prompt with one fails", remedy)
+        for name, number in vocabulary.named.items():
+            if number >= most:
+                path, told = (
+                    vocabulary.path.with_name(GENERATION),
+                    f"names {number:,}, and the engine has {most:,} tokens",
+                )
+                add = report.error if name == "eos_token_id" else report.warning
+                add("tokenizer-end", path, name, told, why, remedy)
 
 
-def _number(model: Model, name: str) -> int | None:
+def _number(model: Model, name: str, bounds: tuple[int, int] = values.INT32) -> int | None:
     text = model.value(name)
-    value = values.read_int(text).value if text else None
+    value = values.read_int(text, bounds).value if text else None
     return None if value is None else int(value)
 
 

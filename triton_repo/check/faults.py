@@ -25,12 +25,14 @@ RULES: dict[str, str] = {
     "model-script": "a model of the Python backend has a script with its class",
     "model-code": "code in the repository is that of a known template",
     "script-import": "what a script imports from its own folder is there",
+    "script-environment": "the environment of a script is there",
     "batch-size": "batch sizes of dynamic batching and of models that feed each other agree",
     "batch-above-engine": "no model takes larger batches than the engine was built for",
     "instance-group": "instance groups name what they may",
     "tensor": "tensors have a name, a type and dimensions that Triton takes",
     "duplicate-tensor": "no input is declared twice",
     "queue-policy": "priorities and timeouts of dynamic batching agree",
+    "warmup": "warm-up requests have the model's inputs, and their files are there",
     "response-cache": "no response cache on a decoupled model",
     "ensemble": "an ensemble has steps, and nothing that only other models may have",
     "ensemble-model": "each step's model is in the repository, in that version",
@@ -49,6 +51,7 @@ RULES: dict[str, str] = {
     "number-value": "numbers are read as what they say",
     "range-value": "numbers are within their bounds",
     "choice-value": "words are of those that the backend knows",
+    "value-space": "no path or name begins or ends with a space",
     "list-value": "lists are in the backend's form",
     "lookahead": "lookahead decoding has its three sizes",
     "guided-decoding": "guided decoding has its backend and its tokenizer file",
@@ -64,6 +67,7 @@ RULES: dict[str, str] = {
     "release-runtime": "the release serves this kind of repository",
     "engine-folder": "the engine's folder is there and is an engine",
     "engine-config": "the engine's config.json can be read",
+    "engine-file": "the engine's and the model's files are whole",
     "engine-ranks": "the engine's folder holds one file for each rank",
     "engine-gpu": "this machine can run the engine",
     "passport": "the engine's passport can be read and is of this engine",
@@ -76,9 +80,10 @@ RULES: dict[str, str] = {
     "decoding-mode": "the decoding mode is the engine's",
     "engine-feature": "what a parameter asks for was built into the engine",
     "attention-window": "an attention window is no longer than a sequence",
+    "not-here": "what a configuration names is on this machine, so that it can be checked",
     "tokenizer-folder": "tokenizer folders are there and hold a tokenizer",
     "tokenizer-damaged": "tokenizer files can be read",
-    "tokenizer-vocabulary": "the tokenizer has no more tokens than the engine",
+    "tokenizer-vocabulary": "the tokenizer has the engine's tokens",
     "tokenizer-end": "the tokenizer knows how a text ends",
     "tokenizers-differ": "text is encoded and decoded by the same tokenizer",
     "decoupled": "models that call each other are decoupled alike",
@@ -119,11 +124,12 @@ class Fault:
 
 @dataclass
 class Report:
-    """Collects faults; records the tensors and templates that already have one, so that no cause is reported twice."""
+    """Collects faults; records the tensors and models that already have one, so that no cause is reported twice."""
 
     repository: Path
     faults: list[Fault] = field(default_factory=list)
     outdated: set[str] = field(default_factory=set)
+    returning: set[str] = field(default_factory=set)
     _blamed: set[tuple[str, str]] = field(default_factory=set)
 
     def error(self, rule: str, path: Path, where: str, what: str, why: str = "", remedy: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Check of the other files that an engine model's parameters name."""
+"""Check of the other files that a model's parameters name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from trtpipe.engines.json_input import load_json
 from trtpipe.triton_repo.check.faults import Report
 from trtpipe.triton_repo.check.models import Model
-from trtpipe.triton_repo.check.paths import locate
+from trtpipe.triton_repo.check.paths import locate, tell_not_here
+from trtpipe.triton_repo.check.text import PLACEHOLDER
 
 _FIELDS = ("encoded_vocab", "tokenizer_str", "stop_token_ids")
 
@@ -31,8 +32,25 @@ def check_files(model: Model, models: dict[str, Model], report: Report) -> None:
                 why="the model does not load without it" if guided else "no adapter is loaded",
                 remedy="name a path of the server's",
             )
+        elif place.path is None and not place.absent:
+            tell_not_here(model.path, model.at_parameter(name), text, report)
         elif place.path is not None and name == "xgrammar_tokenizer_info_path":
             _check_info(model, place.path, report)
+
+
+def check_environment(model: Model, models: dict[str, Model], report: Report) -> None:
+    """Check the archive or folder with the Python packages of a script."""
+    text, where = model.value("EXECUTION_ENV_PATH"), model.at_parameter("EXECUTION_ENV_PATH")
+    if text is None or model.backend != "python" or PLACEHOLDER.search(text):
+        return
+    place = locate(text.replace("$$TRITON_MODEL_DIRECTORY", str(model.folder.resolve())), report.repository, models)
+    if place.absent:
+        report.error(
+            "script-environment", model.path, where, f"is '{text}', which is not there", "the model does not load",
+            "copy the archive of conda-pack there",
+        )  # fmt: skip
+    elif place.path is None:
+        tell_not_here(model.path, where, text, report)
 
 
 def _check_info(model: Model, path: Path, report: Report) -> None:

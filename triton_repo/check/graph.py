@@ -314,7 +314,7 @@ def _check_decoupled(ensemble: Model, models: dict[str, Model], report: Report) 
                 _tell_mixed(ensemble, step.model_name, report)
                 return
             model = models.get(step.model_name)
-            if model is not None and model.decoupled:
+            if model is not None and model.decoupled and model.name not in report.returning:
                 count += 1
                 label = count
             else:

@@ -6,17 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.json_input import read_json
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.engines.passport import NAME as PASSPORT
+from trtpipe.engines.passport import Passport
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.yaml_input import load_yaml
 from trtpipe.triton_repo.check import facts, values
 from trtpipe.triton_repo.check.engine import check_passport
+from trtpipe.triton_repo.check.engine_files import check_precision, check_weights
 from trtpipe.triton_repo.check.facts import Argument
 from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
-from trtpipe.triton_repo.check.paths import locate, may_be_hub_id
+from trtpipe.triton_repo.check.paths import locate, may_be_hub_id, tell_not_here
 from trtpipe.triton_repo.check.release import Release
+from trtpipe.triton_repo.check.service import check_apart, check_present
 from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of
 
 FILE = "model.yaml"
@@ -58,9 +63,15 @@ def check_llmapi(
     _check_triton(model, path, text, settings, known.triton, report)
     _check_backend(path, text, settings, known, release, report)
     place = _check_model(path, text, settings, models, release, report)
+    _check_tokenizer(path, text, settings, models, report)
     _check_processors(path, settings, report)
     if place is not None and (place / PASSPORT).is_file():
-        check_passport(path, "model" + line_of(text, r"^model\b"), place, gpus, toolchain, report)
+        passport = check_passport(path, "model" + line_of(text, r"^model\b"), place, gpus, toolchain, report)
+        if passport is not None:
+            _check_ranks(path, text, settings, passport, report)
+            config = _config(place / "config.json", report)
+            if config is not None:
+                check_precision(place, config, passport, report)
         gpus = None  # the check of the passport is enough
     _check_gpus(model, path, text, settings, gpus, report)
 
@@ -275,10 +286,12 @@ def _check_model(
     if not isinstance(name, str) or PLACEHOLDER.search(name):
         return None
     place = locate(name, report.repository, models)
+    folder = place.path
     if place.absent and not may_be_hub_id(name, report.repository) and not name.isalnum():
         report.error("llmapi-model", path, where, f"is '{name}', which is not there", place.why)
-    folder = place.path
+        return None
     if folder is None or (place.mapped and not (folder / "config.json").is_file()):
+        tell_not_here(path, where, name, report, hub=place.absent)
         return None
     if not (folder / "config.json").is_file():
         report.error("llmapi-model", path, where, f"is '{name}', which has no config.json", "it is not a model folder")
@@ -294,7 +307,44 @@ def _check_model(
             why="the PyTorch backend loads Hugging Face folders",
             remedy="name the model's own folder, or package the engine as inflight_batcher_llm",
         )
+    elif not engine:
+        check_weights(folder, report)
     return folder
+
+
+def _config(path: Path, report: Report) -> dict[str, Any] | None:
+    try:
+        return read_json(path, "model config")
+    except InputDataError as error:
+        remedy = "fetch the model again"
+        report.error("llmapi-model", path, "", "cannot be read", error.why or error.what, remedy)
+        return None
+
+
+def _check_tokenizer(path: Path, text: str, settings: dict[str, Any], models: dict[str, Model], report: Report) -> None:
+    """Check the `tokenizer` setting, which is the model's own unless it is given."""
+    name, where = settings.get("tokenizer"), "tokenizer" + line_of(text, r"^tokenizer\b")
+    if not isinstance(name, str) or not name or PLACEHOLDER.search(name):
+        return
+    place = locate(name, report.repository, models)
+    hub = may_be_hub_id(name, report.repository) or name.isalnum()
+    if place.absent and not hub:
+        report.error("llmapi-model", path, where, f"is '{name}', which is not there", place.why)
+    elif place.path is None:
+        tell_not_here(path, where, name, report, hub=place.absent)
+
+
+def _check_ranks(path: Path, text: str, settings: dict[str, Any], passport: Passport, report: Report) -> None:
+    """Report a number of ranks other than that of the passport, by which deployments count GPUs."""
+    for name, size in (("tensor_parallel_size", passport.tp_size), ("pipeline_parallel_size", passport.pp_size)):
+        if settings.get(name, 1) != size:
+            report.error(
+                "passport",
+                path,
+                name + line_of(text, rf"^{name}\b"),
+                f"is {settings.get(name, 1)}, and the model's {PASSPORT} says {size}",
+                remedy="give both the same, or build it again",
+            )
 
 
 def _check_processors(path: Path, settings: dict[str, Any], report: Report) -> None:
@@ -338,6 +388,10 @@ def _check_gpus(
                 why="the script refuses to start",
                 remedy="give one list for each instance, with semicolons between",
             )
+        numbers = values.read_groups(ids or "")[0]
+        check_apart(model, numbers, report)
+        if gpus is not None:
+            check_present(model, numbers, len(gpus), report)
         wrong = next((one for one in groups if one and len(one.rstrip(",").split(",")) != world), None)
         if wrong:
             report.error(

@@ -224,6 +224,11 @@ def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Sc
             remedy=_choices(fact) or "fill it in",
         )
         return
+    if text != text.strip() and fact.kind in ("path", "model") and text.strip():
+        report.error(
+            "value-space", model.path, where, f"is '{text}', with a space at its end or beginning",
+            "the server takes it for a part of the name", "drop it",
+        )  # fmt: skip
     if not text.strip():
         return  # every reader uses its default for this value
     if fact.kind == "bool":

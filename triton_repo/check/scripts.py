@@ -30,6 +30,7 @@ class Script:
     parameters  names that are looked up as `parameters[name]` while the model is initialised
     inputs, outputs  tensors whose types are looked up in the configuration during initialisation
     asked       outputs that are requested from other models, by role
+    sends       whether it sends responses, instead of returning them
     real        whether the script has code: an empty file stands for a script that is elsewhere
     unread      whether it is missing or broken, so that its lookups are unknown
     own         whether it is a script of this project
@@ -40,6 +41,7 @@ class Script:
     inputs: set[str] = field(default_factory=set)
     outputs: set[str] = field(default_factory=set)
     asked: dict[str, list[str]] = field(default_factory=dict)
+    sends: bool = False
     real: bool = False
     unread: bool = False
     own: bool = False
@@ -134,24 +136,38 @@ def _check_main(tree: ast.Module, path: Path, folder: Path, report: Report) -> N
             why="the Python backend makes one",
             remedy=did_you_mean(nearest(CLASS, names)),
         )
+    if not tree.body:
+        report.warning(
+            "model-script", path, "", f"holds no code, and no class {CLASS}", "the Python backend runs it",
+            "check the repository where the script is, or copy it here",
+        )  # fmt: skip
     for node in tree.body:
-        module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
-        if module and module.split(".")[0] in ("helpers", "lib", "trtpipe_text"):
-            target = folder.joinpath(*module.split("."))
-            if not target.with_suffix(".py").is_file() and not target.is_dir():
-                report.error(
-                    "script-import",
-                    path,
-                    f"line {node.lineno}",
-                    f"imports {module}, and {target.relative_to(folder).with_suffix('.py')} is not beside it",
-                    remedy="copy it from the same template",
-                )
+        modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules = [node.module]
+        for module in modules:
+            if module.split(".")[0] in ("helpers", "lib", "trtpipe_text"):
+                _check_import(node, module, path, folder, report)
+
+
+def _check_import(node: ast.stmt, module: str, path: Path, folder: Path, report: Report) -> None:
+    target = folder.joinpath(*module.split("."))
+    if not target.with_suffix(".py").is_file() and not target.is_dir():
+        report.error(
+            "script-import",
+            path,
+            f"line {node.lineno}",
+            f"imports {module}, and {target.relative_to(folder).with_suffix('.py')} is not beside it",
+            remedy="copy it from the same template",
+        )
 
 
 def _collect(tree: ast.Module, script: Script) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             script.words.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            script.sends |= node.attr == "get_response_sender"
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
             role = _ASKED.get(node.targets[0].attr)
             if role:

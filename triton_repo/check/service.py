@@ -7,14 +7,33 @@ from collections.abc import Sequence
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.check import values
+from trtpipe.triton_repo.check.core import of_gpu
 from trtpipe.triton_repo.check.engine import EngineFolder
 from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.scripts import Script
 
 DEFAULT_ENGINE = "tensorrt_llm"
+# Roles of models whose scripts may return their responses; "" is that of a model of no template.
+_RETURNING = ("preprocessing", "postprocessing", "")
 # The whole memory of a GPU; the share that a backend takes by default.
 _WHOLE, _DEFAULT_SHARE = 1.0, 0.9
+
+
+def check_text(models: dict[str, Model], scripts: dict[str, Script], report: Report) -> None:
+    """Report decoupled models whose scripts return their responses."""
+    for model in models.values():
+        script = scripts.get(model.name, Script())
+        if model.role in _RETURNING and model.decoupled and script.real and not script.sends:
+            report.error(
+                "decoupled",
+                model.path,
+                model.at_field("decoupled"),
+                "is true, and the model's script returns its responses",
+                why="the Python backend then fails every request",
+                remedy="leave it out",
+            )
+            report.returning.add(model.name)
 
 
 def check_callers(models: dict[str, Model], scripts: dict[str, Script], report: Report) -> None:
@@ -110,15 +129,16 @@ def check_instances(
     """Check the instances, and the lists of GPUs and ranks that separate them."""
     if model.config is None:
         return
-    if model.role == "postprocessing" and script.own and model.instances > 1:
-        report.error(
-            "instances",
-            model.path,
-            model.at_field("count"),
-            f"is {model.instances}, and the model keeps the text of streams so far",
-            why="the parts of a stream would meet different instances",
-            remedy="give 1",
-        )
+    if gpus is not None:
+        _check_group_gpus(model, len(gpus), report)
+    if model.role == "postprocessing" and script.own:
+        why, remedy = "the parts of a stream would meet different instances", "give one instance, of KIND_CPU"
+        if model.instances > 1:
+            told = f"is {model.instances}, and the model keeps the text of streams so far"
+            report.error("instances", model.path, model.at_field("count"), told, why, remedy)
+        elif any(of_gpu(group) and len(group.gpus) != 1 for group in model.config.instance_group):
+            told = "is of KIND_GPU, which makes an instance on each GPU"
+            report.warning("instances", model.path, model.at_field("instance_group"), told, why, remedy)
     if model.role != "engine":
         return
     world = engine.world_size if engine is not None else None
@@ -137,16 +157,29 @@ def check_instances(
         )
     if not read or any(len(set(group)) < len(group) for group in groups):  # reported already
         groups = []
-    if groups and model.instances > 1 and len(groups) != model.instances:
+    lists = (("gpu_device_ids", groups), ("participant_ids", _participants(model)))
+    for name, numbers in lists:
+        if numbers and len(numbers) != model.instances:
+            report.error(
+                "gpu-ids",
+                model.path,
+                model.at_parameter(name),
+                f"has {len(numbers)} list(s), and the model {model.instances} instance(s)",
+                why="instances would share some, or leave some unused",
+                remedy="give one list for each instance, with semicolons between",
+            )
+    check_apart(model, groups, report)
+    nodes = values.read_int(model.value("num_nodes") or "").value
+    if nodes is not None and world is not None and nodes > world and not model.python_runtime:
         report.error(
             "gpu-ids",
             model.path,
-            model.at_parameter("gpu_device_ids"),
-            f"has {len(groups)} list(s), and the model {model.instances} instances",
-            why="instances would share GPUs, or leave some unused",
-            remedy="give one list for each instance, with semicolons between",
+            model.at_parameter("num_nodes"),
+            f"is {nodes:g}, and the engine has {world} rank(s)",
+            why="each node needs a rank",
+            remedy="give 1",
         )
-    for name, numbers in (("gpu_device_ids", groups), ("participant_ids", _participants(model))):
+    for name, numbers in lists:
         wrong = next((group for group in numbers if world is not None and len(group) != world), None)
         if wrong is not None:
             report.error(
@@ -158,16 +191,55 @@ def check_instances(
                 remedy=f"list {world}",
             )
     if gpus is not None:
-        here = len(gpus)
-        beyond = next((number for group in groups for number in group if number >= here), None)
-        if beyond is not None:
+        check_present(model, groups, len(gpus), report)
+
+
+def check_present(model: Model, groups: Sequence[Sequence[int]], here: int, report: Report) -> None:
+    """Report a GPU of gpu_device_ids that this machine, which has `here` GPUs, lacks."""
+    beyond = next((number for group in groups for number in group if number >= here), None)
+    if beyond is not None:
+        report.error(
+            "gpu-ids",
+            model.path,
+            model.at_parameter("gpu_device_ids"),
+            f"names GPU {beyond}, and this machine has {here}",
+            remedy=f"name {', '.join(map(str, range(here)))}" if here else "serve it elsewhere",
+        )
+
+
+def check_apart(model: Model, groups: Sequence[Sequence[int]], report: Report) -> None:
+    """Report a GPU that several instances of an engine share."""
+    ids = [number for group in groups for number in set(group)]
+    twice = next((number for number in ids if ids.count(number) > 1), None)
+    if twice is not None and model.instances == len(groups):
+        report.warning(
+            "gpu-ids",
+            model.path,
+            model.at_parameter("gpu_device_ids"),
+            f"names GPU {twice} for several instances",
+            why="each instance loads the engine into its memory",
+            remedy="give each instance its own GPUs",
+        )
+
+
+def _check_group_gpus(model: Model, here: int, report: Report) -> None:
+    """Check that the GPUs of instance groups are on this machine: Triton looks for them before it loads the model."""
+    assert model.config is not None
+    for group in model.config.instance_group:
+        beyond = [number for number in group.gpus if number >= here]
+        told = f"names GPU {beyond[0]}, and this machine has {here}" if beyond and here else ""
+        if of_gpu(group) and not here:
+            told = "asks for a GPU, and this machine has none"
+        if told and (of_gpu(group) or beyond):
             report.error(
-                "gpu-ids",
+                "instance-group",
                 model.path,
-                model.at_parameter("gpu_device_ids"),
-                f"names GPU {beyond}, and this machine has {here}",
-                remedy=f"name {', '.join(map(str, range(here)))}" if here else "serve it elsewhere",
+                model.at_field("instance_group"),
+                told,
+                why="Triton refuses the model",
+                remedy="name those that are there" if here else "say KIND_CPU, or serve it elsewhere",
             )
+            return
 
 
 def _participants(model: Model) -> list[list[int]]:

@@ -47,6 +47,9 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     except OSError as error:
         report.error("config-unreadable", path, "", "cannot be read", why=error.strerror or str(error))
         return "", None
+    if not text.strip():
+        report.error("config-unreadable", path, "", "is empty", remedy="copy it from its template again")
+        return text, None
     if text.startswith("\ufeff"):
         report.error(
             "config-unreadable",

@@ -1061,7 +1061,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
     [
         (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: run `trtpipe build` first"),
         (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
-        (("pull", "none", "shelf"), 2, "shelf has no target 'none'"),
+        (("pull", "none", "shelf"), 2, "there is no folder shelf"),
         (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),
         (("provenance", "none"), 2, "there is no target 'none' in ./runs"),
         (("verify-provenance", "none"), 2, "there is no target 'none' in ./runs"),
@@ -1088,5 +1088,11 @@ def test_options_of_a_cluster_are_never_ignored(run: Run, arguments: tuple[str, 
 
 
 def test_a_folder_that_holds_nothing(run: Run) -> None:
+    missing = run("search", "empty")
+    assert (missing.status, missing.error()) == (
+        2,
+        "there is no folder empty; check its path, or push a target to it first",
+    )
+    Path("empty").mkdir()
     assert run("search", "empty").out == "empty has no targets\n"
     assert run("search", "empty", "--gpu", "h100").out == "empty has no targets\n"

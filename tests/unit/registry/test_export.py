@@ -57,6 +57,14 @@ def rewritten(path: Path, edit: Edit) -> Path:
     return out
 
 
+def test_a_folder_takes_the_file_and_must_be_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
+    spec, store = made
+    assert export.pack(spec.target, store, tmp_path) == tmp_path / f"{spec.target}.tar"
+    assert (tmp_path / f"{spec.target}.tar").is_file()
+    with pytest.raises(UsageError, match=f"there is no folder {tmp_path / 'nowhere'}"):
+        export.pack(spec.target, store, tmp_path / "nowhere" / "x.tar")
+
+
 def test_what_is_in_it(made: tuple[BuildSpec, Store], tmp_path: Path) -> None:
     path = export.pack("tiny.h100.bf16", made[1], tmp_path / "out.tar")
     content = members(path)

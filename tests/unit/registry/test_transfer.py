@@ -89,6 +89,7 @@ def registry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
         request.getfixturevalue("hub")
         url = f"hf://team/{name}"
     else:
+        (tmp_path / "shelf").mkdir()
         url = str(tmp_path / "shelf")
     return lambda: open_registry(url)
 
@@ -132,14 +133,28 @@ def test_what_arrives_is_what_was_sent(
     got = transfer.pull(TARGET, registry(), store)
     after = content(Path("runs") / TARGET)
     assert after == {name: data for name, data in before.items() if name.startswith(("tokenizer/", "engine/"))}
-    assert got.moved == sent.moved
+    assert (got.moved, got.there) == (sent.moved, 0)
     assert got.arrived is not None
     execute(got.arrived.spec, store, Recorder(), given=got.arrived.artefacts)
     repository = {name: data for name, data in before.items() if name.startswith("repository/")}
     assert {name: data for name, data in content(Path("runs") / TARGET).items() if name in repository} == repository
     again = transfer.pull(TARGET, registry(), store)
-    assert (again.moved, again.artefacts) == (0, got.artefacts)
+    assert (again.moved, again.there, again.artefacts) == (0, sent.moved, got.artefacts)
     assert not list((store.home / "incoming").iterdir())
+
+
+def test_a_file_of_two_artefacts_is_counted_once(
+    made: Store, registry: Callable[[], Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The reference engine's weights are those of its checkpoint.
+    sent = transfer.push(TARGET, registry(), made, ("checkpoint", "engine"))
+    store = elsewhere(tmp_path, monkeypatch)
+    got = transfer.pull(TARGET, registry(), store)
+    assert got.arrived is not None
+    assert sum(artefact.manifest.size for artefact in got.arrived.artefacts.values()) > sent.moved
+    assert (got.moved, got.there) == (sent.moved, 0)
+    again = transfer.pull(TARGET, registry(), store)
+    assert (again.moved, again.there) == (0, sent.moved)
 
 
 def test_a_checkpoint_alone(

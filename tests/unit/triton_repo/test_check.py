@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,30 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.factories import write_passport, write_tokenizer
-from tests.support.triton_repositories import ENGINE_CONFIG, MODEL_YAML, SCRIPT, Repository, inflight, llmapi
+from tests.support.factories import write_safetensors
+from tests.support.repository_changes import (
+    PYTHON_RUNTIME,
+    Change,
+    adds,
+    both,
+    drop,
+    edit,
+    engine,
+    made,
+    move,
+    param,
+    params,
+    remove,
+    rendered,
+    replace_all,
+    says,
+    tensor,
+    untensor,
+    world,
+    write,
+)
+from tests.support.triton_repositories import MODEL_YAML, SCRIPT, Repository, inflight, llmapi
 from trtpipe.configs.facts import find_toolchain
-from trtpipe.engines.base import Engine
 from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.check import (
     ERROR,
@@ -30,14 +50,15 @@ from trtpipe.triton_repo.check import (
     facts,
 )
 from trtpipe.triton_repo.check.release import Release, release_key
-from trtpipe.triton_repo.render import render
-from trtpipe.triton_repo.serving import ServingConfig
 
 RELEASES = ("0.9.0", "0.10.0", "0.12.0", "0.15.0", "0.16.0", "0.18.2", "0.19.0", "0.20.0", "0.21.0", "1.0.0", "1.2.1")
 H100 = Gpu(index=0, name="NVIDIA H100", sm=90, driver="590.44.01", total_mib=81920, used_mib=0)
 A100 = replace(H100, name="NVIDIA A100", sm=80)
 
-Change = Callable[[Repository], object]
+
+def looked_into(faults: Sequence[Fault]) -> list[Fault]:
+    """Without the paths of a container or of the hub."""
+    return [fault for fault in faults if fault.rule != "not-here"]
 
 
 def told(faults: Sequence[Fault]) -> str:
@@ -46,102 +67,15 @@ def told(faults: Sequence[Fault]) -> str:
 
 def expect(repository: Repository, rule: str, severity: str = ERROR, **asked: Any) -> Fault:
     """Exactly one fault, of that rule."""
-    faults = check_repository(repository.path, **asked)
+    faults = looked_into(check_repository(repository.path, **asked))
     assert [(fault.rule, fault.severity) for fault in faults] == [(rule, severity)], told(faults)
     assert rule in RULES
     return faults[0]
 
 
-# Changes, small enough to stand in a table.
-
-
-def edit(model: str, old: str, new: str) -> Change:
-    return lambda repository: repository.edit(model, old, new)
-
-
-def param(key: str, value: str, model: str = "tensorrt_llm") -> Change:
-    return lambda repository: repository.parameter(model, key, value)
-
-
-def params(**values: str) -> Change:
-    return both(*(param(key, value) for key, value in values.items()))
-
-
-def drop(key: str, model: str = "tensorrt_llm") -> Change:
-    return lambda repository: repository.drop_parameter(model, key)
-
-
-def tensor(name: str, old: str, new: str, model: str = "tensorrt_llm") -> Change:
-    return lambda repository: repository.tensor(model, name, old, new)
-
-
-def untensor(name: str, model: str = "tensorrt_llm") -> Change:
-    return lambda repository: repository.drop_tensor(model, name)
-
-
-def engine(place: str, value: Any) -> Change:
-    return lambda repository: repository.engine(place, value)
-
-
-def write(name: str, text: str) -> Change:
-    def change(repository: Repository) -> None:
-        (repository.path / name).parent.mkdir(parents=True, exist_ok=True)
-        (repository.path / name).write_text(text)
-
-    return change
-
-
-def says(old: str, new: str) -> Change:
-    """Another model.yaml."""
-    assert old in MODEL_YAML
-    return write("tensorrt_llm/1/model.yaml", MODEL_YAML.replace(old, new))
-
-
-def adds(text: str) -> Change:
-    return write("tensorrt_llm/1/model.yaml", MODEL_YAML + text)
-
-
-def remove(name: str) -> Change:
-    def change(repository: Repository) -> None:
-        path = repository.path / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return change
-
-
-def move(name: str, to: str) -> Change:
-    return lambda repository: (repository.path / name).rename(repository.path / to)
-
-
-def both(*changes: Change) -> Change:
-    def change(repository: Repository) -> None:
-        for one in changes:
-            one(repository)
-
-    return change
-
-
-def world(tp_size: int, files: int | None = None) -> Change:
-    def change(repository: Repository) -> None:
-        repository.engine("pretrained_config.mapping", {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1})
-        for rank in range(tp_size if files is None else files):
-            (repository.path / "tensorrt_llm" / "1" / f"rank{rank}.engine").write_bytes(b"engine")
-
-    return change
-
-
-def replace_all(old: str, new: str, *models: str) -> Change:
-    def change(repository: Repository) -> None:
-        for model in models:
-            repository.edit(model, old, new, count=-1)
-
-    return change
-
-
-PYTHON_RUNTIME = edit("tensorrt_llm", 'backend: "tensorrtllm"', 'backend: "python"')
 ALL = ("tensorrt_llm", "preprocessing", "postprocessing", "ensemble", "tensorrt_llm_bls")
-OTHER_TOKENIZER = {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
-LONG_VOCABULARY = {"model": {"vocab": {str(number): number for number in range(40000)}}}
+OTHER_TOKENIZER = {"model": {"vocab": {"</s>": 0, **{str(number): number for number in range(1, 300)}}}}
+LONG_VOCABULARY = {"model": {"vocab": {"</s>": 0, **{str(number): number for number in range(1, 400)}}}}
 NVIDIA_PREPROCESSING = """
 import json
 import triton_python_backend_utils as pb_utils
@@ -437,10 +371,11 @@ WRONG: list[tuple[Any, ...]] = [
     ("broken tokenizer", write("preprocessing/1/tokenizer/tokenizer.json", "{"), "tokenizer-damaged"),
     ("a pointer", write("preprocessing/1/tokenizer/tokenizer.json", "version https://git-lfs.github.com/spec/v1\n"),
      "tokenizer-damaged"),
-    ("an empty one", write("preprocessing/1/tokenizer/tokenizer.json", ""), "tokenizer-damaged", WARNING),
+    ("an empty one", write("preprocessing/1/tokenizer/tokenizer.json", ""), "tokenizer-damaged"),
     ("another model's", write("preprocessing/1/tokenizer/tokenizer.json", json.dumps(LONG_VOCABULARY)),
      "tokenizer-vocabulary"),
-    ("two tokenizers", both(write("postprocessing/1/tokenizer/tokenizer.json", json.dumps(OTHER_TOKENIZER)),
+    ("two tokenizers", both(write("postprocessing/1/tokenizer/tokenizer_config.json", '{"eos_token": "</s>"}'),
+                            write("postprocessing/1/tokenizer/tokenizer.json", json.dumps(OTHER_TOKENIZER)),
                             param("tokenizer_dir", "postprocessing/1/tokenizer", "postprocessing")),
      "tokenizers-differ"),
     ("two unseen ones", both(param("tokenizer_dir", "/models/llama2", "preprocessing"),
@@ -601,7 +536,6 @@ HARMLESS: list[tuple[str, Change]] = [
     ("two versions", write("postprocessing/2/model.py", SCRIPT)),
     ("stray files", both(write("README.md", ""), write("tensorrt_llm_bls/1/multi_lora.json", "{}"),
                          write("preprocessing/docs/notes.txt", ""))),
-    ("empty script", write("postprocessing/1/model.py", "# comes with the image\n")),
     ("newer Python", write("postprocessing/1/model.py", "x = f'{\"a\" if 1 else f\"{2!r}\"}'\n" + SCRIPT)),
     ("own parameter", both(write("postprocessing/1/model.py", SCRIPT + "    KEY = 'colour'\n"),
                            param("colour", "blue", "postprocessing"))),
@@ -633,12 +567,13 @@ HARMLESS: list[tuple[str, Change]] = [
     ("adapters", both(engine("build_config.plugin_config.lora_plugin", "auto"), params(
         lora_prefetch_dir="/adapters", lora_cache_max_adapter_size="64"))),
     ("an older engine's words", both(engine("build_config.kv_cache_type", "PAGED"), engine("version", "1.2.1.post1"))),
-    ("little is known", write("tensorrt_llm/1/config.json", '{"build_config": {}}')),
-    ("a reference engine", both(engine("version", "reference-1"), move("tensorrt_llm/1/rank0.engine",
-                                                                        "tensorrt_llm/1/rank0.safetensors"))),
+    ("little is known", write("tensorrt_llm/1/config.json", '{"version": "1.2.1", "build_config": {}}')),
+    ("a reference engine", both(engine("version", "reference-1"), remove("tensorrt_llm/1/rank0.engine"),
+                                  lambda repository: write_safetensors(
+                                      repository.path / "tensorrt_llm/1/rank0.safetensors", {}, "BF16"))),
     ("no engine here", both(remove("tensorrt_llm/1/config.json"), remove("tensorrt_llm/1/rank0.engine"),
                             param("gpt_model_path", "/opt/engines"))),
-    ("more tokens than the tokenizer", engine("pretrained_config.vocab_size", 128256)),
+    ("more tokens than the tokenizer", engine("pretrained_config.vocab_size", 340)),
     ("encoder", both(param("encoder_model_path", "/engines/encoder"), param("cross_kv_cache_fraction", "0.5"),
                      param("gpt_model_path", "/engines/decoder"))),
     ("python runtime", both(PYTHON_RUNTIME, params(exclude_input_in_output="TRUE", decoding_mode="auto",
@@ -659,7 +594,7 @@ HARMLESS: list[tuple[str, Change]] = [
 @pytest.mark.parametrize(("name", "change"), HARMLESS, ids=[name for name, _ in HARMLESS])
 def test_what_is_unusual_and_right_is_left_alone(repository: Repository, name: str, change: Change) -> None:
     change(repository)
-    assert told(check_repository(repository.path)) == ""
+    assert told(looked_into(check_repository(repository.path))) == ""
 
 
 def test_the_tables_are_long_and_every_rule_is_somewhere() -> None:
@@ -667,8 +602,9 @@ def test_the_tables_are_long_and_every_rule_is_somewhere() -> None:
     assert len(HARMLESS) >= 40
     assert len({case[0] for case in WRONG}) > len(WRONG) - 5
     covered = {case[2] for case in [*WRONG, *LLMAPI_WRONG]} | set().union(*SEVERAL.values())
-    elsewhere = {"no-models", "engine-gpu", "engine-release", "release-runtime", "passport", "shared-gpu",
-                 "template-release", "model-code"}  # fmt: skip
+    elsewhere = {"no-models", "engine-gpu", "engine-release", "release-runtime", "passport", "shared-gpu", "not-here",
+                 "template-release", "model-code", "engine-file", "script-environment", "warmup",
+                 "value-space"}  # fmt: skip
     assert set(RULES) == covered - {None} | elsewhere
 
 
@@ -710,33 +646,6 @@ def test_streams_meet_one_instance_of_our_postprocessing(tmp_path: Path) -> None
     repository = rendered(tmp_path)
     repository.edit("postprocessing", "count: 1", "count: 2")
     expect(repository, "instances")
-
-
-def made(folder: Path, **changes: Any) -> None:
-    """The passport of an engine for an H100."""
-    values: dict[str, Any] = {"runtime": "tensorrt_llm", "gpu": "h100", "sm": 90, "sms": (90,), "toolchain": "1.2.1"}
-    write_passport(folder, **{**values, **changes})
-
-
-def rendered(tmp_path: Path, runtime: str = "tensorrt_llm", **serving: Any) -> Repository:
-    """This project's own repository, of an engine of one of its runtimes."""
-    folder, tokenizer, out = tmp_path / "engine", tmp_path / "tokenizer", tmp_path / "out"
-    for path in (folder, tokenizer, out):
-        path.mkdir()
-    write_tokenizer(tokenizer)
-    made(folder, runtime=runtime)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    if runtime == "tensorrt_llm":
-        (folder / "config.json").write_text(json.dumps(ENGINE_CONFIG))
-        (folder / "rank0.engine").write_bytes(b"engine")
-    elif runtime == "reference":
-        made(folder, runtime=runtime, gpu="cpu", sm=None, sms=None, toolchain=None)
-        (folder / "config.json").write_text(json.dumps({**ENGINE_CONFIG, "version": "reference-1"}))
-        (folder / "rank0.safetensors").write_bytes(b"weights")
-    elif runtime == "trtllm_pytorch":
-        arguments = {"backend": "pytorch", "tensor_parallel_size": 1, "kv_cache_config": {"dtype": "auto"}}
-        (folder / "llm_args.yaml").write_text(yaml.safe_dump(arguments))
-    return Repository(render(Engine(path=folder), tokenizer, ServingConfig(**serving), out).path)
 
 
 @pytest.mark.parametrize("runtime", ["tensorrt_llm", "reference", "vllm", "trtllm_pytorch"])
@@ -820,12 +729,13 @@ def test_an_llm_api_model_is_looked_into(tmp_path: Path, case: tuple[Any, ...]) 
 def test_a_sound_llm_api_model_is_left_alone(tmp_path: Path, name: str, change: Change) -> None:
     repository = llmapi(tmp_path / "models")
     change(repository)
-    assert told(check_repository(repository.path, toolchain=find_toolchain("1.2.1"), gpus=[H100, H100])) == ""
+    faults = check_repository(repository.path, toolchain=find_toolchain("1.2.1"), gpus=[H100, H100])
+    assert told(looked_into(faults)) == ""
 
 
 def test_an_argument_is_taken_by_the_releases_that_have_it(tmp_path: Path) -> None:
     repository = llmapi(tmp_path / "models", MODEL_YAML + "use_cuda_graph: true\ncolour: blue\n")
-    faults = check_repository(repository.path, toolchain=find_toolchain("1.0.0"))
+    faults = looked_into(check_repository(repository.path, toolchain=find_toolchain("1.0.0")))
     assert [(fault.rule, fault.where) for fault in faults] == [
         ("llmapi-argument", "use_cuda_graph, line 13"),
         ("llmapi-argument", "colour, line 14"),
@@ -857,6 +767,7 @@ def test_configurations_of_another_release_are_told_once(tmp_path: Path) -> None
 
 def test_what_a_release_does_not_know_yet_is_named(tmp_path: Path) -> None:
     repository = inflight(tmp_path / "models", "0.16.0")
+    world(2)(repository)
     repository.parameter("tensorrt_llm", "num_nodes", "2")
     assert "does not read it: it came with 0.19.0" in str(expect(repository, "dead-parameter"))
     repository.parameter("tensorrt_llm", "num_nodes", "1")
@@ -881,6 +792,7 @@ def test_an_engine_is_for_its_gpus(repository: Repository) -> None:
     (folder / "passport.json").unlink()
     world(2)(repository)
     assert "2 rank(s), and this machine has 1 GPU(s)" in str(expect(repository, "engine-gpu", gpus=[H100]))
+    made(folder, tp_size=2)
     repository.parameter("tensorrt_llm", "gpu_device_ids", "2,3")
     assert "names GPU 2, and this machine has 2" in str(expect(repository, "gpu-ids", gpus=[H100, H100]))
 
@@ -888,7 +800,7 @@ def test_an_engine_is_for_its_gpus(repository: Repository) -> None:
 def test_a_passport_is_of_its_engine(repository: Repository) -> None:
     folder = repository.path / "tensorrt_llm" / "1"
     made(folder, tp_size=2)
-    assert "is of an engine of 2 rank(s)" in str(expect(repository, "passport"))
+    assert "tp_size: is 2, and the engine's config.json says 1" in str(expect(repository, "passport"))
     made(folder, toolchain="1.0.0")
     assert "config.json says 1.2.1" in str(expect(repository, "passport"))
     (folder / "passport.json").write_text("{}")

@@ -276,6 +276,7 @@ def test_what_is_written_is_read_back() -> None:
         rotary_base=10000.0,
         rotary_scaling={"rope_type": "linear", "factor": 2.0},
         attn_bias=True,
+        tie_word_embeddings=False,
         mapping=Mapping(tp_size=2, pp_size=3),
         embedding=EmbeddingSharding.VOCABULARY,
     )

@@ -32,6 +32,7 @@ def config(scaling: dict[str, Any] | None, base: float = 10000.0, limit: int = 2
         rotary_base=base,
         rotary_scaling=scaling,
         attn_bias=False,
+        tie_word_embeddings=False,
         mapping=Mapping(),
     )
 
