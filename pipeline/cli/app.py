@@ -6,8 +6,10 @@ Imports are inside the commands: `trtpipe --help` answers in a blink.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +45,8 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Weights": (weights.convert, weights.inspect, weights.restore, weights.quantize, weights.verify, facts.quants),
     "Facts": (facts.models, facts.gpus, facts.toolchains, facts.passport, facts.doctor),
 }  # fmt: skip
+# Exit status after a KeyboardInterrupt, which typer turns into it.
+INTERRUPTED = 130
 APPS = {"Serve": "deploy", "Measure": "bench"}
 
 
@@ -101,16 +105,33 @@ def make_app() -> typer.Typer:
 app = make_app()
 
 
+def end_as_interrupt_does() -> list[int]:
+    """Let SIGTERM and the end of the terminal interrupt the command, which so ends what it has started. Returns a list
+    into which the signal's number goes."""
+    came: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, interrupt)
+    return came
+
+
 def main() -> None:
     """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
     from trtpipe.pipeline.cli import console
 
     console.prepare()
+    ended = end_as_interrupt_does()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        code = INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left, as `| head` does; say nothing more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -124,6 +145,9 @@ def main() -> None:
             raise
         console.error(str(known))
         sys.exit(known.exit_code)
+    if code == INTERRUPTED:
+        console.note("interrupted")
+        code = 128 + ended[0] if ended else INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -196,7 +196,7 @@ def prepare_backends(
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
         "command": [
-            *python_command("trtpipe.engines.engine_process.server", python),
+            *python_command("trtpipe.engines.engine_process.server", python, outlives=True),
             "--runtime",
             load_backend(runtime).PROCESS,
         ],
@@ -255,7 +255,7 @@ def start_docker(
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return _spawn([*python_command("trtpipe.pipeline.serving.docker_server"), json.dumps(spec)], {}, models, log)
+    return _spawn([*python_command("trtpipe.pipeline.serving.docker_server", outlives=True), json.dumps(spec)], {}, models, log)
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:

@@ -645,13 +645,14 @@ def test_six_is_for_an_engine_that_belongs_elsewhere(
         )
 
 
-def test_ctrl_c_is_130_and_says_nothing(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_130_and_one_word(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trtpipe.engines.backends.reference.build", interrupted)
     done = build(model)
     assert done.status == 130
+    assert done.err.splitlines()[-1] == "interrupted"
     assert "error" not in done.err
     assert "Traceback" not in done.err
     assert list((store.home / "artefacts" / "build").iterdir()) == []
