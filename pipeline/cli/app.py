@@ -22,6 +22,7 @@ from trtpipe.pipeline.cli import (
     plan,
     registry,
     serve,
+    targets,
     weights,
 )
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 # As `trtpipe --help` lists them. `bench` and `deploy` have commands of their own.
 GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Build": (build.build, build.settings, build.status, facts.recipes, build.gc, build.scrub),
+    "Build": (build.build, build.settings, build.status, facts.recipes, targets.ls, targets.rm, build.gc, build.scrub),
     "Serve": (
         serve.serve, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
         serve.monitoring,

@@ -200,7 +200,7 @@ def export(
     from trtpipe.pipeline.registry import export as bundle
 
     with console.BuildReporter().stage("export", target) as progress:
-        path = bundle.pack(target, own_store(), out or Path(f"{target}.tar"), progress, sign_key=sign_key)
+        path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
     console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
 
 

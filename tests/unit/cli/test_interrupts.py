@@ -26,9 +26,11 @@ pytestmark = pytest.mark.process
     ],
 )
 def test_a_command_ends_its_worker(in_folder: Path, number: int, status: int) -> None:
-    model = hf_folder(in_folder / "model")
+    hf_folder(in_folder / "model")
     (in_folder / "text.txt").write_text("one two three four\n" * 100)
-    command = [*python_command("trtpipe"), "verify", model, model, "--text", "text.txt", "--rows", "1", "--seq-len", "8"]
+    command = [
+        *python_command("trtpipe"), "verify", "model", "model", "--text", "text.txt", "--rows", "1", "--seq-len", "8",
+    ]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (workers := psutil.Process(process.pid).children()):
