@@ -18,6 +18,7 @@ from trtpipe import __version__
 from trtpipe.pipeline.cli import (
     bench,
     build,
+    chat,
     facts,
     plan,
     registry,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Build": (build.build, build.settings, build.status, facts.recipes, targets.ls, targets.rm, build.gc, build.scrub),
     "Serve": (
-        serve.serve, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
+        serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
         serve.monitoring,
     ),
     "Measure": (bench.compare,),
@@ -106,20 +107,16 @@ def make_app() -> typer.Typer:
 app = make_app()
 
 
-def end_as_interrupt_does() -> list[int]:
-    """Let SIGTERM and the end of the terminal interrupt the command, which so ends what it has started. Returns a list
-    into which the signal's number goes."""
-    came: list[int] = []
+def handle_signals() -> None:
+    """Let SIGTERM and the end of the terminal end the command as Ctrl-C does: what it has started ends with it."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+    def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
-        raise KeyboardInterrupt
+        raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, interrupt)
-    return came
+            signal.signal(number, leave)
 
 
 def main() -> None:
@@ -127,10 +124,13 @@ def main() -> None:
     from trtpipe.pipeline.cli import console
 
     console.prepare()
-    ended = end_as_interrupt_does()
+    handle_signals()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
+    except SystemExit:
+        console.note("interrupted")
+        raise
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
@@ -148,7 +148,6 @@ def main() -> None:
         sys.exit(known.exit_code)
     if code == INTERRUPTED:
         console.note("interrupted")
-        code = 128 + ended[0] if ended else INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
 
 

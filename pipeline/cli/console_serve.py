@@ -32,9 +32,9 @@ def starting() -> Iterator[Show]:
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     with Progress(*columns, console=where, transient=True) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("checking the repository", total=None)
         yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
 
 

@@ -7,6 +7,7 @@ again, because their clients can only be told by the end of their connections.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -91,8 +92,9 @@ def attend(
             server, process = _start_again(server, store, options, note)
             stubs = Stubs(server.pid)
             note(f"{server.name} serves again")
-    except KeyboardInterrupt:
-        stopping()
+    except (KeyboardInterrupt, SystemExit):
+        with contextlib.suppress(OSError):  # the terminal is gone
+            stopping()
         end(server)
     except BaseException as error:
         if process.poll() is None:
