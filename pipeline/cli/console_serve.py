@@ -31,9 +31,10 @@ def starting() -> Iterator[Show]:
         yield tell
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=where, transient=True) as progress:
+    stage = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    with Progress(SpinnerColumn(), TimeElapsedColumn(), stage, console=where, transient=True, expand=True) as progress:
         task = progress.add_task("checking the repository", total=None)
         yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
 

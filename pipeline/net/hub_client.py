@@ -7,13 +7,13 @@ any host with the user's token, and waits as long as a Hub requests.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 from huggingface_hub import constants, get_session, set_client_factory
-from huggingface_hub.utils import logging
 
 from trtpipe.engines.json_input import parse_json
 from trtpipe.pipeline.net.http_limits import MAX_ANSWER_BYTES, AnswerRefused, LimitedClient
@@ -32,7 +32,9 @@ MAX_LIST_BYTES = 32 << 20
 @functools.cache
 def limit_hub() -> None:
     """Make huggingface_hub use this client from now on, in this process."""
-    logging.set_verbosity_error()  # its words about each attempt are many lines; what fails in the end is told in one
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # its words about each attempt are many lines; what fails in the end is told in one
     hooks = get_session().event_hooks["request"]
     set_client_factory(lambda: HubClient(hooks))
 
