@@ -107,12 +107,16 @@ def make_app() -> typer.Typer:
 app = make_app()
 
 
+class Ended(SystemExit):
+    """The command is told to end by a signal."""
+
+
 def handle_signals() -> None:
     """Let SIGTERM and the end of the terminal end the command as Ctrl-C does: what it has started ends with it."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
-        raise SystemExit(128 + number)
+        raise Ended(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
@@ -128,7 +132,7 @@ def main() -> None:
     try:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
-    except SystemExit:
+    except Ended:
         console.note("interrupted")
         raise
     except (KeyboardInterrupt, typer.Abort):

@@ -91,6 +91,8 @@ def pull(
     if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
         execute(arrived.spec, store, reporter, given=arrived.artefacts)
         console.result(f"next: trtpipe serve {target}")
+    elif arrived is not None:
+        console.result(f"next: trtpipe build --from {target}")
     store.digests.save()
 
 

@@ -156,11 +156,12 @@ def reload(
       trtpipe reload
       trtpipe reload llama3-8b.h100.fp8
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
     console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
+    console.result(f"next: {console_serve.first_steps(renewed)[0]}")
 
 
 def stop(

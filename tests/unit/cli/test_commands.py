@@ -37,8 +37,8 @@ from trtpipe.pipeline.store.store import Store
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "generate", "ps", "logs", "top",
-    "reload", "stop", "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import",
+    "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
+    "top", "reload", "stop", "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import",
     "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
     "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
 ]  # fmt: skip
@@ -211,7 +211,15 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
     assert re.fullmatch(r"  and \d+ defaults, which `trtpipe settings` prints", preamble[-1])
     assert again.out == done.out
     partly = build(model, "--until", "convert")
-    assert [row[0] for row in rows(partly.out)] == ["made", "model", "tokenizer", "checkpoint"]
+    assert [row[0] for row in rows(partly.out)[:-1]] == ["made", "model", "tokenizer", "checkpoint"]
+    assert partly.out.splitlines()[-1] == "next: the same command without --until"
+
+
+def test_what_is_next_for_an_engine_that_runs_elsewhere(
+    build: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.compatibility.objections", lambda *args, **kwargs: ["it is for h100"])
+    assert build(model).out.splitlines()[-1] == "next: trtpipe export tiny.cpu.fp32   (to serve it on cpu)"
 
 
 def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
@@ -699,7 +707,9 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
 def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
     done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
     assert done.status == 0, done.err
-    assert done.out == "out: config.json and 2 rank file(s)\n"
+    next_step = f"trtpipe inspect out --verify-against {model}"
+    assert done.out == f"out: config.json and 2 rank file(s)\nnext: {next_step}\n"
+    assert run(*next_step.split()[1:]).status == 0
     assert sorted(path.name for path in (in_folder / "out").iterdir()) == [
         "config.json", "rank0.safetensors", "rank1.safetensors",
     ]  # fmt: skip
