@@ -46,7 +46,7 @@ test-slow: $(READY) ## the long forms of attacks, fuzzers and property tests, an
 
 demo: $(READY) ## a real model, served by a real tritonserver, measured; on any machine
 	$(BIN)/trtpipe build --recipe smollm2-cpu
-	@trap '$(BIN)/trtpipe stop' EXIT; set -ex; \
+	@trap '$(BIN)/trtpipe stop smollm2-135m.cpu.fp32' EXIT; set -ex; \
 	$(BIN)/trtpipe serve smollm2-135m.cpu.fp32 --detach --http-port 0 --grpc-port 0 --metrics-port 0 \
 	    --openai-port 0; \
 	$(BIN)/trtpipe generate "What is the capital of France?"; \

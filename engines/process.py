@@ -42,17 +42,19 @@ LAUNCHER = Path(__file__).parents[1].absolute() / "launch.py"
 Progress = Callable[[int, int], None]
 
 
-def python_command(module: str, python: str | None = None) -> list[str]:
+def python_command(module: str, python: str | None = None, *, outlives: bool = False) -> list[str]:
     """Command that runs `module` like `python -m`, without importing modules from the current folder.
 
-    python  another interpreter, as a path or a name on PATH; trtpipe need not be installed there
+    python    another interpreter, as a path or a name on PATH; trtpipe need not be installed there
+    outlives  whether the process may outlive this one; else it gets SIGTERM when the thread that starts it ends
 
     Raises HostError when there is no such interpreter.
     """
     found = sys.executable if python is None else shutil.which(python)
     if found is None:
         raise HostError(f"{python} cannot be started", why="it is not an executable file", remedy="name a Python")
-    return [str(Path(found).absolute()), str(LAUNCHER), module]
+    parent = [] if outlives else ["--parent", str(os.getpid())]
+    return [str(Path(found).absolute()), str(LAUNCHER), *parent, module]
 
 
 def run(

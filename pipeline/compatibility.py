@@ -9,7 +9,7 @@ from trtpipe.configs import facts
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
 from trtpipe.engines.passport import NAME, Passport, objections, read_passport, remarks
 from trtpipe.pipeline.execution import hardware
-from trtpipe.pipeline.run_folder import RUNS
+from trtpipe.pipeline.run_folder import SEE_TARGETS, find_run
 from trtpipe.pipeline.store.manifest import read_manifest
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check.code import foreign_code
@@ -36,11 +36,14 @@ class Verdict:
 
 def find_passport(folder: Path) -> Passport:
     """The passport of an engine folder, a model repository or a target. Raises UsageError or ArtefactRefused."""
-    for place in (folder, folder / ENGINE_FOLDER, RUNS / folder / "engine", folder / "engine"):
+    run = find_run(str(folder))
+    if run is not None:
+        return read_passport(run.linked("engine"))
+    for place in (folder, folder / ENGINE_FOLDER, folder / "engine"):
         if (place / NAME).is_file():
             return read_passport(place)
     if not folder.exists():
-        raise UsageError(f"there is no folder or target '{folder}'", remedy="see `ls runs`")
+        raise UsageError(f"there is no folder or target '{folder}'", remedy=SEE_TARGETS)
     return read_passport(folder)
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.json_input import load_json, read_json
 from trtpipe.pipeline import stages
 from trtpipe.pipeline.spec import BuildSpec, read_spec
@@ -19,6 +19,8 @@ from trtpipe.pipeline.store.manifest import Origin, Record
 from trtpipe.pipeline.store.store import KEY_DIGITS, Artefact, Store
 
 RUNS = Path("runs")
+# What a message about an unknown target says to do.
+SEE_TARGETS = "`trtpipe ls` lists the targets in ./runs"
 
 
 class RunFolder:
@@ -139,3 +141,20 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def find_run(target: str) -> RunFolder | None:
+    """The run folder of a target, which is given by its name or as a folder such as runs/<target>; None if there is
+    none."""
+    if target in {run.name for run in RUNS.glob("*")}:  # a path such as "a/.." must not pass as a name
+        return RunFolder.of(target)
+    path = Path(target).resolve()
+    return RunFolder(path) if (path / "plan.json").is_file() else None
+
+
+def require_run(target: str) -> RunFolder:
+    """The run folder of a target. Raises UsageError for an unknown one."""
+    run = find_run(target)
+    if run is None:
+        raise UsageError(f"there is no target '{target}' in ./runs", remedy=SEE_TARGETS)
+    return run

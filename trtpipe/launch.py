@@ -1,6 +1,9 @@
 """Start of every Python process of trtpipe, the `trtpipe` command included.
 
-    python launch.py MODULE [ARGUMENT ..]     run MODULE as `python -m MODULE` does
+    python launch.py [--parent PID] MODULE [ARGUMENT ..]     run MODULE as `python -m MODULE` does
+
+With --parent the process gets SIGTERM when process PID, which started it, ends in any way, a kill included.
+
 
 `python -m` looks for modules in the current folder first, and so does a relative or an empty entry of PYTHONPATH: a
 user's folder named `trtpipe`, or a file `json.py`, would run in place of ours. Python 3.11 has `-P` against the
@@ -47,6 +50,21 @@ def isolate() -> None:
     sys.meta_path.insert(0, _OwnPackage())
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel send this process SIGTERM when `parent` ends: more exactly, when the thread that started it ends.
+
+    So a thread that starts a process outlives it. Only Linux can do this.
+    """
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class _OwnPackage:
     """Finds the package that this file is in, and leaves every other module to sys.path.
 
@@ -71,5 +89,8 @@ if __name__ == "__main__":
     import runpy
 
     del sys.argv[0]
+    if sys.argv[0] == "--parent":
+        end_with(int(sys.argv[1]))
+        del sys.argv[:2]
     # This file stays sys.modules["__main__"], for multiprocessing: a spawned process could not find MODULE by its name.
     runpy.run_module(sys.argv[0], run_name="__main__")

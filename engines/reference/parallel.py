@@ -149,7 +149,6 @@ def _join(
 
 def follow(pipe: Connection) -> None:
     """Main loop of a rank other than 0: load the weights, then run each step that rank 0 sends, until rank 0 ends."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     part: _Part = pipe.recv()
     # Threads of two ranks on the same cores would slow each other down, and a rank on a GPU needs only one thread.
     torch.set_num_threads(max(1, torch.get_num_threads() // part.config.mapping.tp_size))
@@ -171,14 +170,6 @@ def follow(pipe: Connection) -> None:
     except EOFError:
         model.close()
         torch.distributed.destroy_process_group()
-
-
-def _end_with(parent: int) -> None:
-    """End this process with its parent, even if the parent is killed while this process waits in a collective call."""
-    try:
-        select.select([os.pidfd_open(parent)], [], [])
-    finally:
-        os._exit(1)
 
 
 if __name__ == "__main__":

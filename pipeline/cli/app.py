@@ -6,8 +6,10 @@ Imports are inside the commands: `trtpipe --help` answers in a blink.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +18,12 @@ from trtpipe import __version__
 from trtpipe.pipeline.cli import (
     bench,
     build,
+    chat,
     facts,
     plan,
     registry,
     serve,
+    targets,
     weights,
 )
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
@@ -29,9 +33,9 @@ if TYPE_CHECKING:
 
 # As `trtpipe --help` lists them. `bench` and `deploy` have commands of their own.
 GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Build": (build.build, build.settings, build.status, facts.recipes, build.gc, build.scrub),
+    "Build": (build.build, build.settings, build.status, facts.recipes, targets.ls, targets.rm, build.gc, build.scrub),
     "Serve": (
-        serve.serve, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
+        serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
         serve.monitoring,
     ),
     "Measure": (bench.compare,),
@@ -43,6 +47,8 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Weights": (weights.convert, weights.inspect, weights.restore, weights.quantize, weights.verify, facts.quants),
     "Facts": (facts.models, facts.gpus, facts.toolchains, facts.passport, facts.doctor),
 }  # fmt: skip
+# Exit status after a KeyboardInterrupt, which typer turns into it.
+INTERRUPTED = 130
 APPS = {"Serve": "deploy", "Measure": "bench"}
 
 
@@ -101,16 +107,36 @@ def make_app() -> typer.Typer:
 app = make_app()
 
 
+class Ended(SystemExit):
+    """The command is told to end by a signal."""
+
+
+def handle_signals() -> None:
+    """Let SIGTERM and the end of the terminal end the command as Ctrl-C does: what it has started ends with it."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+        raise Ended(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, leave)
+
+
 def main() -> None:
     """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
     from trtpipe.pipeline.cli import console
 
     console.prepare()
+    handle_signals()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own message.
         code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
+    except Ended:
+        console.note("interrupted")
+        raise
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        code = INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left, as `| head` does; say nothing more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -124,6 +150,8 @@ def main() -> None:
             raise
         console.error(str(known))
         sys.exit(known.exit_code)
+    if code == INTERRUPTED:
+        console.note("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -182,7 +182,7 @@ def bench(
         found, served = _served(server, target)
         urls = _urls(found)
         tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
-        model, openai_model = served.model(model), openai_model or served.name
+        model, openai_model = served.model(model), openai_model or served.model_names[0]
         metrics_url = found.endpoints.metrics_url
     targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
     options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))

@@ -106,9 +106,20 @@ def build(
     elif outcomes[0].error is None:
         run = RunFolder.of(specs[0].target).path
         console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
-        if outcomes[0].results[-1].stage == "package":
-            console.result(f"next: trtpipe serve {specs[0].target}")
+        whole = outcomes[0].results[-1].stage == "package"
+        console.result(f"next: {_next(specs[0].target) if whole else 'the same command without --until'}")
     matrix.raise_failures(outcomes)
+
+
+def _next(target: str) -> str:
+    """What to do on this machine with a target that is built."""
+    from trtpipe.pipeline.compatibility import examine, find_passport
+    from trtpipe.pipeline.run_folder import RunFolder
+
+    verdict = examine(find_passport(RunFolder.of(target).path))
+    if verdict.objections:
+        return f"trtpipe export {target}   (to serve it on {verdict.passport.target()})"
+    return f"trtpipe serve {target}"
 
 
 def _announce(spec: BuildSpec) -> None:
@@ -200,7 +211,7 @@ def export(
     from trtpipe.pipeline.registry import export as bundle
 
     with console.BuildReporter().stage("export", target) as progress:
-        path = bundle.pack(target, own_store(), out or Path(f"{target}.tar"), progress, sign_key=sign_key)
+        path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
     console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
 
 

@@ -209,6 +209,9 @@ class BuildReporter:
         with _status(self._console, f"{name:<9} running  ({reason})") as show:
 
             def progress(done: int, total: int) -> None:
+                if done >= total:  # the stage goes on, with work that is not counted
+                    show(f"{name:<9} running  ({reason})")
+                    return
                 rate = done / max(time.monotonic() - start, 1e-9)
                 left = f", {(total - done) / rate:.0f} s left" if rate else ""
                 show(f"{name:<9} running  {size(done)} of {size(total)}, {size(rate)}/s{left}  ({reason})")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trtpipe.pipeline.cli.options import SignKey, TrustKey
-
-if TYPE_CHECKING:
-    from trtpipe.pipeline.run_folder import RunFolder
 
 Url = Annotated[
     str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
@@ -39,9 +36,11 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
+    from trtpipe.pipeline.run_folder import require_run
     from trtpipe.pipeline.store.store import Store
 
     wanted = transfer.choose(only)
+    target = require_run(target).path.name
     registry = open_registry(url)
     with console.BuildReporter().stage("push", target) as progress:
         shipped = transfer.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
@@ -92,6 +91,8 @@ def pull(
     if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
         execute(arrived.spec, store, reporter, given=arrived.artefacts)
         console.result(f"next: trtpipe serve {target}")
+    elif arrived is not None:
+        console.result(f"next: trtpipe build --from {target}")
     store.digests.save()
 
 
@@ -158,10 +159,11 @@ def provenance(
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import signed, statement
+    from trtpipe.pipeline.run_folder import require_run
     from trtpipe.pipeline.store.folders import write_whole
     from trtpipe.pipeline.store.store import Store
 
-    made = statement(_run(target), Store(default_home()))
+    made = statement(require_run(target), Store(default_home()))
     written = signed(made, sign_key)
     if out is None:
         console.result_json(written)
@@ -194,24 +196,15 @@ def verify_provenance(
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import read_statement, verify
+    from trtpipe.pipeline.run_folder import require_run
     from trtpipe.pipeline.store.store import Store
 
     keys = trust_key or ()
     if keys and told is None:
         raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
-    found = verify(_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
+    found = verify(require_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
     console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
     if found.elsewhere and told is None:
         console.result(
             f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
         )
-
-
-def _run(target: str) -> RunFolder:
-    from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.run_folder import RunFolder
-
-    run = RunFolder.of(target)
-    if target != run.path.name or not run.path.is_dir():
-        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
-    return run

@@ -28,6 +28,16 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name of the model at the gateway; repeatable, answers bear the first; the target's if left out."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
+    ] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
     engine_python: Annotated[
@@ -40,6 +50,7 @@ def serve(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the server is ready; `trtpipe stop` ends it.")
     ] = False,
+    as_json: Json = False,
 ) -> int | None:
     """Serve a model repository with tritonserver.
 
@@ -50,7 +61,7 @@ def serve(
       trtpipe serve llama3-8b.h100.fp8
       trtpipe serve --detach --http-port 0 --grpc-port 0
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import background, serve, watchdog
 
     store = own_store()
@@ -58,31 +69,20 @@ def serve(
     options = serve.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
-        tls_cert=tls_cert, tls_key=tls_key,
+        tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
+        cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
 
     def work(leave: background.Ready | None) -> None:
-        running, process = serve.launch(found, store, options, console.note)
+        with console_serve.starting() as show:
+            running, process = serve.launch(found, store, options, console.note, show)
 
         def announce() -> None:
-            points = running.endpoints
-            console.table(
-                ("endpoint", "where"),
-                [
-                    *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in running.served),
-                    ("gRPC", points.grpc_url),
-                    ("metrics", points.metrics_url),
-                    ("OpenAI", f"{running.gateway_url}/v1" if running.gateway_url else None),
-                    ("log", running.log),
-                ],
-            )
-            if leave is None:
-                console.result("Ctrl-C ends it")
-            else:
-                console.result('next: trtpipe generate "The capital of France is"   trtpipe bench   trtpipe stop')
+            console_serve.started(running, attached=leave is None, as_json=as_json)
+            if leave is not None:
                 leave(running.log)
 
         watchdog.attend(
@@ -97,33 +97,23 @@ def serve(
 
 
 def ps(as_json: Json = False) -> None:
-    """List the running servers.
+    """List the servers that run, and those that died.
+
+    One that died is listed until it is served again, or until `trtpipe stop` names it.
 
     \b
     Examples:
       trtpipe ps
       trtpipe ps --json
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import servers
 
-    running = servers.running(own_store())
-    rows = [
-        (s.name, s.pid, s.endpoints.http_url, s.endpoints.grpc_url, s.endpoints.metrics_url, s.gateway_url, str(s.log))
-        for s in running
-    ]
-    columns = ("server", "pid", "http", "grpc", "metrics", "openai", "log")
+    found = servers.recorded(own_store())
     if as_json:
-        imported = [[phrase for one in s.served for phrase in one.imported] for s in running]
-        told = [dict(zip(columns, row, strict=True)) for row in rows]
-        console.result_json([{**one, "imported": more} for one, more in zip(told, imported, strict=True)])
-    elif rows:
-        console.table(columns, rows)
-        for one in (served for server in running for served in server.served):
-            for phrase in one.imported:
-                console.result(f"{one.name}: {phrase}")
+        console.result_json([console_serve.facts(server) for server in found])
     else:
-        console.result("no server is running")
+        console_serve.servers(found)
 
 
 def logs(
@@ -166,26 +156,34 @@ def reload(
       trtpipe reload
       trtpipe reload llama3-8b.h100.fp8
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
     console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
+    console.result(f"next: {console_serve.first_steps(renewed)[0]}")
 
 
-def stop(name: Annotated[str | None, typer.Argument(help="A server's name; all if left out.")] = None) -> None:
+def stop(
+    name: Annotated[str | None, typer.Argument(help="A server's name; the only one if left out.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop every server.")] = False,
+    as_json: Json = False,
+) -> None:
     """Stop servers that `trtpipe serve` started.
 
     \b
     Examples:
-      trtpipe stop
       trtpipe stop llama3-8b.h100.fp8
+      trtpipe stop --all
     """
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_serve
     from trtpipe.pipeline.serving import serve
 
-    ended = serve.stop(own_store(), name)
-    console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
+    ended = serve.stop(own_store(), name, everything=everything)
+    if as_json:
+        console.result_json([console_serve.facts(server) for server in ended])
+    else:
+        console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
 
 
 def check(
@@ -212,11 +210,12 @@ def check(
     from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.execution import hardware
-    from trtpipe.pipeline.run_folder import RUNS
+    from trtpipe.pipeline.run_folder import find_run
     from trtpipe.triton_repo.check import check_repository, require_sound
     from trtpipe.triton_repo.check.code import foreign_code
 
-    folder = RUNS / repository / "repository" if (RUNS / repository / "repository").is_dir() else repository
+    run = find_run(str(repository))
+    folder = repository if run is None else run.linked("repository")
     release = None if toolchain is None else facts.find_toolchain(toolchain)
     faults = check_repository(folder, toolchain=release, gpus=hardware.visible_gpus() if here else None)
     if folder.is_dir() and not allow_model_code:

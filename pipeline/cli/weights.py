@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -72,7 +73,10 @@ def convert(
     model = read_model_config(hf_dir)
     for notice in family_of(model).notices(model):
         console.note(f"note: {notice}")
-    console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)")
+    console.result(
+        f"{out_dir}: config.json and {mapping.world_size} rank file(s)",
+        f"next: {_command('inspect', out_dir, '--verify-against', hf_dir)}",
+    )
 
 
 def quantize(
@@ -145,7 +149,7 @@ def quantize(
             log.unlink(missing_ok=True)
             raise
         log.unlink(missing_ok=True)
-    console.result(f"{out_dir}: {recipe.name}, {form}")
+    console.result(f"{out_dir}: {recipe.name}, {form}", f"next: {_command('verify', hf_dir, out_dir)}")
 
 
 def verify(
@@ -187,6 +191,7 @@ def verify(
     report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
         page.write(report, report_dir)
+        console.note(f"written: {report_dir}/accuracy.json and accuracy.html")
     if as_json:
         console.result_json(report.to_dict())
     else:
@@ -247,4 +252,12 @@ def restore(
 
     with new_folder(out_dir) as out:
         rebuild(checkpoint_dir, out)
-    console.result(f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it")
+    console.result(
+        f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it",
+        f"next: {_command('inspect', checkpoint_dir, '--verify-against', out_dir)}",
+    )
+
+
+def _command(*words: object) -> str:
+    """A command of trtpipe, as the shell takes it."""
+    return "trtpipe " + shlex.join(map(str, words))

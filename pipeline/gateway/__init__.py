@@ -10,7 +10,7 @@ access          API keys and the certificate, read from files; light to import
 supervisor      the worker processes: started, watched, ended
 server          the HTTP server of a worker
 connections     limits on what clients send, how long it takes, and how many there are
-app             the routes
+app             the routes, with vLLM's /tokenize and /detokenize
 prompts         preparation of prompts in processes of their own: the worker's side
 prompt_process  those processes, with limits of time and memory
 preparation     their work: a request is checked, put through the chat template and tokenised

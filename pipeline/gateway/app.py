@@ -9,19 +9,23 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
+from trtpipe import __version__
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer, Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
 from trtpipe.pipeline.gateway.failure import Failure, wrong
-from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import no_model
 from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
@@ -29,9 +33,10 @@ from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
 from trtpipe.pipeline.gateway.upstream import EngineModel, Upstream, engine_request
 
+T = TypeVar("T")
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # Paths open to anybody, without a key and without a body.
-OPEN = ("/health/live", "/health/ready")
+OPEN = ("/health", "/health/live", "/health/ready")
 # Below these a 32-bit float of the engine is not reliably above 0, and only the likeliest token is drawn anyway.
 LEAST_TEMPERATURE, LEAST_TOP_P = 1e-4, 1e-6
 
@@ -74,22 +79,31 @@ class Gateway:
         if endpoint is not None:
             self.counters.answered(endpoint, status)
 
-    def find(self, name: str) -> ServedModel:
-        model = self.models.get(name)
-        if model is None:
+    def require(self, name: str) -> None:
+        """Raises Failure 404 for a model that is not served."""
+        if self.options.find(name) is None:
             raise no_model(name, self.options)
-        return model
+
+    async def in_time(self, preparing: Coroutine[Any, Any, T]) -> T:
+        """What the prompt processes reply. Raises Failure, with 504 when they take too long."""
+        try:
+            return await asyncio.wait_for(preparing, self.options.timeout_s)
+        except asyncio.TimeoutError:
+            raise Failure(504, "the prompt was not made in time", code="timeout") from None
+
+    async def tokens(self, request: Request) -> dict[str, Any]:
+        """vLLM's answer to /tokenize or /detokenize."""
+        self.authorise(request.headers.get("authorization", ""))
+        endpoint = request.scope["path"].strip("/")
+        head, ids = await self.in_time(self.prompts.ask(endpoint, request.scope[BODY]))
+        return {**head, "tokens": array("i", ids).tolist()} if endpoint == "tokenize" else head
 
     async def answer(self, request: Request) -> Answer:
         arrived = asyncio.get_running_loop().time()
         self.authorise(request.headers.get("authorization", ""))
         if self.options.max_requests and self.counters.own("running") >= self.options.max_requests:
             raise Failure(429, "the gateway is answering as many requests as it may", code="overloaded", retry_after=1)
-        preparing = self.prompts.prepare(ENDPOINTS[request.scope["path"]], request.scope[BODY])
-        try:
-            prepared = await asyncio.wait_for(preparing, self.options.timeout_s)
-        except asyncio.TimeoutError:
-            raise Failure(504, "the prompt was not made in time", code="timeout") from None
+        prepared = await self.in_time(self.prompts.prepare(ENDPOINTS[request.scope["path"]], request.scope[BODY]))
         asked, prompts = prepared.options, prepared.prompts
         text = self.texts[asked.model]
         engine = await self.upstream.model(self.models[asked.model].triton_model)
@@ -193,6 +207,12 @@ def build(
     # No pages that describe the API: they would be the only pages that need no key.
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
+    if options.cors_origins:
+        # No key is asked for here: a browser sends none before it knows that its page may call.
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",)
+        )
+
     def refuse(request: Request, failure: Failure) -> Response:
         gateway.count(request.scope["path"], failure.status)
         return JSONResponse(failure.body(), failure.status, failure.headers())
@@ -215,23 +235,37 @@ def build(
     async def answer(request: Request) -> Response:
         return await gateway.answer(request)
 
-    def described(model: ServedModel) -> dict[str, object]:
-        return {"id": model.name, "object": "model", "created": gateway.started, "owned_by": "trtpipe"}
+    @app.post("/tokenize", response_model=None)
+    @app.post("/detokenize", response_model=None)
+    async def tokens(request: Request) -> Response:
+        return JSONResponse(await gateway.tokens(request))
+
+    @app.get("/version", response_model=None)
+    async def version(request: Request) -> Response:
+        gateway.authorise(request.headers.get("authorization", ""))
+        return JSONResponse({"version": __version__})
+
+    def described(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": gateway.started, "owned_by": "trtpipe"}
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        return JSONResponse({"object": "list", "data": [described(model) for model in options.models]})
+        return JSONResponse(
+            {"object": "list", "data": [described(name) for model in options.models for name in model.names]}
+        )
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
         gateway.authorise(request.headers.get("authorization", ""))
-        return JSONResponse(described(gateway.find(name)))
+        gateway.require(name)
+        return JSONResponse(described(name))
 
     @app.get("/health/live", response_model=None)
     async def live() -> Response:
         return PlainTextResponse("live\n")
 
+    @app.get("/health", response_model=None)
     @app.get("/health/ready", response_model=None)
     async def ready() -> Response:
         """Report ready when every model of the gateway is ready."""
@@ -254,5 +288,6 @@ def build(
         gateway.count,
         most=most_connections,
         unfinished_bytes=max(UNFINISHED_BYTES, 4 * options.max_body_bytes),
+        origins=options.cors_origins,
     )
     return app, connections

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
@@ -59,8 +59,11 @@ class Connections:
     """All connections of this process, the bytes they hold together, and the one timer for their deadlines."""
 
     def __init__(
-        self, admit: Admit, count: Count, *, most: int = MOST_CONNECTIONS, unfinished_bytes: int = UNFINISHED_BYTES
-    ) -> None:
+        self, admit: Admit, count: Count, *,
+        most: int = MOST_CONNECTIONS, unfinished_bytes: int = UNFINISHED_BYTES, origins: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`origins`: pages of these may read refusals; * stands for all."""
+        self.origins = origins
         self.admit = admit
         self.count = count
         self.held = 0
@@ -268,6 +271,11 @@ class Connection(HttpToolsProtocol):
         body = failure.json()
         fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         fields += [(name.encode(), value.encode()) for name, value in failure.headers().items()]
+        origin = dict(self.headers or ()).get(b"origin", b"")
+        if "*" in self._all.origins:
+            fields.append((b"access-control-allow-origin", b"*"))
+        elif origin.decode("latin-1") in self._all.origins:
+            fields += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         fields += [(b"connection", b"close"), *self.server_state.default_headers]
         lines = [STATUS_LINE[failure.status], *(b"%s: %s\r\n" % field for field in fields), b"\r\n", body]
         self.transport.write(b"".join(lines))

@@ -14,7 +14,8 @@ from trtpipe.engines.json_input import parse_json
 class ServedModel:
     """One model as clients see it.
 
-    name           its name for clients
+    name           its name for clients, which answers bear
+    aliases        further names that requests may give
     tokenizer      folder with tokenizer.json and its configs, as in the repository
     triton_model   name of its engine model in Triton
     max_input_len  longest prompt in tokens, None when unknown here (the engine refuses by itself)
@@ -23,9 +24,14 @@ class ServedModel:
 
     name: str
     tokenizer: Path
+    aliases: tuple[str, ...] = ()
     triton_model: str = "tensorrt_llm"
     max_input_len: int | None = None
     max_seq_len: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,7 @@ class GatewayOptions:
     default_max_tokens  limit of a chat answer, where neither the request nor max_seq_len gives one
     timeout_s      seconds from a request's arrival to the end of its answer
     tls_cert, tls_key   PEM files; both or none
+    cors_origins   origins whose pages may call the gateway from a browser; * for all
     """
 
     models: tuple[ServedModel, ...]
@@ -60,10 +67,11 @@ class GatewayOptions:
     timeout_s: float = 600.0
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""
-        names = [model.name for model in self.models]
+        names = [name for model in self.models for name in model.names]
         if not names or len(set(names)) != len(names):
             raise UsageError("a gateway needs models, each with a name of its own", remedy=f"given: {names}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -82,6 +90,10 @@ class GatewayOptions:
             raise UsageError(f"'{self.grpc_url}' is not a gRPC address", remedy="give host:port, as localhost:8001")
         return host.strip("[]"), int(port)
 
+    def find(self, name: str) -> ServedModel | None:
+        """The model with that name or alias."""
+        return next((model for model in self.models if name in model.names), None)
+
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -93,7 +105,11 @@ class GatewayOptions:
     @classmethod
     def from_json(cls, text: str) -> GatewayOptions:
         raw = parse_json(text)
-        models = tuple(ServedModel(**{**model, "tokenizer": Path(model["tokenizer"])}) for model in raw.pop("models"))
+        models = tuple(
+            ServedModel(**{**model, "tokenizer": Path(model["tokenizer"]), "aliases": tuple(model["aliases"])})
+            for model in raw.pop("models")
+        )
+        raw["cors_origins"] = tuple(raw["cors_origins"])
         for name in ("api_keys_file", "tls_cert", "tls_key"):
             raw[name] = raw[name] and Path(raw[name])
         return cls(models=models, **raw)

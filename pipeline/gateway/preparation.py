@@ -12,14 +12,22 @@ from trtpipe.pipeline.gateway.requests import (
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
     parse,
     quoted,
 )
 from trtpipe.pipeline.gateway.text import Text
 
+Request = ChatRequest | CompletionRequest | TokenizeRequest | DetokenizeRequest
 KINDS: dict[str, tuple[type[ChatRequest | CompletionRequest], type[ChatOptions | CompletionOptions]]] = {
     "chat": (ChatRequest, ChatOptions),
     "completions": (CompletionRequest, CompletionOptions),
+}
+REQUESTS: dict[str, type[Request]] = {
+    **{endpoint: kind for endpoint, (kind, _) in KINDS.items()},
+    "tokenize": TokenizeRequest,
+    "detokenize": DetokenizeRequest,
 }
 # OpenAI's default for text completions.
 COMPLETION_TOKENS = 16
@@ -28,7 +36,7 @@ INT32_MAX = 2**31 - 1
 
 
 def no_model(name: str, options: GatewayOptions) -> Failure:
-    served = ", ".join(model.name for model in options.models)
+    served = ", ".join(name for model in options.models for name in model.names)
     what = f"model '{quoted(name)}' does not exist; served: {served}"
     return Failure(404, what, param="model", code="model_not_found")
 
@@ -47,20 +55,48 @@ class Preparation:
 
         Cheap checks come before any tokenisation.
         """
-        kind, kept = KINDS[endpoint]
-        asked = parse(body, kind)
-        served = next((model for model in self._options.models if model.name == asked.model), None)
-        if served is None:
-            raise no_model(asked.model, self._options)
+        asked = parse(body, REQUESTS[endpoint])
+        served = self._served(asked.model)
         if served.name != expected:
             return {"model": served.name}, b""
+        if isinstance(asked, TokenizeRequest):
+            return self._tokenized(asked, served)
+        text = self._texts[served.name]
+        if isinstance(asked, DetokenizeRequest):
+            ids = asked.ids(text.vocab_size)
+            return {"prompt": text.tokenizer.decode(ids, skip_special_tokens=False)}, b""
         prompts = self._prompts(asked, served)
+        _, kept = KINDS[endpoint]
         told = {
-            "options": asked.model_dump(include=set(kept.model_fields), exclude_unset=True),
+            "options": {**asked.model_dump(include=set(kept.model_fields), exclude_unset=True), "model": served.name},
             "max_tokens": self._max_tokens(asked, served, [len(prompt) for prompt in prompts]),
             "lengths": [len(prompt) for prompt in prompts],
         }
         return told, b"".join(array("i", prompt).tobytes() for prompt in prompts)
+
+    def _served(self, name: str | None) -> ServedModel:
+        """The model of that name, the first where a request need not name one. Raises Failure 404."""
+        if name is None:
+            return self._options.models[0]
+        served = self._options.find(name)
+        if served is None:
+            raise no_model(name, self._options)
+        return served
+
+    def _tokenized(self, asked: TokenizeRequest, served: ServedModel) -> tuple[dict[str, Any], bytes]:
+        """Reply to a request for the tokens of a text or of messages. Raises Failure."""
+        text = self._texts[served.name]
+        if (asked.prompt is None) == (asked.messages is None):
+            raise wrong("give 'prompt' or 'messages'", "prompt")
+        if asked.messages is not None:
+            characters, special = text.render([one.plain() for one in asked.messages]), bool(asked.add_special_tokens)
+        else:
+            characters, special = asked.prompt or "", asked.add_special_tokens is not False
+        ids = self._tokens(text, served, characters, "prompt", special=special)
+        told: dict[str, Any] = {"count": len(ids), "max_model_len": served.max_seq_len}
+        if asked.return_token_strs:
+            told["token_strs"] = [text.tokenizer.id_to_token(token) for token in ids]
+        return told, array("i", ids).tobytes()
 
     def _prompts(self, asked: ChatRequest | CompletionRequest, served: ServedModel) -> list[list[int]]:
         most = self._options.max_choices

@@ -31,7 +31,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     """Start the gateway and wait until it listens; its process id and address. Raises its error, or StageFailed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*python_command("trtpipe.pipeline.gateway.process"), options.to_json()],
+            [*python_command("trtpipe.pipeline.gateway.process", outlives=True), options.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -129,14 +129,11 @@ class Prompts:
 
     def __init__(self, options: GatewayOptions, forks: ForkServer) -> None:
         self._lanes = {model.name: _Lane(forks) for model in options.models}
+        self._marks = {model.name: [json.dumps(name).encode() for name in model.names] for model in options.models}
 
     async def prepare(self, endpoint: str, body: bytearray) -> Prepared:
         """The prepared request. Raises Failure for a request that cannot be answered."""
-        model = self._guess(body)
-        head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
-        if "model" in head:  # the guess was wrong
-            model = head["model"]
-            head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
+        head, ids = await self.ask(endpoint, body)
         prompts, start = [], 0
         for length in head["lengths"]:
             prompts.append(array("i", ids[start : start + 4 * length]))
@@ -144,10 +141,19 @@ class Prompts:
         _, kept = KINDS[endpoint]
         return Prepared(kept.model_validate(head["options"]), prompts, head["max_tokens"])
 
+    async def ask(self, endpoint: str, body: bytearray) -> tuple[dict[str, Any], bytes]:
+        """Reply of a prompt process, see there. Raises Failure."""
+        model = self._guess(body)
+        head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
+        if "model" in head:  # the guess was wrong
+            model = head["model"]
+            head, ids = await self._lanes[model].ask({"endpoint": endpoint, "model": model}, body)
+        return head, ids
+
     def _guess(self, body: bytearray) -> str:
         """The most likely model of a request; only the prompt process of that model reads the body."""
         *others, last = self._lanes
-        return next((name for name in others if json.dumps(name).encode() in body), last)
+        return next((name for name in others if any(mark in body for mark in self._marks[name])), last)
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -44,7 +44,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Parts of a message's content in OpenAI's API that are not text.
 _NO_TEXT = {"image_url": "images are", "input_audio": "audio is", "file": "files are"}
 # Fields for the caller's bookkeeping, which do not change the answer.
+# Fields that may hold a million token ids.
+_IDS = ("prompt", "tokens")
 _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+
+
+R = TypeVar("R", bound=BaseModel)
 
 
 class _Strict(BaseModel):
@@ -160,11 +165,38 @@ class CompletionRequest(CompletionOptions):
         return given
 
 
+class TokenizeRequest(_Strict):
+    """vLLM's /tokenize: a text, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: Any  # checked by `ids`: pydantic would visit a million ids one by one
+
+    def ids(self, vocab_size: int) -> list[int]:
+        """The token ids. Raises Failure for anything else."""
+        given = self.tokens
+        if not isinstance(given, list) or not _are_ids(given) or not all(0 <= one < vocab_size for one in given):
+            raise wrong(
+                f"'tokens': Input should be a list of ids from 0 to {vocab_size - 1}", "tokens", "invalid_value"
+            )
+        return given
+
+
 def _are_ids(given: list[Any]) -> bool:
     return all(type(one) is int for one in given)
 
 
-def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> ChatRequest | CompletionRequest:
+def parse(body: bytes, kind: type[R]) -> R:
     """The request in `body`. Raises Failure 400 naming the field."""
     try:
         raw = parse_json(body, max_bytes=len(body), max_values=MAX_VALUES)
@@ -183,18 +215,24 @@ def parse(body: bytes, kind: type[ChatRequest] | type[CompletionRequest]) -> Cha
         request = kind.model_validate(raw)
     except ValidationError as error:
         raise _named(error, kind, raw) from None
+    if isinstance(request, Common):
+        _check_answer(request)
+    return request
+
+
+def _check_answer(request: Common) -> None:
+    """Raises Failure for stop strings and stream options that cannot be."""
     words = request.stops()
     if len(words) > MAX_STOPS or any(len(word) > MAX_STOP_CHARACTERS for word in words):
         raise wrong(f"'stop' takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARACTERS} characters", "stop")
     if request.stream_options is not None and not request.stream:
         raise wrong("'stream_options' needs 'stream': true", "stream_options")
-    return request
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
     """Raises Failure for more elements than a request can need, because validation visits each of them."""
     count = len(raw)
-    left: list[tuple[str, Any]] = [(name, value) for name, value in raw.items() if name != "prompt"]
+    left: list[tuple[str, Any]] = [(name, value) for name, value in raw.items() if name not in _IDS]
     while left and count <= MAX_ALL_ELEMENTS:
         name, value = left.pop()
         if isinstance(value, (dict, list)):

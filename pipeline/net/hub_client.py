@@ -7,6 +7,7 @@ any host with the user's token, and waits as long as a Hub requests.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,9 @@ MAX_LIST_BYTES = 32 << 20
 @functools.cache
 def limit_hub() -> None:
     """Make huggingface_hub use this client from now on, in this process."""
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # its words about each attempt are many lines; what fails in the end is told in one
     hooks = get_session().event_hooks["request"]
     set_client_factory(lambda: HubClient(hooks))
 

@@ -29,7 +29,7 @@ from trtpipe.pipeline.registry.package import (
     planned,
     receive,
 )
-from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.run_folder import find_run
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages import stages_of
 from trtpipe.pipeline.stages.base import Progress
@@ -119,12 +119,12 @@ def unpack(
 
 def imported(target: str, store: Store) -> Bundle:
     """Result of an earlier `unpack` for a target. Raises UsageError, or InputDataError if it is gone."""
-    run = RunFolder.of(target)
-    spec = run.spec() if (run.path / "plan.json").is_file() else None
-    if spec is None or not run.origins():
+    run = find_run(target)
+    if run is None or not run.origins():
         raise UsageError(
             f"'{target}' is neither an export nor an imported target", remedy="name a .tar of `trtpipe export`"
         )
+    spec = run.spec()
     found: dict[str, Artefact] = {}
     for stage in stages_of(spec):
         if run.origin(stage.name) is None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from trtpipe import __version__
 from trtpipe.engines import load_backend
-from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
+from trtpipe.engines.errors import ArtefactRefused, InputDataError
 from trtpipe.engines.passport import Passport, passport_from, read_passport
 from trtpipe.pipeline.registry.provenance import FILE as PROVENANCE
 from trtpipe.pipeline.registry.provenance import check_chain, is_envelope, signed, statement, verified
 from trtpipe.pipeline.registry.trust import ENVELOPE
-from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.run_folder import RunFolder, require_run
 from trtpipe.pipeline.spec import BuildSpec, read_spec
 from trtpipe.pipeline.stages import Stage, carried, stages_of
 from trtpipe.pipeline.stages.build import BUILD, draft_passport
@@ -46,9 +46,7 @@ def describe(
 
     Raises UsageError for an unknown target, InputDataError for a missing artefact.
     """
-    run = RunFolder.of(target)
-    if not run.path.is_dir():
-        raise UsageError(f"there is no target '{target}' in ./runs", remedy="run `trtpipe build` first")
+    run = require_run(target)
     spec = run.spec()
     made = {stage.makes: _made(stage, run, store, verify) for stage in stages_of(spec) if stage.makes in wanted}
     checkpoint = made.get("checkpoint") or _made(
@@ -58,7 +56,7 @@ def describe(
     index = {
         "format": FORMAT,
         "trtpipe": __version__,
-        "target": target,
+        "target": run.path.name,
         "model": spec.model.to_json(),
         "settings": spec.settings,
         "passport": dataclasses.asdict(passport),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,16 @@ def run(work: Callable[[Ready], None]) -> int | None:
         work(lambda log: _leave(log, tell))
         return None
     os.close(tell)
+    # The terminal's signals reach both processes; the child ends what it has started, and this one reports its status.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: os.kill(child, number))
     try:
         with os.fdopen(told, "rb") as pipe:
             ready = pipe.read()
     except KeyboardInterrupt:
         os.waitpid(child, 0)  # the child got the Ctrl-C as well, and ends what it has started
         raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0 if ready else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

@@ -24,9 +24,18 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.run_folder import RUNS, RunFolder
+from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
 from trtpipe.pipeline.serving import http_streams, tritonserver
-from trtpipe.pipeline.serving.servers import Served, Server, end_watcher, find_running, forget, remember, running
+from trtpipe.pipeline.serving.servers import (
+    Served,
+    Server,
+    end_watcher,
+    find_running,
+    forget,
+    recorded,
+    remember,
+    running,
+)
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.check import check_repository, require_sound
@@ -34,6 +43,8 @@ from trtpipe.triton_repo.combine import link_models
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
 
+# Shows the stage of a server's start, and a detail of it that changes.
+Show = Callable[[str, str], None]
 SERVERS = ("auto", "local", "docker")
 # Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.
 START_CRASH = "boost::interprocess::lock_exception"
@@ -50,6 +61,8 @@ class LaunchOptions:
     gateway_workers      number of the gateway's processes
     api_keys_file        the gateway's keys, one a line; None and no TRTPIPE_API_KEYS serves everybody who reaches it
     tls_cert, tls_key    the gateway's certificate and key, PEM files
+    model_names          names of the only target's model at the gateway; the target's name if left out
+    cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
@@ -66,6 +79,8 @@ class LaunchOptions:
     api_keys_file: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    model_names: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
     engine_python: str = sys.executable
@@ -79,9 +94,9 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         if not runs:
             raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
         target = runs[-1].parent.name
-    # By name only: the server's folder and log are named after the target, so a path must not pass as a name.
-    if target in {run.name for run in RUNS.glob("*")}:
-        return target, RunFolder.of(target).linked("repository")
+    run = find_run(target)
+    if run is not None:
+        return run.path.name, run.linked("repository")
     folder = Path(target)
     if (folder / "repository").is_dir():
         return folder.resolve().name, (folder / "repository").resolve()
@@ -89,7 +104,7 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         return folder.resolve().name, folder.resolve()
     raise UsageError(
         f"'{target}' is neither a target in ./runs nor a model repository",
-        remedy="run `trtpipe build`, or see `ls runs`",
+        remedy=f"run `trtpipe build`; {SEE_TARGETS}",
     )
 
 
@@ -133,13 +148,16 @@ def choose_server(asked: str, passport: Passport) -> str:
 
 
 def launch(
-    targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None]
-) -> tuple[Server, subprocess.Popen[bytes]]:
+    targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None],
+    show: Show = lambda stage, detail: None,
+) -> tuple[Server, subprocess.Popen[bytes]]:  # fmt: skip
     """Start one server for the repositories of `targets`, (name, folder) each; return when each has answered a request.
 
     Raises UsageError (a target twice), HostError (port taken, no tritonserver, no Docker), InputDataError (a
     repository that would not load, keys, a certificate), ArtefactRefused, or StageFailed with the server's own reason.
     """
+    if options.model_names and len(targets) > 1:
+        raise UsageError("--served-model-name is for one target", remedy="leave it out, or serve the targets apart")
     passports = [check_passport(repository) for _, repository in targets]
     require_alike([target for target, _ in targets], passports)
     for name, repository in targets:
@@ -165,10 +183,15 @@ def launch(
             repository=repository,
             prefix="" if alone else f"{target}.",
             imported=imports(target, repository),
+            names=options.model_names,
         )
         for target, repository in targets
     )
     gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
+    keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
+    exposed = exposure(options, gateway, keyed=keyed)
+    if exposed is not None:
+        note(exposed)
     models = lay_out_models(served, folder)
     if not alone:
         _check_together(models, passport, note)
@@ -192,12 +215,14 @@ def launch(
             world_size=passport.world_size if _served_by(passport) is ServedBy.TENSORRTLLM else 1,
             gpus=options.gpus, shm_size=options.shm_size,
         )  # fmt: skip
-    process = start_until_ready(start, endpoints, log, note)
-    server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints)
+    process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
+    server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
     try:
         for one in served:
+            show(f"asking {one.name} for an answer", "")
             smoke(server, one)
         if gateway is not None:
+            show("starting the gateway", "")
             pid, url = gateway_process.start(gateway, log.with_suffix(".gateway.log"))
             server = replace(server, gateway_pid=pid, gateway_url=url)
         remember(store, server)
@@ -210,14 +235,27 @@ def launch(
     return server, process
 
 
+def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: bool) -> str | None:
+    """A warning where other machines reach a server that asks for no key; None on loopback.
+
+    keyed  whether the gateway asks for one
+    """
+    if options.host == "localhost" or options.host.startswith("127."):
+        return None
+    ports = "HTTP, gRPC and metrics" + ("" if keyed or gateway is None else ", and the gateway")
+    advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
+    return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
+
+
 def start_until_ready(
-    start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None]
-) -> subprocess.Popen[bytes]:
+    start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None],
+    tick: Callable[[], None] = lambda: None,
+) -> subprocess.Popen[bytes]:  # fmt: skip
     """Wait until a server is ready; start it once more where it broke down in START_CRASH. Raises StageFailed."""
     for attempt in (1, 2):
         process = start()
         try:
-            tritonserver.wait_ready(process, endpoints, log)
+            tritonserver.wait_ready(process, endpoints, log, tick)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
@@ -274,7 +312,8 @@ def _gateway_options(
     chosen = GatewayOptions(
         models=tuple(
             ServedModel(
-                name=one.name,
+                name=one.model_names[0],
+                aliases=one.model_names[1:],
                 tokenizer=one.tokenizer,
                 triton_model=one.model(ENGINE_MODEL),
                 max_input_len=passport.build_config["max_input_len"],
@@ -290,6 +329,7 @@ def _gateway_options(
         api_keys_file=options.api_keys_file,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
+        cors_origins=options.cors_origins,
     )
     access.check(chosen)
     return chosen
@@ -438,16 +478,21 @@ def _whose_log(store: Store) -> str:
     return left[0]
 
 
-def stop(store: Store, name: str | None) -> list[Server]:
-    """End the server of that name, or all. Returns those that were ended. Raises UsageError for an unknown name."""
-    servers = running(store)
+def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Server]:
+    """End the server of that name, the only one, or all. Returns those that were ended; the record of one that has died
+    goes too. Raises UsageError for an unknown name, and where no name leaves a choice."""
+    servers = recorded(store) if name is not None or everything else running(store)
     if name is not None:
         servers = [server for server in servers if server.name == name]
         if not servers:
             raise UsageError(f"no server named '{name}' is running", remedy="see `trtpipe ps`")
+    elif len(servers) > 1 and not everything:
+        names = ", ".join(server.name for server in servers)
+        raise UsageError("several servers are running", remedy=f"name one, or pass --all: {names}")
     for server in servers:
-        end_watcher(server)
-        if tritonserver.alive(server.pid):
-            end(server)
+        if server.died is None:
+            end_watcher(server)
+            if tritonserver.alive(server.pid):
+                end(server)
         forget(store, server)
-    return servers
+    return [server for server in servers if server.died is None]

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
@@ -29,7 +29,8 @@ WATCHER_SECONDS = tritonserver.STOP_SECONDS + process.STOP_SECONDS + 5
 class Served:
     """One repository in a server.
 
-    name    of the target it comes from; also the model's name at the gateway
+    name    of the target it comes from
+    names   of the model at the gateway, whose answers bear the first; the target's name if left out
     prefix  prefix of its models' names; empty where it is the server's only one
     imported  a phrase for each artefact behind it that was made elsewhere
     """
@@ -38,6 +39,11 @@ class Served:
     repository: Path
     prefix: str = ""
     imported: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.names or (self.name,)
 
     @property
     def tokenizer(self) -> Path:
@@ -55,7 +61,11 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running server, with the process id and address of its gateway and the process id of its watchdog, if any."""
+    """A server, with the process id and address of its gateway and the process id of its watchdog, if any.
+
+    keyed  whether its gateway asks for a key
+    died   why it ended by itself; None while it runs
+    """
 
     name: str
     pid: int
@@ -65,6 +75,8 @@ class Server:
     gateway_pid: int | None = None
     gateway_url: str | None = None
     watcher: int | None = None
+    keyed: bool = False
+    died: str | None = None
 
     def find(self, name: str | None) -> Served:
         """The served repository of that name, or the only one. Raises UsageError."""
@@ -74,13 +86,19 @@ class Server:
                 raise UsageError(f"{self.name} serves several models", remedy="name one: " + ", ".join(names))
             return self.served[0]
         for served in self.served:
-            if served.name == name:
+            if served.name == Path(name).name:  # a folder such as runs/<target>
                 return served
         raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
 
 
 def running(store: Store) -> list[Server]:
-    """Servers started from this store that run or are being started again; records of others are dropped."""
+    """Servers started from this store that run or are being started again."""
+    return [server for server in recorded(store) if server.died is None]
+
+
+def recorded(store: Store) -> list[Server]:
+    """Servers started from this store that run, and those that ended by themselves, until the same is served again or
+    `stop` names it. Records that cannot be read are dropped."""
     out = []
     for path in sorted((store.home / "servers").glob("*.json")):
         try:
@@ -89,12 +107,11 @@ def running(store: Store) -> list[Server]:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        if tritonserver.alive(server.pid) or watched(server):
-            out.append(server)
-        else:
+        if server.died is None and not tritonserver.alive(server.pid) and not watched(server):
             if server.gateway_pid is not None:
                 process.end(server.gateway_pid)
-            forget(store, server)
+            server = bury(store, server, tritonserver.failure(server.log))
+        out.append(server)
     return out
 
 
@@ -150,8 +167,11 @@ def find_running(store: Store, name: str | None) -> Server:
     if name is not None:
         servers = [server for server in servers if server.name == name]
     if not servers:
+        died = [one for one in recorded(store) if one.died is not None and name in (None, one.name)]
         raise UsageError(
-            f"no server named '{name}' is running" if name else "no server is running", remedy="run `trtpipe serve`"
+            f"no server named '{name}' is running" if name else "no server is running",
+            why="; ".join(f"{one.name} died: {one.died}" for one in died),
+            remedy="; ".join([*(f"see {one.log}" for one in died), "run `trtpipe serve`"]),
         )
     if len(servers) > 1:
         raise UsageError("several servers are running", remedy="name one: " + ", ".join(s.name for s in servers))
@@ -162,6 +182,14 @@ def remember(store: Store, server: Server) -> None:
     path = store.home / "servers" / f"{server.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(server), indent=2, default=str) + "\n")  # `running` drops what it cannot read
+
+
+def bury(store: Store, server: Server, why: str) -> Server:
+    """Record that a server has ended by itself, and remove what it may have left."""
+    dead = replace(server, died=why)
+    remember(store, dead)
+    clean_up(store, server)
+    return dead
 
 
 def forget(store: Store, server: Server) -> None:

@@ -41,6 +41,8 @@ from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_comm
 WIRE = Path(protocol.__file__)
 BACKEND = Path(triton_repo.__file__).parent / "backends" / "tensorrtllm"
 READY_SECONDS = 600.0
+# Time between two looks into the log of a starting server.
+LOOK_SECONDS = 0.5
 # Limit for an unload: a model goes when its last request has been answered.
 UNLOAD_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -196,7 +198,7 @@ def prepare_backends(
     shutil.copyfile(WIRE, ours / "trtpipe_wire.py")
     launch = {
         "command": [
-            *python_command("trtpipe.engines.engine_process.server", python),
+            *python_command("trtpipe.engines.engine_process.server", python, outlives=True),
             "--runtime",
             load_backend(runtime).PROCESS,
         ],
@@ -255,7 +257,9 @@ def start_docker(
         "shm_size": shm_size,
         "grace": STOP_SECONDS - 5,
     }
-    return _spawn([*python_command("trtpipe.pipeline.serving.docker_server"), json.dumps(spec)], {}, models, log)
+    return _spawn(
+        [*python_command("trtpipe.pipeline.serving.docker_server", outlives=True), json.dumps(spec)], {}, models, log
+    )
 
 
 def _spawn(command: list[str], environment: dict[str, str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -294,6 +298,30 @@ def last_start(log: Path) -> int:
         if start >= 0:
             return begin + written.index(b"\n", start) + 1
     return 0
+
+
+class Loading:
+    """Shows, each time it is called, how far a starting server is by its log."""
+
+    def __init__(self, models: Sequence[str], log: Path, show: Callable[[str, str], None]) -> None:
+        self._models = models
+        self._log = log
+        self._show = show
+        self._next = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LOOK_SECONDS
+        with contextlib.suppress(OSError):
+            text = self._log.read_bytes()[last_start(self._log) :].decode(errors="replace")
+            left = [name for name in self._models if f"successfully loaded '{name}'" not in text]
+            pulled = re.findall(r"^pulling .*: (\d+% of .*)$", text, re.MULTILINE)
+            if pulled and len(left) == len(self._models) and "loading: " not in text:
+                self._show("pulling the image", pulled[-1])
+            else:
+                done = len(self._models) - len(left)
+                self._show("loading the models", f"{done} of {len(self._models)}, left: {', '.join(left)}")
 
 
 def wait_ready(

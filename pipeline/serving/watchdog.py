@@ -7,6 +7,7 @@ again, because their clients can only be told by the end of their connections.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from trtpipe.engines.errors import InputDataError, StageFailed
+from trtpipe.engines.errors import InputDataError, StageFailed, TrtpipeError
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.net import triton_metrics
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.serve import LaunchOptions, end, launch
-from trtpipe.pipeline.serving.servers import Server, backends_folder, clean_up, forget, remember, running
+from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 
@@ -52,6 +53,7 @@ def attend(
         raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGTERM, leave)
+    death = None
     try:
         server = replace(server, watcher=os.getpid())
         remember(store, server)
@@ -90,18 +92,23 @@ def attend(
             server, process = _start_again(server, store, options, note)
             stubs = Stubs(server.pid)
             note(f"{server.name} serves again")
-    except KeyboardInterrupt:
-        stopping()
+    except (KeyboardInterrupt, SystemExit):
+        with contextlib.suppress(OSError):  # the terminal is gone
+            stopping()
         end(server)
-    except BaseException:
+    except BaseException as error:
         if process.poll() is None:
             tritonserver.kill(process)
+        death = f"{error.what}: {error.why}" if isinstance(error, TrtpipeError) else str(error)
         raise
     finally:
         if server.gateway_pid is not None:
             gateway_process.end(server.gateway_pid)
         signal.signal(signal.SIGTERM, previous)
-        forget(store, server)
+        if death is None:
+            forget(store, server)
+        else:
+            bury(store, server, death)
 
 
 def _load_again(
@@ -183,7 +190,7 @@ def _start_again(
     again = replace(options, http=points.http, grpc=points.grpc, metrics=points.metrics, openai=openai)
     started, process = launch([(one.name, one.repository) for one in server.served], store, again, note)
     if kept:
-        started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url)
+        started = replace(started, gateway_pid=server.gateway_pid, gateway_url=server.gateway_url, keyed=server.keyed)
     started = replace(started, watcher=os.getpid())
     remember(store, started)
     return started, process

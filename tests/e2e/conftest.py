@@ -95,10 +95,11 @@ class Cli:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TRTPIPE_HOME": str(self.home)}
 
-    def run(self, *arguments: str, timeout: float = 1500) -> Finished:
+    def run(self, *arguments: str, text: str = "", timeout: float = 1500) -> Finished:
+        """Run the command with `text` as its input."""
         done = subprocess.run(
             [TRTPIPE, *arguments], cwd=self.folder, env=self.environment(), capture_output=True, text=True,
-            timeout=timeout, check=False,
+            timeout=timeout, check=False, input=text,
         )  # fmt: skip
         return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -110,7 +111,7 @@ class Cli:
     def kill_server(self, name: str) -> None:
         """End a server at once; `trtpipe stop` waits for requests that a killed Python process has left open."""
         for record in json.loads(self.ok("ps", "--json").out):
-            if record["server"] == name:
+            if record["server"] == name and record["state"] == "running":
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(record["pid"], signal.SIGKILL)
         self.run("stop", name)

@@ -44,7 +44,9 @@ CHILD = """
 import signal, sys
 from pathlib import Path
 from trtpipe.engines.executor import Task
+from trtpipe.pipeline.cli.app import handle_signals
 from trtpipe.pipeline.execution.executors import DockerExecutor
+handle_signals()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
 url, image, out = sys.argv[1:]
 command = ("python3", "-u", "-c", "import time; print('ready'); time.sleep(60)")
@@ -261,14 +263,15 @@ def start_child(url: str, image: str, out: Path) -> subprocess.Popen[str]:
     return child
 
 
-def test_a_real_sigint_leaves_no_container(
-    dockerd: str, toolchain_image: str, docker_client: DockerClient, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_told_to_end_leaves_no_container(
+    dockerd: str, toolchain_image: str, docker_client: DockerClient, tmp_path: Path, number: int
 ) -> None:
     child = start_child(dockerd, toolchain_image, tmp_path / "out")
     assert len(containers(docker_client)) == 1
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     _, told = child.communicate(timeout=20)
-    assert told.splitlines()[-1] == "KeyboardInterrupt"
+    assert child.returncode in (-number, 128 + number), told
     assert containers(docker_client) == []
 
 

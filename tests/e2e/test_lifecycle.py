@@ -119,7 +119,8 @@ def test_a_dead_stub_is_reported_and_its_model_loaded_again(cli: Cli, tiny_repos
         assert until(lambda: "text_output" in answer())
         family = psutil.Process(server["pid"]).children()
         next(process for process in family if "preprocessing_0_0" in _words(process)).kill()
-        assert "starting tritonserver with watched" in serving.stderr.readline()
+        for told in ("starting tritonserver with watched", "loading the models", "asking watched for an answer"):
+            assert told in serving.stderr.readline()
         assert "a Python process of preprocessing has died; loading it again" in serving.stderr.readline()
         assert "preprocessing is loaded again" in serving.stderr.readline()
         assert until(lambda: "text_output" in answer())

@@ -176,6 +176,7 @@ async def serving(
     *,
     model: dict[str, Any] | None = None,
     others: dict[str, Path] | None = None,
+    more: tuple[ServedModel, ...] = (),
     triton: dict[str, Any] | None = None,
     most_connections: int = 1000,
     **options: Any,
@@ -187,7 +188,7 @@ async def serving(
     port = fake.server.add_insecure_port("127.0.0.1:0")
     await fake.server.start()
     served = ServedModel(name="llama", tokenizer=folder, **(model or {}))
-    more = (ServedModel(name=name, tokenizer=path) for name, path in (others or {}).items())
+    more += tuple(ServedModel(name=name, tokenizer=path) for name, path in (others or {}).items())
     gateway = GatewayOptions(models=(served, *more), grpc_url=f"127.0.0.1:{port}", **options)
     app, connections = build(gateway, SharedCounters(), fork_server(gateway), most_connections=most_connections)
     listening = socket.socket()

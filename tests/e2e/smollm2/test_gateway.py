@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.real
 
-MODEL = "smollm2-135m"
+MODEL, ALIAS = "smollm2-135m", "gpt-4o"
 TOKENS = 8
 
 
 def options(served: Served, tokenizer: Path, **fields: Any) -> GatewayOptions:
-    model = ServedModel(name=MODEL, tokenizer=tokenizer, max_input_len=512, max_seq_len=1024)
+    model = ServedModel(name=MODEL, tokenizer=tokenizer, aliases=(ALIAS,), max_input_len=512, max_seq_len=1024)
     return GatewayOptions(**{"models": (model,), "grpc_url": served.grpc, "port": 0, **fields})
 
 
@@ -53,7 +53,9 @@ def hello(text: str = "What is the capital of France?") -> list[Any]:
 
 def test_ready_and_models(gateway: Gateway, client: openai.OpenAI) -> None:
     assert httpx.get(f"{gateway.url}/health/ready").text == "ready\n"
-    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [model.id for model in client.models.list()] == [MODEL, ALIAS]
+    answer = client.chat.completions.create(model=ALIAS, messages=hello(), max_tokens=1)
+    assert answer.model == MODEL
 
 
 def test_greedy_text_is_that_of_the_ensemble(

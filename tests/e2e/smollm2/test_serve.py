@@ -261,6 +261,13 @@ def test_generate_streams_an_answer_through_the_chat_template(served: Served) ->
     assert raw.out.startswith(" Paris")
 
 
+def test_chat_answers_each_line_of_its_input(served: Served) -> None:
+    chat = served.cli.run(
+        "chat", "--server", served.name, "--temperature", "0", text="What is the capital of France?\n"
+    )
+    assert (chat.status, chat.out) == (0, "The capital of France is Paris.\n")
+
+
 def test_bench_writes_a_report_of_every_protocol(served: Served, tmp_path: Path) -> None:
     """A busy machine makes a run INVALID (status 5), and says so; what was measured is there all the same."""
     report = tmp_path / "report.json"

@@ -96,7 +96,8 @@ def test_commands_ask_which_is_meant(both: Both, tmp_path: Path) -> None:
 
 def test_one_is_loaded_anew_while_the_other_serves(both: Both) -> None:
     done = both.cli.ok("reload", both.second, "--server", both.record["server"])
-    assert done.out.count("\n") == 1
+    assert done.out.count("\n") == 2
+    assert done.out.endswith(f"--target {both.first}\n")
     log = Path(both.record["log"])
     engine = f"{both.second}.tensorrt_llm"
     deadline = time.monotonic() + 60

@@ -37,10 +37,10 @@ from trtpipe.pipeline.store.store import Store
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "settings", "status", "recipes", "gc", "scrub", "serve", "generate", "ps", "logs", "top", "reload", "stop",
-    "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull", "search",
-    "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize", "verify", "quants", "models",
-    "gpus", "toolchains", "passport", "doctor",
+    "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
+    "top", "reload", "stop", "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import",
+    "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
+    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
 ]  # fmt: skip
 
 
@@ -211,7 +211,15 @@ def test_build_says_what_is_made_and_what_is_next(build: Run, run: Run, model: P
     assert re.fullmatch(r"  and \d+ defaults, which `trtpipe settings` prints", preamble[-1])
     assert again.out == done.out
     partly = build(model, "--until", "convert")
-    assert [row[0] for row in rows(partly.out)] == ["made", "model", "tokenizer", "checkpoint"]
+    assert [row[0] for row in rows(partly.out)[:-1]] == ["made", "model", "tokenizer", "checkpoint"]
+    assert partly.out.splitlines()[-1] == "next: the same command without --until"
+
+
+def test_what_is_next_for_an_engine_that_runs_elsewhere(
+    build: Run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtpipe.pipeline.compatibility.objections", lambda *args, **kwargs: ["it is for h100"])
+    assert build(model).out.splitlines()[-1] == "next: trtpipe export tiny.cpu.fp32   (to serve it on cpu)"
 
 
 def test_status_of_a_target_and_of_nothing(build: Run, run: Run, model: Path) -> None:
@@ -280,7 +288,8 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
     assert refused("settings", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
     assert refused("serve") == "there is nothing to serve in ./runs; run `trtpipe build` first"
     assert refused("serve", "nowhere") == (
-        "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`, or see `ls runs`"
+        "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`; `trtpipe ls` lists "
+        "the targets in ./runs"
     )
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
@@ -645,13 +654,14 @@ def test_six_is_for_an_engine_that_belongs_elsewhere(
         )
 
 
-def test_ctrl_c_is_130_and_says_nothing(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_130_and_one_word(build: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trtpipe.engines.backends.reference.build", interrupted)
     done = build(model)
     assert done.status == 130
+    assert done.err.splitlines()[-1] == "interrupted"
     assert "error" not in done.err
     assert "Traceback" not in done.err
     assert list((store.home / "artefacts" / "build").iterdir()) == []
@@ -697,7 +707,9 @@ def test_a_reader_that_leaves_is_no_failure(tmp_path: Path) -> None:
 def test_convert_writes_a_checkpoint(run: Run, model: Path, in_folder: Path) -> None:
     done = run("convert", model, "out", "--dtype", "bfloat16", "--tp", "2", "--pp", "1")
     assert done.status == 0, done.err
-    assert done.out == "out: config.json and 2 rank file(s)\n"
+    next_step = f"trtpipe inspect out --verify-against {model}"
+    assert done.out == f"out: config.json and 2 rank file(s)\nnext: {next_step}\n"
+    assert run(*next_step.split()[1:]).status == 0
     assert sorted(path.name for path in (in_folder / "out").iterdir()) == [
         "config.json", "rank0.safetensors", "rank1.safetensors",
     ]  # fmt: skip
@@ -865,12 +877,12 @@ def test_the_newest_run_is_served(in_folder: Path) -> None:
     assert find_repository(None) == ("newest", in_folder / "newest")
 
 
-def remember(store: Store, name: str, pid: int = 1) -> None:
+def remember(store: Store, name: str, pid: int = 1, log: Path = Path("/l")) -> None:
     from trtpipe.pipeline.serving import servers
 
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
     served = tuple(Served(name=one, repository=Path("/r")) for one in name.split("+"))
-    servers.remember(store, Server(name=name, pid=pid, served=served, log=Path("/l"), endpoints=points))
+    servers.remember(store, Server(name=name, pid=pid, served=served, log=log, endpoints=points))
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -884,8 +896,77 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
         find_running(store, None)
     assert str(caught.value) == "several servers are running; name one: a, b"
     table = rows(run("ps").out)
-    assert table[0] == ["server", "pid", "http", "grpc", "metrics", "openai", "log"]
-    assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "-", "/l"]
+    assert table[:2] == [["server", "state", "http", "openai"], ["a", "running", "http://127.0.0.1:1", "-"]]
+    assert run("stop").error() == "several servers are running; name one, or pass --all: a, b"
+
+
+def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid: True)
+    remember(store, "a")
+    assert run("stop").out == "stopped a\n"
+    for name in ("a", "b", "c"):
+        remember(store, name)
+    (stopped,) = json.loads(run("stop", "b", "--json").out)
+    assert (stopped["server"], stopped["http"], stopped["models"]) == ("b", "http://127.0.0.1:1", {"b": ["b"]})
+    assert run("stop", "--all").out == "stopped a\nstopped c\n"
+    assert running(store) == []
+
+
+def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run: Run) -> None:
+    log = store.home / "serve.log"
+    remember(store, "a", log=log)
+    log.write_text("E1125 12:00:00.0 1 x.cc:1] out of memory\n")
+    for _ in range(2):
+        assert run("ps").out.splitlines()[-1] == f"a died: out of memory; its log is {log}"
+    (told,) = json.loads(run("ps", "--json").out)
+    assert (told["state"], told["pid"], told["died"], told["log"]) == ("died", None, "out of memory", str(log))
+    told = run("generate", "Hello")
+    assert (told.status, told.error()) == (
+        2, f"no server is running: a died: out of memory; see {log}; run `trtpipe serve`"
+    )  # fmt: skip
+    assert run("stop").out == "no server is running\n"
+    assert run("stop", "a").status == 0
+    assert run("ps").out == "no server is running\n"
+
+
+def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store: Store, monkeypatch: Any) -> None:
+    build(model)
+    failed = Path("runs/tiny.cpu.bf16")
+    failed.mkdir()
+    shutil.copy("runs/tiny.cpu.fp32/plan.json", failed)
+    build(model, "--set", "build.max_batch_size=2", "--until", "convert")
+    table = rows(run("ls").out)
+    assert [row[:2] for row in table[1:]] == [
+        ["tiny.cpu.bf16", "failed: nothing is made"], ["tiny.cpu.fp32", "complete"],
+    ]  # fmt: skip
+    _, whole = json.loads(run("ls", "--json").out)
+    assert (whole["model"], whole["gpu"], whole["dtype"], whole["server"]) == ("tiny", "cpu", "fp32", None)
+    assert (whole["done"][0], whole["done"][-1], whole["missing"]) == ("download", "package", [])
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "tiny.cpu.fp32")
+    assert rows(run("ls").out)[2][-1] == "tiny.cpu.fp32"
+    refused = run("rm", "tiny.cpu.bf16", "tiny.cpu.fp32")
+    assert (refused.status, "tiny.cpu.fp32 is served" in refused.error()) == (2, True)
+    assert failed.is_dir()
+    (store.home / "servers" / "tiny.cpu.fp32.json").unlink()
+    assert run("rm", "nix").error() == "there is no target 'nix' in ./runs; `trtpipe ls` lists the targets in ./runs"
+    assert run("rm", "runs/tiny.cpu.bf16/").out == "removed tiny.cpu.bf16\n"
+    assert re.fullmatch(r"removed tiny.cpu.fp32\nnext: trtpipe gc   \(frees \S+ kB\)\n", run("rm", "tiny.cpu.fp32").out)
+    build(model)
+    assert "dropped 5 artefacts" in run("rm", "tiny.cpu.fp32", "--gc").out
+    assert not list((store.home / "artefacts").glob("*/*"))
+
+
+def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) -> None:
+    build(model)
+    for folder in ("runs/tiny.cpu.fp32", "runs/tiny.cpu.fp32/", Path("runs/tiny.cpu.fp32").absolute()):
+        assert run("check", folder).out == "no fault found\n"
+        assert run("passport", folder).status == 0
+        assert run("provenance", folder).status == 0
+        assert find_repository(str(folder))[0] == "tiny.cpu.fp32"
+    assert run("export", "runs/tiny.cpu.fp32").status == 0
+    assert Path("tiny.cpu.fp32.tar").is_file()
 
 
 @pytest.mark.parametrize(
@@ -905,7 +986,7 @@ def test_a_server_that_broke_down_at_its_start_is_started_once_more(
     ended: list[Any] = []
     notes: list[str] = []
 
-    def wait_ready(process: Any, endpoints: Endpoints, log: Path) -> None:
+    def wait_ready(process: Any, endpoints: Endpoints, log: Path, tick: Any) -> None:
         why = left.pop(0)
         if why:
             raise StageFailed("tritonserver does not start", why=why)
@@ -964,14 +1045,14 @@ def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.M
         server.find("draf")
 
 
-def test_records_of_dead_servers_and_damaged_ones_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid: pid == 1)
     remember(store, "living")
     remember(store, "dead", pid=2)
     (store.home / "servers" / "damaged.json").write_text("{")
     (store.home / "servers" / "other.json").write_text('{"name": "x"}')
     assert [server.name for server in running(store)] == ["living"]
-    assert [path.name for path in (store.home / "servers").iterdir()] == ["living.json"]
+    assert sorted(path.name for path in (store.home / "servers").iterdir()) == ["dead.json", "living.json"]
 
 
 def test_the_tokenizer_alone_is_no_model(build: Run, in_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -204,7 +205,8 @@ def test_a_worker_gets_its_job_as_json(log: Path) -> None:
     ):
         run_worker("trtpipe.engines.nothing", {"text": "a 'b' \"c\""}, log, what="working")
     words = shlex.split(log.read_text().splitlines()[0])
-    assert words[-4:-1] == [sys.executable, str(process.LAUNCHER), "trtpipe.engines.nothing"]
+    launch = [sys.executable, str(process.LAUNCHER), "--parent", str(os.getpid()), "trtpipe.engines.nothing"]
+    assert words[-6:-1] == launch
     assert json.loads(words[-1]) == {"text": "a 'b' \"c\""}
 
 
@@ -235,3 +237,31 @@ def test_the_tail_of_a_huge_log_takes_no_memory(log: Path) -> None:
         file.seek(0, 2)
         file.write(b"\nthe cause\n")
     assert tail(log, lines=1) == "the cause"
+
+
+PARENT = """
+import subprocess, sys
+from trtpipe.engines.process import python_command
+command = [*python_command("timeit", outlives=sys.argv[1] == "outlives"), "-n1", "-r1", sys.argv[2]]
+subprocess.Popen(command, start_new_session=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_a_python_child_ends_with_a_killed_parent_unless_it_may_outlive_it(*, outlives: bool) -> None:
+    child_code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", PARENT, "outlives" if outlives else "ends", child_code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    assert gone(child) is not outlives
+    if outlives:
+        psutil.Process(child).kill()
+
+
+def test_a_python_child_of_a_parent_that_has_ended_does_not_begin() -> None:
+    here, launcher, _, _, module = process.python_command("timeit")
+    done = subprocess.run([here, launcher, "--parent", "1", module, "-h"], capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")

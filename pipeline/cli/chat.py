@@ -1,0 +1,79 @@
+"""`trtpipe chat`: a conversation in the terminal with a served model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from trtpipe.pipeline.cli.options import ServerName, TargetName, own_store
+
+
+def chat(
+    server: ServerName = None,
+    target: TargetName = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer; as many as the model takes if left out.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; the model's if left out.")] = None,
+) -> None:
+    """Talk with a served model.
+
+    Ctrl-C stops an answer, Ctrl-D or /exit ends, /clear begins anew. Where the input is no terminal, each line is a
+    question.
+
+    \b
+    Examples:
+      trtpipe chat
+      trtpipe chat --system "Answer in one word." < questions.txt
+    """
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.serving.chat import Conversation
+
+    found = servers.find_running(own_store(), server)
+    model = found.find(target).model_names[0]
+    if found.gateway_url is None:
+        raise UsageError(f"{found.name} has no gateway", remedy="serve it without --no-openai, or use `generate`")
+    asked = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {name: value for name, value in asked.items() if value is not None}
+    key = os.environ.get("TRTPIPE_API_KEY")
+    talk = Conversation(found.gateway_url, model, key=key, system=system, options=options)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        console.note(f"{model}: Ctrl-C stops an answer, Ctrl-D ends, /clear begins anew")
+    for line in _typed() if interactive else sys.stdin:
+        text = line.strip()
+        if interactive and text == "/exit":
+            return
+        if interactive and text == "/clear":
+            talk.clear()
+        elif text:
+            try:
+                with contextlib.closing(talk.ask(text)) as pieces:
+                    for piece in pieces:
+                        console.text(piece)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+            console.text("\n")
+
+
+def _typed() -> Iterator[str]:
+    """Lines that a user types, until Ctrl-D; Ctrl-C drops the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # `input` then edits lines, and knows the earlier ones
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+        except EOFError:
+            sys.stdout.write("\n")
+            return

@@ -1,0 +1,108 @@
+"""Output of `trtpipe serve` and `ps`: the stage of a server's start, and what is known of a server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trtpipe.pipeline.cli import console
+from trtpipe.pipeline.cli.console_text import bounded
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.serving.serve import Show
+    from trtpipe.pipeline.serving.servers import Server
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Show]:
+    """A line with the stage, its detail and the time since the start; without a terminal a line for each stage."""
+    where = console.err()
+    if not where.is_terminal:
+        told: list[str] = []
+
+        def tell(stage: str, detail: str) -> None:
+            if stage not in told:
+                told.append(stage)
+                console.note(stage)
+
+        yield tell
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    stage = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    with Progress(SpinnerColumn(), TimeElapsedColumn(), stage, console=where, transient=True, expand=True) as progress:
+        task = progress.add_task("checking the repository", total=None)
+        yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
+
+
+def facts(server: Server) -> dict[str, Any]:
+    """A server as `ps --json`, `serve --json` and `stop --json` print it."""
+    gone = server.died is not None
+    return {
+        "server": server.name,
+        "state": "died" if gone else "running",
+        "pid": None if gone else server.pid,
+        "http": server.endpoints.http_url,
+        "grpc": server.endpoints.grpc_url,
+        "metrics": server.endpoints.metrics_url,
+        "openai": server.gateway_url,
+        "models": {one.name: list(one.model_names) for one in server.served},
+        "log": str(server.log),
+        "died": server.died,
+        "imported": [phrase for one in server.served for phrase in one.imported],
+    }
+
+
+def servers(found: list[Server]) -> None:
+    """Print a row for each server, then why one has died, then what was made elsewhere."""
+    if not found:
+        console.result("no server is running")
+        return
+    rows = [
+        (one.name, "running", one.endpoints.http_url, one.gateway_url) if one.died is None
+        else (one.name, "died", None, None)
+        for one in found
+    ]  # fmt: skip
+    console.table(("server", "state", "http", "openai"), rows)
+    for server in found:
+        if server.died is not None:
+            console.result(f"{server.name} died: {server.died}; its log is {server.log}")
+        for one in server.served:
+            console.result(*(f"{one.name}: {phrase}" for phrase in one.imported))
+
+
+def started(server: Server, *, attached: bool, as_json: bool) -> None:
+    """Print where a started server answers, and what to do next. `attached`: it runs in this terminal."""
+    if as_json:
+        console.result_json(facts(server))
+        return
+    points = server.endpoints
+    rows = [
+        *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in server.served),
+        ("gRPC", points.grpc_url),
+        ("metrics", points.metrics_url),
+        ("OpenAI", f"{server.gateway_url}/v1" if server.gateway_url else None),
+        ("log", server.log),
+    ]
+    console.table(("endpoint", "where"), rows)
+    console.result(*(f"next: {command}" for command in first_steps(server)))
+    console.result("Ctrl-C ends it" if attached else f"to end it: trtpipe stop {server.name}")
+
+
+def first_steps(server: Server) -> list[str]:
+    """Commands to try on a started server."""
+    question, first = "What is the capital of France?", server.served[0]
+    target = "" if len(server.served) == 1 else f" --target {first.name}"
+    steps = [f'trtpipe generate "{question}"{target}']
+    if server.gateway_url is not None:
+        body = {"model": first.model_names[0], "messages": [{"role": "user", "content": question}]}
+        key = ' -H "Authorization: Bearer $TRTPIPE_API_KEY"' if server.keyed else ""
+        steps.append(
+            f"curl {server.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+            f"-d {shlex.quote(json.dumps(body))}"
+        )
+    return steps

@@ -1,0 +1,44 @@
+"""A command that is told to end ends what it has started, whatever tells it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.factories import hf_folder
+from trtpipe.engines.process import python_command
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGKILL, -9),
+    ],
+)
+def test_a_command_ends_its_worker(in_folder: Path, number: int, status: int) -> None:
+    hf_folder(in_folder / "model")
+    (in_folder / "text.txt").write_text("one two three four\n" * 100)
+    command = [
+        *python_command("trtpipe"), "verify", "model", "model", "--text", "text.txt", "--rows", "1", "--seq-len", "8",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (workers := psutil.Process(process.pid).children()):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert (process.returncode, "interrupted" in told) == (status, status > 0)
+    gone, _ = psutil.wait_procs(workers, timeout=10)
+    assert gone == workers

@@ -1,0 +1,90 @@
+"""A conversation over the gateway, which asks a Triton of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.gateways import Triton, ask, end_fork_servers, saying, tokens_of, until, write_model
+from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
+from trtpipe.pipeline.serving.chat import Conversation
+
+# A gateway makes prompts in processes of its own.
+pytestmark = [pytest.mark.process, pytest.mark.loopback]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_model(tmp_path_factory.mktemp("tokenizer"))
+    end_fork_servers()
+
+
+def conversation(client: httpx.AsyncClient, *, key: str | None = None, **options: Any) -> Conversation:
+    url = str(client.base_url).rstrip("/")
+    return Conversation(url, "llama", key=key, system="be brief", options={"max_tokens": 50, **options})
+
+
+def test_what_was_said_goes_into_the_next_prompt_until_it_is_cleared(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        talk = conversation(client)
+        for question in ("one?", "two?"):
+            assert "".join(await asyncio.to_thread(list, talk.ask(question))) == "aé 😀"
+        assert triton.asked[1].prompt == tokens_of(folder, "<s>[system]be brief[user]one?[assistant]aé 😀[user]two?")
+        talk.clear()
+        await asyncio.to_thread(list, talk.ask("three?"))
+        assert triton.asked[2].prompt == tokens_of(folder, "<s>[system]be brief[user]three?")
+
+    ask(saying(folder, "aé 😀"), folder, scenario)
+
+
+def test_an_answer_that_is_stopped_ends_its_request_and_is_kept_as_far_as_it_came(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        talk = conversation(client)
+
+        def stopped() -> str:
+            pieces = talk.ask("count")
+            first = next(piece for piece in pieces if piece)
+            pieces.close()
+            return first
+
+        first = await asyncio.to_thread(stopped)
+        await until(lambda: triton.running == 0)
+        assert "abcdefghijkl".startswith(first)
+        assert len(first) < 12
+        await asyncio.to_thread(lambda: next(talk.ask("more")))
+        assert triton.asked[1].prompt == tokens_of(
+            folder, f"<s>[system]be brief[user]count[assistant]{first}[user]more"
+        )
+
+    ask(saying(folder, "abcdefghijkl", pause=0.2), folder, scenario)
+
+
+def test_what_the_gateway_refuses_is_told_and_forgotten(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("key\n")
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        async def refusal(talk: Conversation, kind: type[TrtpipeError]) -> str:
+            with pytest.raises(kind) as caught:
+                await asyncio.to_thread(list, talk.ask("x" * 40))
+            return str(caught.value)
+
+        assert "TRTPIPE_API_KEY" in await refusal(conversation(client), UsageError)
+        assert "temperature" in await refusal(conversation(client, key="key", temperature=9), StageFailed)
+        assert "this model takes 60" in await refusal(conversation(client, key="key"), StageFailed)
+        talk = conversation(client, key="key", max_tokens=1)
+        assert "this model takes 60" in await refusal(talk, StageFailed)
+        await asyncio.to_thread(list, talk.ask("y"))
+        assert triton.asked[0].prompt == tokens_of(folder, "<s>[system]be brief[user]y")
+
+    ask(saying(folder, "x"), folder, scenario, api_keys_file=tmp_path / "keys", model={"max_seq_len": 60})
+
+
+def test_a_gateway_that_is_gone_is_told() -> None:
+    talk = Conversation("http://127.0.0.1:1", "llama", key=None, system=None, options={})
+    with pytest.raises(HostError, match="trtpipe ps"):
+        list(talk.ask("Hello"))

@@ -1,0 +1,71 @@
+"""What `serve` tells while a server starts, and once it runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trtpipe.pipeline.cli.console_serve import first_steps
+from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
+from trtpipe.pipeline.serving.serve import LaunchOptions, exposure
+from trtpipe.pipeline.serving.servers import Served, Server
+from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
+
+GATEWAY = GatewayOptions(models=(ServedModel(name="a", tokenizer=Path("/t")),), grpc_url="127.0.0.1:1")
+
+
+def test_how_far_a_server_is_is_read_from_the_log_of_its_last_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    told: list[tuple[str, str]] = []
+    loaded = "I1125 17:37:37.0 1 model_lifecycle.cc:839] \"successfully loaded '{}'\"\n"
+    start = f"{STARTED}2026-11-25 17:37:30 ---\n"
+    for text in (
+        "",
+        start + loaded.format("ensemble") + start,
+        start + "pulling image:1: 10% of 12.3 GB\npulling image:1: 20% of 12.3 GB\n",
+        start + "pulling image:1: 20% of 12.3 GB\n" + '"loading: tensorrt_llm:1"\n' + loaded.format("tensorrt_llm"),
+    ):
+        log.write_text(text)
+        Loading(("ensemble", "tensorrt_llm"), log, lambda *shown: told.append(shown))()
+    assert told == [
+        ("loading the models", "0 of 2, left: ensemble, tensorrt_llm"),
+        ("loading the models", "0 of 2, left: ensemble, tensorrt_llm"),
+        ("pulling the image", "20% of 12.3 GB"),
+        ("loading the models", "1 of 2, left: ensemble"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "gateway", "keyed", "words"),
+    [
+        ("127.0.0.1", GATEWAY, False, None),
+        ("localhost", GATEWAY, False, None),
+        ("0.0.0.0", GATEWAY, False, ("and the gateway", "--api-keys-file")),
+        ("0.0.0.0", GATEWAY, True, ("HTTP, gRPC and metrics: ", "close these ports")),
+        ("10.0.0.7", None, False, ("HTTP, gRPC and metrics: ", "close these ports")),
+    ],
+)
+def test_who_can_reach_a_server_without_a_key(
+    host: str, gateway: GatewayOptions | None, keyed: bool, words: tuple[str, ...] | None
+) -> None:
+    warning = exposure(LaunchOptions(host=host), gateway, keyed=keyed)
+    assert (warning is None) == (words is None)
+    assert all(word in str(warning) for word in words or ())
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_first_commands_are_such_as_a_shell_takes(*, keyed: bool) -> None:
+    points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
+    served = (Served(name="a", repository=Path("/r"), names=("it's", "b")),)
+    server = Server(
+        name="a", pid=1, log=Path("/l"), endpoints=points, served=served, gateway_url="http://127.0.0.1:9", keyed=keyed
+    )
+    generate, curl = first_steps(server)
+    assert shlex.split(generate) == ["trtpipe", "generate", "What is the capital of France?"]
+    words = shlex.split(curl)
+    assert words[:2] == ["curl", "http://127.0.0.1:9/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == "it's"
+    assert ("Authorization: Bearer $TRTPIPE_API_KEY" in words) is keyed
