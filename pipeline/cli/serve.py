@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
 
 
@@ -131,7 +132,7 @@ def logs(
         str | None,
         typer.Option(help="Name of a server, running or ended; the only one if left out."),
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Number of last lines.")] = 50,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C or the server's end.")
     ] = False,
@@ -319,7 +320,7 @@ def generate(
     console.text("\n")
 
 
-deploy = typer.Typer(help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+deploy = typer.Typer(cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
 
 
 @deploy.callback()
@@ -327,7 +328,7 @@ def _deploy() -> None:
     """One command for each kind of cluster."""
 
 
-@deploy.command()
+@deploy.command(cls=SectionedCommand)
 def k8s(
     target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new or empty.")],
