@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Json, own_store
 
 
@@ -32,12 +33,15 @@ def models(as_json: Json = False) -> None:
 
 
 def gpus(
-    name: Annotated[str | None, typer.Argument(help="One of them: every figure with its source.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One of them: every figure with its source.", autocompletion=complete.of("gpus")),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the GPUs that a target can name.
 
-    TFLOPS are dense; bandwidths are those of one direction.
+    TFLOPS are dense; bandwidths are those of one direction. A GPU's own page has more, and the source of each figure.
 
     \b
     Examples:
@@ -59,11 +63,13 @@ def gpus(
         said = [(field, value, source.get(field)) for field, value in facts.items() if value]
         console.table(("field", "value", "source"), said)
         return
-    columns = ("gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines")
+    columns = (
+        "gpu", "SM", "memory GiB", "memory GB/s", "FP16 TFLOPS", "FP8 TFLOPS", "INT8 TOPS", "NVLink GB/s", "note",
+    )  # fmt: skip
     rows = [
         (
             g.name, g.sm, g.memory_gib, g.bandwidth_gbs, *(g.tflops.get(kind) for kind in ("fp16", "fp8", "int8")),
-            g.nvlink_gbs, g.pcie_gbs, g.tdp_w, "refused" if g.refused else "measured" if g.measured else None,
+            g.nvlink_gbs, "refused" if g.refused else "measured" if g.measured else None,
         )
         for g in known
     ]  # fmt: skip
@@ -114,7 +120,7 @@ def quants(as_json: Json = False) -> None:
          " ".join(map(str, r.sms)), r.description)
         for r in known
     ]  # fmt: skip
-    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
+    console.table(("recipe", "quant_algo", "KV cache", "SM", "what"), rows)
 
 
 def probe(
@@ -128,7 +134,7 @@ def probe(
     \b
     Examples:
       trtpipe probe
-      trtpipe probe --help
+      trtpipe probe --out h100.yaml
     """
     import dataclasses
 
@@ -184,7 +190,12 @@ def toolchains(as_json: Json = False) -> None:
 
 
 def passport(
-    folder: Annotated[Path, typer.Argument(help="An engine folder, a model repository, or a target in ./runs.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="An engine folder, a model repository, or a target in ./runs.", autocompletion=complete.targets
+        ),
+    ],
     as_json: Json = False,
 ) -> None:
     """Print what an engine was built for, and with what.

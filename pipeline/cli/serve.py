@@ -52,6 +52,7 @@ def serve(
       trtpipe serve --detach --http-port 0 --grpc-port 0
     """
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.serving import background, serve, watchdog
 
     store = own_store()
@@ -60,7 +61,8 @@ def serve(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key,
-        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
+        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+        engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
@@ -144,7 +146,7 @@ def logs(
     \b
     Examples:
       trtpipe logs -f
-      trtpipe logs llama3-8b.h100.fp8
+      trtpipe logs --server llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import serve
@@ -157,6 +159,7 @@ def reload(
     target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
+    as_json: Json = False,
 ) -> None:
     """Load a changed repository into a running server.
 
@@ -171,6 +174,9 @@ def reload(
     from trtpipe.pipeline.serving import serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    if as_json:
+        console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
+        return
     console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
 
 
