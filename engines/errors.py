@@ -82,6 +82,7 @@ def nearest(value: str, choices: Iterable[str]) -> list[str]:
         alike = [name for name in known if name[:1] == text[:1]]
         near = difflib.get_close_matches(text, alike, n=1, cutoff=0.5 if len(text) <= 4 else 0.6)
         near = near or difflib.get_close_matches(text, known, n=1, cutoff=0.8)
+    near = [name for name in near if not any(name != other and name.startswith(other) for other in near)]
     return [known[name] for name in near[:3]]
 
 

@@ -19,14 +19,12 @@ def models(as_json: Json = False) -> None:
       trtpipe models
       trtpipe models --json
     """
-    import dataclasses
-
     from trtpipe.configs import facts as config
     from trtpipe.pipeline.cli import console
 
-    known = config.load_models().values()
+    known = list(config.load_models().values())
     if as_json:
-        console.result_json([dataclasses.asdict(model) for model in known])
+        console.result_json(known)
         return
     rows = [(m.name, m.architecture, m.sources[0].describe(), m.license) for m in known]
     console.table(("model", "architecture", "source", "license"), rows)
@@ -55,7 +53,7 @@ def gpus(
 
     known = list(config.load_gpus().values()) if name is None else [config.find_gpu(name)]
     if as_json:
-        console.result_json([dataclasses.asdict(gpu) for gpu in known])
+        console.result_json(known)
         return
     if name is not None:
         source = {field: text for text, fields in known[0].sources.items() for field in fields}
@@ -106,14 +104,12 @@ def quants(as_json: Json = False) -> None:
       trtpipe quants
       trtpipe quants --json
     """
-    import dataclasses
-
     from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
 
-    known = facts.load_quant_recipes().values()
+    known = list(facts.load_quant_recipes().values())
     if as_json:
-        console.result_json([dataclasses.asdict(recipe) for recipe in known])
+        console.result_json(known)
         return
     rows = [
         (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
@@ -145,7 +141,7 @@ def probe(
     assert gpu.measured is not None
     found = gpu.measured
     if as_json:
-        console.result_json(dataclasses.asdict(found))
+        console.result_json(found)
         return
     sheet = {"bandwidth_gbs": gpu.bandwidth_gbs, **gpu.tflops, "nvlink_gbs": gpu.nvlink_gbs, "host_gbs": gpu.pcie_gbs}
     plain = {name: value for name, value in dataclasses.asdict(found).items() if name != "tflops"} | found.tflops
@@ -239,13 +235,11 @@ def doctor(as_json: Json = False) -> None:
       trtpipe doctor
       trtpipe doctor --json
     """
-    import dataclasses
-
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.doctor import examine
 
     findings = examine(own_store())
     if as_json:
-        console.result_json([dataclasses.asdict(finding) for finding in findings])
+        console.result_json(findings)
     else:
         console.table(("what", "state", "detail"), [(f.subject, f.state, f.detail) for f in findings])

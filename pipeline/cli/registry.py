@@ -119,8 +119,6 @@ def search(
       trtpipe search s3://bucket/models
       trtpipe search oci://registry.example/team/models --gpu h100
     """
-    import dataclasses
-
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
@@ -129,7 +127,7 @@ def search(
     registry = open_registry(url)
     found = transfer.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
     if as_json:
-        console.result_json([dataclasses.asdict(one) for one in found])
+        console.result_json(found)
         return
     if not found:
         there = registry.targets() if any((model, gpu, dtype, toolchain)) else []

@@ -107,14 +107,15 @@ def test_what_we_do_not_know_is_a_defect_and_keeps_its_traceback(error: Exceptio
         ("h1000", "did you mean 'h100'?"),
         ("int4", "did you mean 'int4-awq'?"),
         ("int", "did you mean 'int4-awq' or 'int8-sq'?"),
-        ("zebra", "known: 1.2.1, a100, h100, int4-awq, int8-sq"),
-        ("2.0", "known: 1.2.1, a100, h100, int4-awq, int8-sq"),
+        ("h", "did you mean 'h100'?"),
+        ("zebra", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
+        ("2.0", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
         ("1.2", "did you mean '1.2.1'?"),
-        ("", "known: 1.2.1, a100, h100, int4-awq, int8-sq"),
+        ("", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
     ],
 )
 def test_a_suggestion_continues_the_word_or_is_the_nearest_spelling_or_the_list(value: str, remedy: str) -> None:
-    assert suggestion(value, ["h100", "a100", "int4-awq", "int8-sq", "1.2.1"]) == remedy
+    assert suggestion(value, ["h100", "h100-nvl", "a100", "int4-awq", "int8-sq", "1.2.1"]) == remedy
 
 
 def test_another_family_is_no_spelling_and_a_long_list_is_cut() -> None:
