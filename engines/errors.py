@@ -71,17 +71,16 @@ class ArtefactRefused(TrtpipeError):
 
 
 def nearest(value: str, choices: Iterable[str]) -> list[str]:
-    """Names that `value` begins or that begin it, three at most, else the one of the nearest spelling.
+    """Names that `value` begins, three at most, else the one of the nearest spelling.
 
     A typing error rarely hits the first letter, and names without a letter, such as releases, have no spelling.
     """
     known, text = {name.lower(): name for name in sorted(choices)}, value.lower()
     near = [text] if text in known else [name for name in known if text and name.startswith(text)]
-    near = near or [name for name in known if len(name) > 1 and text.startswith(name)][-1:]
     if not near and any(letter.isalpha() for letter in text):
         alike = [name for name in known if name[:1] == text[:1]]
-        near = difflib.get_close_matches(text, alike, n=1, cutoff=0.5 if len(text) <= 4 else 0.6)
-        near = near or difflib.get_close_matches(text, known, n=1, cutoff=0.8)
+        near = difflib.get_close_matches(text, known, n=1, cutoff=0.8)
+        near = near or difflib.get_close_matches(text, alike, n=1, cutoff=0.5 if len(text) <= 4 else 0.6)
     near = [name for name in near if not any(name != other and name.startswith(other) for other in near)]
     return [known[name] for name in near[:3]]
 
