@@ -33,9 +33,8 @@ def load(found: Advice) -> str:
 
 def options(found: Advice) -> Table:
     """Options that can serve the load, the best first."""
-    columns = ["option", "KV GiB", "batch", "TTFT alone ms", "TPOT alone ms", "clients a second", "TTFT p99 ms"]
-    columns += ["TPOT p99 ms", "tokens a second", "of a GPU"]
-    columns += (["price of 1M tokens"] if found.priced else []) + (["GPUs"] if found.question.rate else [])
+    columns = ["option", "KV GiB", "batch", "TTFT alone", "TPOT alone", "clients/s", "TTFT p99", "TPOT p99", "tokens/s"]
+    columns += ["a GPU"] + (["1M tokens"] if found.priced else []) + (["GPUs"] if found.question.rate else [])
     rows = [_option(one, found) for one in found.candidates if one.best is not None]
     return Table(title="options", columns=[*columns, "why"], rows=rows)
 
@@ -73,7 +72,7 @@ def changes(of: str, found: Sequence[WhatIf]) -> Table:
         ]
         for one in found
     ]  # fmt: skip
-    columns = ["change", "KV tokens", "TTFT alone ms", "TPOT alone ms", "tokens/s when full", "why"]
+    columns = ["change", "KV tokens", "TTFT alone", "TPOT alone", "tokens/s when full", ""]
     return Table(title=f"what if, of {of}", columns=columns, rows=rows)
 
 
