@@ -70,6 +70,7 @@ def test_a_price_and_a_registry_need_not_be_given(run: Run, file: Path, tmp_path
                 "--output-tokens", "16", "--runtime", "tensorrt_llm", "--json")  # fmt: skip
     assert json.loads(run(*question).out)["candidates"][0]["price_per_hour"] == 2.5
     assert json.loads(run(*question, "--price", "h100=3").out)["candidates"][0]["price_per_hour"] == 3.0
+    Path("shelf").mkdir()
     assert run("search").out == "shelf has no targets\n"
     file.unlink()
     done = run("search")
