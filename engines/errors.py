@@ -15,6 +15,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Names that a message lists at most.
+LISTED = 24
+
 
 class TrtpipeError(Exception):
     """A failure described in three parts: what happened, why, and what to do next.
@@ -67,9 +70,26 @@ class ArtefactRefused(TrtpipeError):
     exit_code = 6
 
 
+def nearest(value: str, choices: Iterable[str]) -> list[str]:
+    """Names that `value` begins, three at most, else the one of the nearest spelling.
+
+    A typing error rarely hits the first letter, and names without a letter, such as releases, have no spelling.
+    """
+    known, text = {name.lower(): name for name in sorted(choices)}, value.lower()
+    near = [text] if text in known else [name for name in known if text and name.startswith(text)]
+    if not near and any(letter.isalpha() for letter in text):
+        alike = [name for name in known if name[:1] == text[:1]]
+        near = difflib.get_close_matches(text, known, n=1, cutoff=0.8)
+        near = near or difflib.get_close_matches(text, alike, n=1, cutoff=0.5 if len(text) <= 4 else 0.6)
+    near = [name for name in near if not any(name != other and name.startswith(other) for other in near)]
+    return [known[name] for name in near[:3]]
+
+
 def suggestion(value: str, choices: Iterable[str]) -> str:
-    """Remedy for an unknown name: the nearest known spelling, else the list of known names."""
+    """Remedy for an unknown name: the nearest known names, else the list of all, of which a long one is cut."""
     known = sorted(choices)
-    lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(value.lower(), lower, n=1, cutoff=0.6)
-    return f"did you mean '{lower[near[0]]}'?" if near else "known: " + ", ".join(known)
+    near = nearest(value, known)
+    if near:
+        return "did you mean " + " or ".join(f"'{name}'" for name in near) + "?"
+    more = len(known) - LISTED
+    return "known: " + ", ".join(known[:LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,14 +1,16 @@
 """Translation of exceptions of Python and of libraries into our five classes, which set the message and exit code.
 
-One ordered table: the first matching row counts. An exception without a row is our defect and keeps its traceback.
+One ordered table: the first matching row counts. An exception without a row is our defect.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 
-from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.configs.home import default_home
+from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.engines.files import FULL, DiskFull
 
 _Row = tuple[type[BaseException], Callable[[BaseException], bool], Callable[[BaseException], TrtpipeError]]
@@ -21,6 +23,23 @@ def _errno(*numbers: int) -> Callable[[BaseException], bool]:
 def _named(error: BaseException) -> str:
     filename = getattr(error, "filename", None)
     return f"{filename}: " if filename else ""
+
+
+def _at_home(error: BaseException) -> bool:
+    """Whether the file is in TRTPIPE_HOME, or one that TRTPIPE_HOME would have to be in."""
+    filename, home = getattr(error, "filename", None), default_home()
+    if not isinstance(filename, (str, Path)):
+        return False
+    path = Path(filename).absolute()
+    return path == home or home in path.parents or path in home.parents
+
+
+def _place(error: BaseException) -> str:
+    if _at_home(error):
+        return "set TRTPIPE_HOME to a folder that you may write"
+    if getattr(error, "filename", None) is None:
+        return "check the permissions"
+    return "check the permissions, or name another place; runs and reports are written to the current folder"
 
 
 # Errors that the state of the machine can cause, as opposed to a defect of ours.
@@ -41,7 +60,15 @@ ROWS: tuple[_Row, ...] = (
         _errno(errno.EACCES, errno.EPERM, errno.EROFS),
         lambda error: HostError(
             f"{_named(error)}{getattr(error, 'strerror', error)}",
-            remedy="check the permissions, or set TRTPIPE_HOME to a folder of yours",
+            remedy=_place(error),
+        ),
+    ),
+    (
+        OSError,
+        lambda error: _errno(errno.ENOENT, errno.ENOTDIR)(error) and _at_home(error),
+        lambda error: HostError(
+            f"TRTPIPE_HOME is {default_home()}: {_named(error)}{getattr(error, 'strerror', error)}",
+            remedy="set it to a folder that you may write",
         ),
     ),
     (
@@ -55,6 +82,11 @@ ROWS: tuple[_Row, ...] = (
         lambda error: HostError(
             "this machine has not enough memory", remedy="close other programs or use a larger one"
         ),
+    ),
+    (
+        UnicodeEncodeError,
+        lambda error: isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason,
+        lambda error: UsageError("an argument is not text: it holds bytes that are not UTF-8"),
     ),
 )
 

@@ -54,6 +54,7 @@ class Guarded(AssertionError):
 def guard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No sockets, no child processes, and a home folder that is the test's own."""
     monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     markers = {marker.name for marker in request.node.iter_markers()}

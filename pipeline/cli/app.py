@@ -19,6 +19,7 @@ from trtpipe.pipeline.cli import (
     bench,
     build,
     chat,
+    config,
     facts,
     plan,
     registry,
@@ -26,7 +27,8 @@ from trtpipe.pipeline.cli import (
     targets,
     weights,
 )
-from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
+from trtpipe.pipeline.cli.completion import completion
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, add_common_options
 
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
@@ -46,10 +48,33 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     ),
     "Weights": (weights.convert, weights.inspect, weights.restore, weights.quantize, weights.verify, facts.quants),
     "Facts": (facts.models, facts.gpus, facts.toolchains, facts.passport, facts.doctor),
+    "This command": (config.config, completion),
 }  # fmt: skip
 # Exit status after a KeyboardInterrupt, which typer turns into it.
 INTERRUPTED = 130
 APPS = {"Serve": "deploy", "Measure": "bench"}
+ENVIRONMENT = (
+    ("TRTPIPE_HOME", "Folder of artefacts, logs and your own GPUs; ~/.cache/trtpipe."),
+    ("TRTPIPE_API_KEY", "API key that `trtpipe bench` sends."),
+    ("TRTPIPE_API_KEYS", "API keys that `trtpipe serve` accepts: KEY,KEY."),
+    ("HF_TOKEN", "Token of the Hugging Face Hub, for gated models."),
+    ("HF_HOME", "Folder of what the hub's client keeps."),
+    ("HF_ENDPOINT", "Address of another hub, such as a mirror."),
+    ("HF_HUB_OFFLINE", "Set to 1, nothing is asked of the hub."),
+    ("CUDA_VISIBLE_DEVICES", "GPUs of this machine that may be used."),
+    ("XDG_CONFIG_HOME", "Folder of trtpipe/config.toml; ~/.config."),
+    ("NO_COLOR", "Set, no colour is printed."),
+)
+EXIT_CODES = (
+    ("0", "done"),
+    ("1", "a defect of trtpipe"),
+    ("2", "the request is wrong or impossible"),
+    ("3", "an input file is damaged or of another kind"),
+    ("4", "this machine lacks something"),
+    ("5", "work that should have succeeded did not"),
+    ("6", "an artefact must not be used here"),
+    ("130", "interrupted"),
+)
 
 
 def command_name(function: Callable[..., Any]) -> str:
@@ -65,6 +90,9 @@ class Grouped(SectionedGroup):
             names += [APPS[group]] if group in APPS else []
             with formatter.section(group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
+        for title, rows in (("Environment variables", ENVIRONMENT), ("Exit codes", EXIT_CODES)):
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 # click's base class. A newer typer carries a click of its own, whose classes are not those of `import click`.
@@ -73,8 +101,7 @@ CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 
 def _root(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
 ) -> None:
     from trtpipe.pipeline.cli import console
 
@@ -90,7 +117,8 @@ def make_app() -> typer.Typer:
     made = typer.Typer(
         cls=Grouped,
         name="trtpipe",
-        help="From a Hugging Face model to a measured Triton deployment.",
+        help="From a Hugging Face model to a measured Triton deployment.\n\n\b\nExamples:\n"
+        "  trtpipe build --recipe smollm2-cpu\n  trtpipe serve\n  trtpipe bench\n  trtpipe build --help",
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -123,15 +151,28 @@ def handle_signals() -> None:
             signal.signal(number, leave)
 
 
+def command() -> Any:
+    """The command as click knows it, with the options that stand anywhere."""
+    made = typer.main.get_command(app)
+    add_common_options(made)
+    return made
+
+
 def main() -> None:
-    """Run the command; one line and an exit code for every failure we know, a traceback only with --debug."""
+    """Run the command; one line and an exit code for every failure, a traceback with --debug."""
     from trtpipe.pipeline.cli import console
 
     console.prepare()
     handle_signals()
+    if "_TRTPIPE_COMPLETE" in os.environ:
+        from typer._completion_classes import completion_init
+
+        completion_init()
     try:
         # Not standalone: failures come back here instead of ending the process with click's own message.
-        code = typer.main.get_command(app).main(prog_name="trtpipe", standalone_mode=False)
+        words = sys.argv[1:]
+        words = [*words[1:], "--help"] if words[:1] == ["help"] else words
+        code = command().main(args=words, prog_name="trtpipe", standalone_mode=False)
     except Ended:
         console.note("interrupted")
         raise
@@ -142,14 +183,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
+        from trtpipe.pipeline.cli import defect
         from trtpipe.pipeline.errors import translate
 
         known = _usage(error) if isinstance(error, CLICK_ERROR) else translate(error)
-        if known is None or "--debug" in sys.argv[1:]:
-            sys.excepthook = console.traceback
-            raise
-        console.error(str(known))
-        sys.exit(known.exit_code)
+        if "--debug" in sys.argv[1:]:
+            console.traceback(type(error), error, error.__traceback__)
+        console.error(defect.describe(error) if known is None else str(known))
+        sys.exit(defect.EXIT_CODE if known is None else known.exit_code)
     if code == INTERRUPTED:
         console.note("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
@@ -157,7 +198,18 @@ def main() -> None:
 
 def _usage(error: Any) -> TrtpipeError:
     """Our error for an unknown command or option, a missing argument, or a value of the wrong type."""
-    from trtpipe.engines.errors import UsageError
+    from trtpipe.engines.errors import UsageError, nearest
 
-    command = error.ctx.command_path if getattr(error, "ctx", None) else "trtpipe"
-    return UsageError(error.format_message().rstrip("."), remedy=f"see `{command} --help`")
+    context: Any = getattr(error, "ctx", None)
+    command = context.command_path if context else "trtpipe"
+    unknown, known = "", []
+    if context and hasattr(error, "possibilities"):
+        error.possibilities = None  # ours are better
+        unknown = error.option_name.lstrip("-")
+        known = [name[2:] for one in context.command.params for name in one.opts if name.startswith("--")]
+    elif context and error.message.startswith("No such command"):
+        unknown, known = error.message.split("'")[1], list(context.command.commands)
+    dashes = "--" if hasattr(error, "possibilities") else ""
+    near = [dashes + name for name in nearest(unknown, known)]
+    meant = f", did you mean {' or '.join(near)}?" if near else ""
+    return UsageError(error.format_message().rstrip(".") + meant, remedy=f"see `{command} --help`")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtpipe.pipeline.cli.help import SectionedGroup, in_section
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, in_section
 
 if TYPE_CHECKING:
     from trtpipe.engines.errors import TrtpipeError
@@ -189,7 +189,7 @@ def bench(
     _measure(options, served, report, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def again(
     earlier: Annotated[Path, typer.Argument(help="report.json of an earlier measurement.")],
     report: Annotated[
@@ -227,7 +227,7 @@ def again(
     _measure(replace(options, targets=targets, wiring=wiring), None, report, as_json=as_json)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def selftest(
     protocol: Annotated[str, typer.Option(help="Protocols: grpc, http, completions, chat.")] = "grpc,http",
     streams: Annotated[str, typer.Option(help="Numbers of requests in flight.")] = "16,256",

@@ -24,6 +24,7 @@ from trtpipe.pipeline.cli.options import (
     Set,
     SignKey,
     SourceKind,
+    TargetArgument,
     Toolchain,
     Tp,
     TrustKey,
@@ -127,11 +128,12 @@ def _announce(spec: BuildSpec) -> None:
     from trtpipe.pipeline.cli import console
 
     console.note(f"target {spec.target}")
-    chosen = [value for value in spec.values if value.source != "default"]
+    chosen = [value for value in spec.values if console.FLAGS.verbose or value.source != "default"]
     width = max((len(value.name) for value in chosen), default=0)
     for value in chosen:
         console.note(f"  {value.name:<{width}}  {value.value}  ({value.source})")
-    console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
+    if len(chosen) < len(spec.values):
+        console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
 
 
 def settings(
@@ -192,11 +194,12 @@ def status(
 
 
 def export(
-    target: Annotated[str, typer.Argument(help="A target in ./runs whose checkpoint is made.")],
+    target: TargetArgument,
     out: Annotated[
         Path | None, typer.Option("--output", "-o", help="File or folder to write to; ./TARGET.tar if left out.")
     ] = None,
     sign_key: SignKey = None,
+    as_json: Json = False,
 ) -> None:
     """Pack a target into one file, to finish it elsewhere.
 
@@ -212,11 +215,16 @@ def export(
 
     with console.BuildReporter().stage("export", target) as progress:
         path = bundle.pack(target, own_store(), out or Path(f"{Path(target).name}.tar"), progress, sign_key=sign_key)
-    console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
+    if as_json:
+        console.result_json({"file": path, "bytes": path.stat().st_size})
+    else:
+        console.result(f"next, on a machine with the GPU: trtpipe build --from {path.name}")
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")], trust_key: TrustKey = None
+    file: Annotated[Path, typer.Argument(help="A file that `trtpipe export` wrote.")],
+    trust_key: TrustKey = None,
+    as_json: Json = False,
 ) -> None:
     """Verify an exported file and import its artefacts.
 
@@ -232,13 +240,17 @@ def import_(
 
     with console.BuildReporter().stage("import", str(file)) as progress:
         arrived = bundle.unpack(file, own_store(), progress, trust_keys=trust_key or ())
-    console.result(f"next: trtpipe build --from {arrived.spec.target}")
+    if as_json:
+        console.result_json({"target": arrived.spec.target, "artefacts": list(arrived.artefacts)})
+    else:
+        console.result(f"next: trtpipe build --from {arrived.spec.target}")
 
 
 def gc(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete artefacts that no run refers to.
 
@@ -255,15 +267,19 @@ def gc(
 
     store = own_store()
     garbage = find_garbage(store, references(store))
-    console.table(("bytes", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
+    if not as_json:
+        console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
         remove(garbage, store)
+    if as_json:
+        console.result_json({"dry_run": dry_run, "garbage": garbage})
+        return
     console.result(
         f"{'would drop' if dry_run else 'dropped'} {len(garbage)}, {console.size(sum(g.size for g in garbage))}"
     )
 
 
-def scrub() -> None:
+def scrub(as_json: Json = False) -> None:
     """Compare every file of the store with its digest.
 
     Fails when a file is damaged.
@@ -280,9 +296,11 @@ def scrub() -> None:
     with console.BuildReporter().stage("scrub", "reading every artefact") as progress:
         found = read_all(own_store(), progress)
     damaged = [one for one in found if one.fault is not None]
-    console.table(
-        ("artefact", "size", "state"), [(one.name, console.size(one.size), one.fault or "whole") for one in found]
-    )
+    if as_json:
+        console.result_json(found)
+    else:
+        rows = [(one.name, console.size(one.size), one.fault or "whole") for one in found]
+        console.table(("artefact", "size", "state"), rows)
     if damaged:
         raise InputDataError(
             f"{len(damaged)} of {len(found)} artefacts are damaged",
@@ -291,13 +309,15 @@ def scrub() -> None:
 
 
 def _plan(options: dict[str, Any]) -> BuildSpec:
-    """The spec from a command's options, weakest first: the recipe, options, --set."""
+    """The spec from a command's options, weakest first: the user's configuration, the recipe, options, --set."""
+    from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
 
     layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
     layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
     layers.append(set_layer(options["settings"] or []))
-    return resolve(layers)
+    gpu = next((layer["gpu"] for _, layer in reversed(layers) if "gpu" in layer), None)
+    return resolve(layers if gpu == "cpu" else [read_config().layer, *layers])
 
 
 def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:

@@ -11,9 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +35,20 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
+@dataclass
+class Flags:
+    """The options -q and -v of the command that runs."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+
+FLAGS = Flags()
+
+
 def prepare() -> None:
     """Let no output fail for a character that its encoding lacks (LANG=C): the character is written as an escape."""
+    FLAGS.quiet = FLAGS.verbose = False
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # a test's stream
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -68,30 +84,59 @@ def _console_class() -> type[RichConsole]:
 
 
 def error(line: str) -> None:
-    err().print(f"error: {bounded(line)}", style="red")
+    _print(err(), f"error: {bounded(line)}", style="red")
 
 
 def traceback(kind: type[BaseException], failure: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback as Python does, with its message made visible: a `sys.excepthook`."""
+    """Print a traceback as Python does, with its message made visible."""
     from traceback import format_exception
 
     sys.stderr.write(visible("".join(format_exception(kind, failure, trace))))
 
 
 def note(line: str) -> None:
-    err().print(bounded(line), style="dim")
+    """Print a remark; nothing with --quiet."""
+    if not FLAGS.quiet:
+        _print(err(), bounded(line), style="dim")
 
 
-def _say(line: str) -> None:
-    err().print(bounded(line))
+def _say(line: str, style: str | None = None) -> None:
+    if not FLAGS.quiet:
+        _print(err(), bounded(line), style)
 
 
-def result(*lines: str) -> None:
+def be_quiet() -> None:
+    """Print results and errors alone."""
+    FLAGS.quiet = True
+
+
+def be_verbose() -> None:
+    """Print defaults too, and what libraries log."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(f"{record.name}: {record.getMessage()}")
+
+    FLAGS.verbose = True
+    logging.basicConfig(level=logging.INFO, handlers=[Notes()])
+
+
+def result(*lines: str, style: str | None = None) -> None:
     for line in lines:
-        out().print(one_line(line))
+        _print(out(), one_line(line), style)
+
+
+def _print(where: RichConsole, line: str, style: str | None = None) -> None:
+    """Print a line, on a terminal folded at blanks; but a command to copy is left whole."""
+    from trtpipe.pipeline.cli.console_table import wrap
+
+    fold = where.is_terminal and not line.startswith("next")
+    for part in wrap(line, where.width) if fold else [line]:
+        where.print(part, style=style)
 
 
 def result_json(value: Any) -> None:
+    """Print a value as JSON; dataclasses, enums and paths in it too."""
     print(_json(value, indent=2))
 
 
@@ -102,7 +147,17 @@ def json_line(value: Any) -> None:
 
 def _json(value: Any, **options: Any) -> str:
     """JSON in ASCII; DEL, which is part of ASCII, is an escape too."""
-    return json.dumps(value, **options).replace("\x7f", "\\u007f")
+    return json.dumps(value, default=_plain, **options).replace("\x7f", "\\u007f")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def text(piece: str) -> None:
@@ -112,21 +167,18 @@ def text(piece: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numeric: Sequence[str] = ()) -> None:
-    """A plain table on stdout; `numeric` columns are aligned to the right. None is shown as a dash."""
-    from rich.table import Table
+    """A plain table on stdout; `numeric` columns are aligned to the right. What does not fit is folded, or listed."""
+    from rich.text import Text
 
-    columns = [one_line(column) for column in columns]
-    numeric = [one_line(column) for column in numeric]
-    rows = [["-" if cell is None else one_line(str(cell)) for cell in row] for row in rows]
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        grid.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    from trtpipe.pipeline.cli.console_table import layout, words
+
     where = out()
-    if not where.is_terminal:
-        where.width = 200  # a pipe has no width: do not fold what a program or a log will read
-    where.print(grid)
+    cells = [[one_line(words(cell)) for cell in row] for row in rows]
+    # A pipe has no width: what a program or a log will read is not folded.
+    width = where.width if where.is_terminal else None
+    heads, right = [one_line(column) for column in columns], [one_line(column) for column in numeric]
+    for line in layout(heads, cells, right, width):
+        where.print(Text.assemble(*line))
 
 
 def size(nbytes: float) -> str:
@@ -138,21 +190,26 @@ def size(nbytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def inspection(found: Inspection, problems: Sequence[str], *, as_json: bool) -> None:
-    """Print a checkpoint's content: its tensors, the facts common to all of them, notes, and faults."""
+def inspection(found: Inspection, problems: Sequence[str], *, tensors: bool = False, as_json: bool) -> None:
+    """Print a checkpoint's facts, notes and faults, and its tensors where they are asked for."""
     if as_json:
         value = dataclasses.asdict(found)
         result_json({**value, "bytes": found.nbytes, "parameters": found.parameters, "problems": list(problems)})
         return
-    rows = [(t.file, t.name, t.dtype, "x".join(map(str, t.shape)), t.nbytes) for t in found.tensors]
-    table(("file", "tensor", "dtype", "shape", "bytes"), rows, numeric=("bytes",))
     result(f"{found.kind} {found.architecture}, {found.dtype}, {found.parameters:,} values, {size(found.nbytes)}")
+    files = len({tensor.file for tensor in found.tensors})
+    result(f"tensors: {len(found.tensors):,} in {files} file(s)" + ("" if tensors else "; --tensors lists them"))
     for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
         result(f"{name}: {told or 'none'}")
     for remark in found.notes:
         result(f"note: {remark}")
-    result(*[f"problem: {problem}" for problem in problems] or ["no problem found"])
+    result(*(f"problem: {problem}" for problem in problems), style="red")
+    if not problems:
+        result("no problem found", style="green")
+    if tensors:
+        rows = [(t.file, t.name, t.dtype, "x".join(map(str, t.shape)), t.nbytes) for t in found.tensors]
+        table(("file", "tensor", "dtype", "shape", "bytes"), rows, numeric=("bytes",))
 
 
 def passport(facts: dict[str, Any]) -> None:
@@ -171,7 +228,8 @@ def faults(found: Sequence[Fault]) -> None:
     for fault in found:
         place = f"{fault.path}: {fault.where}" if fault.where else str(fault.path)
         told = f"{fault.what}: {fault.why}" if fault.why else fault.what
-        result(f"{fault.severity}  {place}  {told}{'; ' + fault.remedy if fault.remedy else ''}  [{fault.rule}]")
+        line = f"{fault.severity}  {place}  {told}{'; ' + fault.remedy if fault.remedy else ''}  [{fault.rule}]"
+        result(line, style="red" if fault.severity == "error" else "yellow")
     if not found:
         result("no fault found")
 
@@ -190,7 +248,8 @@ def accuracy(report: AccuracyReport) -> None:
     if clipped:
         table(("clipped inputs", "numbers", "of", "share"), clipped, numeric=("numbers", "of", "share"))
     failures = [f"failed: {failure}" for failure in report.failures]
-    result(*failures or [f"{report.recipe} passes the accuracy gate"])
+    passed = "the unquantized weights pass" if report.recipe == "none" else f"{report.recipe} passes"
+    result(*failures or [f"{passed} the accuracy gate"], style="red" if failures else "green")
 
 
 class BuildReporter:
@@ -221,7 +280,8 @@ class BuildReporter:
     def finished(self, result: StageResult) -> None:
         manifest = result.artefact.manifest
         made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        _say(f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
+        line = f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})"
+        _say(line, None if result.reused else "green")
         for notice in manifest.notes.get("notices", ()):
             self.note(f"note: {notice}")
 
@@ -272,9 +332,12 @@ class ClusterReporter:
 
 @contextlib.contextmanager
 def _status(where: RichConsole, line: str) -> Iterator[Callable[[str], None]]:
-    """A line at the bottom of the terminal, which each call replaces."""
+    """A line at the bottom of the terminal, which each call replaces; none with --quiet."""
     from rich.text import Text
 
+    if FLAGS.quiet:
+        yield lambda line: None
+        return
     # As Text: rich takes a str as markup here, whatever the console's setting.
     with where.status(Text(bounded(line))) as status:
         yield lambda line: status.update(Text(bounded(line)))

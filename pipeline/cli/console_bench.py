@@ -40,6 +40,9 @@ def progress() -> Iterator[Callable[[Progress], None]]:
 
     A load point that has ended keeps its line.
     """
+    if console.FLAGS.quiet:
+        yield lambda at: None
+        return
     status = _Status() if sys.stderr.isatty() else _Log()
     try:
         yield status.tell

@@ -9,6 +9,15 @@ from trtpipe.pipeline.planner import tables
 from trtpipe.pipeline.planner.advice import Advice
 from trtpipe.pipeline.planner.whatif import WhatIf
 
+# Heads with units, in words that a narrow column can fold.
+HEADS = {
+    "TTFT alone": "TTFT alone ms", "TPOT alone": "TPOT alone ms", "clients/s": "clients a second",
+    "TTFT p99": "TTFT p99 ms", "TPOT p99": "TPOT p99 ms", "tokens/s": "tokens a second", "a GPU": "of a GPU",
+    "1M tokens": "cost of 1M tokens", "": "why",
+}  # fmt: skip
+# Columns that --explain has too.
+EXPLAINED = ("KV GiB", "batch")
+
 
 def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: bool) -> None:
     if as_json:
@@ -17,7 +26,7 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
     console.result(f"{found.question.model}: {tables.load(found)}")
     options = tables.options(found)
     if options.rows:
-        console.table(options.columns, options.rows, numeric=options.columns[1:-1])
+        _options(options)
     if explain:
         memory = tables.memory(found)
         console.result(f"{memory.title}, in GiB where nothing else is said:")
@@ -26,7 +35,21 @@ def advice(found: Advice, changes: Sequence[WhatIf], *, explain: bool, as_json: 
         console.result(f"{name}: {reason}")
     for remark in found.remarks:
         console.result(remark)
+    if options.rows and not found.question.objectives:
+        console.result("no objective is given, so each option is as full as it can be: --slo ttft:500ms sets a limit")
     if changes:
         made = tables.changes(found.candidates[0].name, changes)
         console.result(f"{made.title}:")
-        console.table(made.columns, made.rows)
+        console.table(_heads(made.columns), made.rows)
+
+
+def _options(found: tables.Table) -> None:
+    """The options' figures, then the reason of each in a line."""
+    kept = [at for at, name in enumerate(found.columns[:-1]) if name not in EXPLAINED]
+    columns = _heads([found.columns[at] for at in kept])
+    console.table(columns, [[row[at] for at in kept] for row in found.rows], numeric=columns[1:])
+    console.result(*(f"{row[0]}: {row[-1]}" for row in found.rows))
+
+
+def _heads(columns: Sequence[str]) -> list[str]:
+    return [HEADS.get(name, name) for name in columns]

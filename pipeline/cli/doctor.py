@@ -1,4 +1,4 @@
-"""Check of what this machine can do, and what to install for the rest. Changes nothing and uses no network."""
+"""Check of what this machine can do, and what to install for the rest. Changes nothing, and asks the hub once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trtpipe.configs import facts
-from trtpipe.engines.errors import HostError, TrtpipeError
+from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
@@ -19,6 +19,9 @@ from trtpipe.pipeline.serving import http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import running
 from trtpipe.pipeline.store.store import Store, host
 
+# A model whose licence must be accepted, and how long the hub may take to tell of it.
+GATED = "meta-llama/Meta-Llama-3-8B-Instruct"
+HUB_SECONDS = 3.0
 # Free disk space below which even the demo fails: 0.3 GB a copy of the model, a few copies.
 DISK_GB = 2.0
 
@@ -58,11 +61,7 @@ def _findings(store: Store) -> Iterator[Finding]:
         detail=program or "not in this environment: engines are built in the toolchain's image, with --executor docker",
     )
     yield _checked("docker", _docker)
-    yield _hub()
-    for model in facts.load_models().values():
-        first, *others = (source.describe() for source in model.sources)
-        detail = first + "".join(f"; with --source: {other}" for other in others)
-        yield Finding(subject=f"model {model.name}", state="ok", detail=detail)
+    yield _checked("hugging face", _hub)
     for server in running(store):
         yield Finding(subject=f"server {server.name}", state="ok", detail=server.endpoints.http_url)
 
@@ -127,8 +126,14 @@ def _docker() -> str:
     return DockerExecutor(facts.find_toolchain(None).image).require()
 
 
-def _hub() -> Finding:
-    endpoint = os.environ.get("HF_ENDPOINT", "the default endpoint")
-    token = "with a token" if os.environ.get("HF_TOKEN") else "no HF_TOKEN set: gated models need one"
-    offline = ", offline" if os.environ.get("HF_HUB_OFFLINE") else ""
-    return Finding(subject="hugging face", state="ok", detail=f"{endpoint}{offline}, {token}")
+def _hub() -> str:
+    """Whether the hub answers, and whether a model with a licence to accept is open to this user."""
+    from trtpipe.pipeline.sources.hub import check_access
+
+    if os.environ.get("HF_HUB_OFFLINE"):
+        raise HostError("not asked", why="HF_HUB_OFFLINE is set", remedy="what is in the local cache can be used")
+    try:
+        check_access(GATED, HUB_SECONDS)
+    except UsageError:
+        return f"the hub answers, and has no {GATED}"
+    return f"the hub answers, and gated models such as {GATED} are open to you"

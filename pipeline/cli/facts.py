@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Json, own_store
 
 
@@ -18,26 +19,27 @@ def models(as_json: Json = False) -> None:
       trtpipe models
       trtpipe models --json
     """
-    import dataclasses
-
     from trtpipe.configs import facts as config
     from trtpipe.pipeline.cli import console
 
-    known = config.load_models().values()
+    known = list(config.load_models().values())
     if as_json:
-        console.result_json([dataclasses.asdict(model) for model in known])
+        console.result_json(known)
         return
     rows = [(m.name, m.architecture, m.sources[0].describe(), m.license) for m in known]
     console.table(("model", "architecture", "source", "license"), rows)
 
 
 def gpus(
-    name: Annotated[str | None, typer.Argument(help="One of them: every figure with its source.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One of them: every figure with its source.", autocompletion=complete.of("gpus")),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the GPUs that a target can name.
 
-    TFLOPS are dense; bandwidths are those of one direction.
+    TFLOPS are dense; bandwidths are those of one direction. A GPU's own page has more, and the source of each figure.
 
     \b
     Examples:
@@ -51,7 +53,7 @@ def gpus(
 
     known = list(config.load_gpus().values()) if name is None else [config.find_gpu(name)]
     if as_json:
-        console.result_json([dataclasses.asdict(gpu) for gpu in known])
+        console.result_json(known)
         return
     if name is not None:
         source = {field: text for text, fields in known[0].sources.items() for field in fields}
@@ -59,11 +61,13 @@ def gpus(
         said = [(field, value, source.get(field)) for field, value in facts.items() if value]
         console.table(("field", "value", "source"), said)
         return
-    columns = ("gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines")
+    columns = (
+        "gpu", "SM", "memory GiB", "memory GB/s", "FP16 TFLOPS", "FP8 TFLOPS", "INT8 TOPS", "NVLink GB/s", "note",
+    )  # fmt: skip
     rows = [
         (
             g.name, g.sm, g.memory_gib, g.bandwidth_gbs, *(g.tflops.get(kind) for kind in ("fp16", "fp8", "int8")),
-            g.nvlink_gbs, g.pcie_gbs, g.tdp_w, "refused" if g.refused else "measured" if g.measured else None,
+            g.nvlink_gbs, "refused" if g.refused else "measured" if g.measured else None,
         )
         for g in known
     ]  # fmt: skip
@@ -100,21 +104,19 @@ def quants(as_json: Json = False) -> None:
       trtpipe quants
       trtpipe quants --json
     """
-    import dataclasses
-
     from trtpipe.configs import facts
     from trtpipe.pipeline.cli import console
 
-    known = facts.load_quant_recipes().values()
+    known = list(facts.load_quant_recipes().values())
     if as_json:
-        console.result_json([dataclasses.asdict(recipe) for recipe in known])
+        console.result_json(known)
         return
     rows = [
         (r.name, r.quant_algo and r.quant_algo.value, r.kv_cache_quant_algo and r.kv_cache_quant_algo.value,
          " ".join(map(str, r.sms)), r.description)
         for r in known
     ]  # fmt: skip
-    console.table(("recipe", "quant_algo", "kv_cache_quant_algo", "SM", "what"), rows)
+    console.table(("recipe", "quant_algo", "KV cache", "SM", "what"), rows)
 
 
 def probe(
@@ -128,7 +130,7 @@ def probe(
     \b
     Examples:
       trtpipe probe
-      trtpipe probe --help
+      trtpipe probe --out h100.yaml
     """
     import dataclasses
 
@@ -139,7 +141,7 @@ def probe(
     assert gpu.measured is not None
     found = gpu.measured
     if as_json:
-        console.result_json(dataclasses.asdict(found))
+        console.result_json(found)
         return
     sheet = {"bandwidth_gbs": gpu.bandwidth_gbs, **gpu.tflops, "nvlink_gbs": gpu.nvlink_gbs, "host_gbs": gpu.pcie_gbs}
     plain = {name: value for name, value in dataclasses.asdict(found).items() if name != "tflops"} | found.tflops
@@ -184,7 +186,12 @@ def toolchains(as_json: Json = False) -> None:
 
 
 def passport(
-    folder: Annotated[Path, typer.Argument(help="An engine folder, a model repository, or a target in ./runs.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="An engine folder, a model repository, or a target in ./runs.", autocompletion=complete.targets
+        ),
+    ],
     as_json: Json = False,
 ) -> None:
     """Print what an engine was built for, and with what.
@@ -228,13 +235,11 @@ def doctor(as_json: Json = False) -> None:
       trtpipe doctor
       trtpipe doctor --json
     """
-    import dataclasses
-
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.doctor import examine
 
     findings = examine(own_store())
     if as_json:
-        console.result_json([dataclasses.asdict(finding) for finding in findings])
+        console.result_json(findings)
     else:
         console.table(("what", "state", "detail"), [(f.subject, f.state, f.detail) for f in findings])

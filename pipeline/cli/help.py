@@ -1,4 +1,4 @@
-"""Help of commands: options in named sections, commands in groups."""
+"""Help of commands: options in named sections, commands in groups; and the options that every command has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import typer
 import typer.core
+
+from trtpipe.pipeline.cli import console
+
+COMMON = "Common options"
 
 
 def in_section(title: str) -> Callable[..., Any]:
@@ -25,6 +29,7 @@ def write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
         record = parameter.get_help_record(ctx)
         if record is not None:
             usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            usual = COMMON if parameter.name == "help" else usual
             sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(record)
     for title, records in sections.items():
         with formatter.section(title):
@@ -41,6 +46,28 @@ class SectionedCommand(typer.core.TyperCommand):
 class SectionedGroup(typer.core.TyperGroup):
     """A command with commands of its own whose help has its options in sections."""
 
+    suggest_commands = property(lambda self: False, lambda self, value: None)  # cli.app does it, for options too
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+
+def _flag(*names: str, help: str, do: Callable[[], None]) -> Any:  # noqa: A002
+    return typer.core.TyperOption(
+        param_decls=list(names), is_flag=True, default=False, expose_value=False, help=help, rich_help_panel=COMMON,
+        callback=lambda ctx, param, given: do() if given else None,
+    )  # fmt: skip
+
+
+def add_common_options(command: Any) -> None:
+    """Give a command, and those within it, the options that stand before or after any verb."""
+    command.context_settings["help_option_names"] = ["-h", "--help"]
+    command.params += [
+        _flag("--quiet", "-q", help="Print results and errors alone.", do=console.be_quiet),
+        _flag("--verbose", "-v", help="Print defaults too, and what libraries log.", do=console.be_verbose),
+        # cli.app looks for it itself: a command line that is wrong ends before its options are read.
+        _flag("--debug", help="Print the traceback of an error.", do=lambda: None),
+    ]
+    for inner in getattr(command, "commands", {}).values():
+        add_common_options(inner)

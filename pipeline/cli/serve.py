@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
 
 
@@ -62,6 +63,7 @@ def serve(
       trtpipe serve --detach --http-port 0 --grpc-port 0
     """
     from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.serving import background, serve, watchdog
 
     store = own_store()
@@ -71,7 +73,8 @@ def serve(
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
-        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size, engine_python=engine_python or sys.executable,
+        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+        engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
@@ -121,7 +124,7 @@ def logs(
         str | None,
         typer.Option(help="Name of a server, running or ended; the only one if left out."),
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Number of last lines.")] = 50,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Follow the log until Ctrl-C or the server's end.")
     ] = False,
@@ -133,7 +136,7 @@ def logs(
     \b
     Examples:
       trtpipe logs -f
-      trtpipe logs llama3-8b.h100.fp8
+      trtpipe logs --server llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.serving import serve
@@ -146,6 +149,7 @@ def reload(
     target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
+    as_json: Json = False,
 ) -> None:
     """Load a changed repository into a running server.
 
@@ -160,6 +164,9 @@ def reload(
     from trtpipe.pipeline.serving import serve
 
     renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    if as_json:
+        console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
+        return
     console.result(*(f"{renewed.name} serves {one.repository}" for one in loaded))
     console.result(f"next: {console_serve.first_steps(renewed)[0]}")
 
@@ -318,7 +325,7 @@ def generate(
     console.text("\n")
 
 
-deploy = typer.Typer(help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
+deploy = typer.Typer(cls=SectionedGroup, help="Write what a cluster needs to serve a target.", rich_markup_mode=None)
 
 
 @deploy.callback()
@@ -326,7 +333,7 @@ def _deploy() -> None:
     """One command for each kind of cluster."""
 
 
-@deploy.command()
+@deploy.command(cls=SectionedCommand)
 def k8s(
     target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new or empty.")],

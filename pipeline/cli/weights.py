@@ -1,8 +1,9 @@
-"""`trtpipe convert`, `quantize`, `verify`, `recipes`, `inspect`, `restore`: commands on folders of weights."""
+"""`trtpipe convert`, `quantize`, `verify`, `inspect`, `restore`: commands on folders of weights."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trtpipe.pipeline.cli.options import GroupSize, Json, KvCache
+from trtpipe.pipeline.cli.options import GroupSize, Json, KvCache, Toolchain
 
 
 @contextlib.contextmanager
@@ -41,7 +42,8 @@ def convert(
     embedding_sharding_dim: Annotated[
         int, typer.Option(help="Dimension to shard: 0 is the vocabulary, 1 the hidden size.")
     ] = 0,
-    toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release that will load the checkpoint.")] = None,
+    toolchain: Toolchain = None,
+    as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint.
 
@@ -73,6 +75,9 @@ def convert(
     model = read_model_config(hf_dir)
     for notice in family_of(model).notices(model):
         console.note(f"note: {notice}")
+    if as_json:
+        console.result_json({"folder": out_dir, "rank_files": mapping.world_size})
+        return
     console.result(
         f"{out_dir}: config.json and {mapping.world_size} rank file(s)",
         f"next: {_command('inspect', out_dir, '--verify-against', hf_dir)}",
@@ -105,7 +110,8 @@ def quantize(
     save_scales: Annotated[
         Path | None, typer.Option(help="Folder to keep the scales in, for another format or mapping.")
     ] = None,
-    toolchain: Annotated[str | None, typer.Option(help="TensorRT-LLM release that will load the checkpoint.")] = None,
+    toolchain: Toolchain = None,
+    as_json: Json = False,
 ) -> None:
     """Quantize a Hugging Face folder with ModelOpt.
 
@@ -118,7 +124,6 @@ def quantize(
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
-    from trtpipe.engines.errors import StageFailed
     from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
     from trtpipe.engines.quantize import job
     from trtpipe.pipeline.cli import console
@@ -136,19 +141,18 @@ def quantize(
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
         if recipe.quantization.calibrated and scales is None:
             rows = calibration.samples(hf_dir, chosen)
-    with new_folder(out_dir) as out, console.BuildReporter().stage("quantize", str(hf_dir)) as progress:
-        log = out.with_name(f"{out.name}.log")
-        try:
-            job.quantize(
-                hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
-                device=device, batch_tokens=batch_tokens, log=log, progress=progress,
-            )  # fmt: skip
-        except StageFailed:
-            raise  # its message names the log
-        except BaseException:
-            log.unlink(missing_ok=True)
-            raise
-        log.unlink(missing_ok=True)
+    with (
+        new_folder(out_dir) as out,
+        _log("quantize") as log,
+        console.BuildReporter().stage("quantize", str(hf_dir)) as progress,
+    ):
+        job.quantize(
+            hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
+            device=device, batch_tokens=batch_tokens, log=log, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        console.result_json({"folder": out_dir, "recipe": recipe.name, "format": form})
+        return
     console.result(f"{out_dir}: {recipe.name}, {form}", f"next: {_command('verify', hf_dir, out_dir)}")
 
 
@@ -175,8 +179,6 @@ def verify(
       trtpipe verify HF_DIR OUT_DIR
       trtpipe verify HF_DIR OUT_DIR --report accuracy
     """
-    import tempfile
-
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
     from trtpipe.pipeline.accuracy import gate, page
@@ -185,8 +187,8 @@ def verify(
 
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
         ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
-    with tempfile.TemporaryDirectory() as scratch, console.BuildReporter().stage("verify", str(quantized)) as progress:
-        measured = gate.measure(original, quantized, ids, device=device, log=Path(scratch, "log"), progress=progress)
+    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized)) as progress:
+        measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
     recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
     report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
@@ -205,6 +207,7 @@ def inspect(
     verify_against: Annotated[
         Path | None, typer.Option(help="Prove that the TensorRT-LLM checkpoint equals this Hugging Face folder.")
     ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Print what a checkpoint holds and what is wrong in it.
@@ -224,7 +227,7 @@ def inspect(
     problems = list(found.problems)
     if verify_against is not None and not problems:
         problems = differences(folder, verify_against)
-    console.inspection(found, problems, as_json=as_json)
+    console.inspection(found, problems, tensors=tensors, as_json=as_json)
     if problems:
         from trtpipe.engines.errors import InputDataError
 
@@ -236,6 +239,7 @@ def inspect(
 def restore(
     checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
     out_dir: Annotated[Path, typer.Argument(help="Where the folder goes; must not exist, or be empty.")],
+    as_json: Json = False,
 ) -> None:
     """Convert a TensorRT-LLM checkpoint back to Hugging Face.
 
@@ -252,6 +256,9 @@ def restore(
 
     with new_folder(out_dir) as out:
         rebuild(checkpoint_dir, out)
+    if as_json:
+        console.result_json({"folder": out_dir})
+        return
     console.result(
         f"{out_dir}: config.json and model.safetensors; copy the tokenizer from where you have it",
         f"next: {_command('inspect', checkpoint_dir, '--verify-against', out_dir)}",
@@ -261,3 +268,20 @@ def restore(
 def _command(*words: object) -> str:
     """A command of trtpipe, as the shell takes it."""
     return "trtpipe " + shlex.join(map(str, words))
+
+
+@contextlib.contextmanager
+def _log(verb: str) -> Iterator[Path]:
+    """A log in TRTPIPE_HOME for a child process; it stays when that fails, since the message names it."""
+    from trtpipe.configs.home import default_home
+    from trtpipe.engines.errors import StageFailed
+
+    log = default_home() / "logs" / f"{verb}-{os.getpid()}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield log
+    except BaseException as error:
+        if not isinstance(error, StageFailed):
+            log.unlink(missing_ok=True)
+        raise
+    log.unlink(missing_ok=True)

@@ -105,6 +105,17 @@ def _fetch(repo_id: str, commit: str, names: list[str], progress: Callable[[int,
         return Path(snapshot_download(repo_id, revision=commit, allow_patterns=names, tqdm_class=reporter))
 
 
+def check_access(repo_id: str, seconds: float) -> None:
+    """Ask the hub once, for `seconds` at most, for a repository's config.json. Raises as `download` does."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    from trtpipe.pipeline.net.hub_client import limit_hub
+
+    limit_hub()
+    with _explained(repo_id, "main"):
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=seconds)
+
+
 def download_data(repo_id: str, commit: str, name: str) -> Path:
     """One file of a data set, in the Hugging Face cache. Raises HostError when the hub does not deliver it."""
     from huggingface_hub import HfApi, constants, hf_hub_download

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -97,6 +98,11 @@ def campaign(world: World, name: str, runs: Iterable[int], run: Callable[[Iterab
 def _fault(world: World, target: Target, case: Case, outcome: Outcome) -> tuple[str, str] | None:
     """(cause, detail) of what must not have happened."""
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    report = re.search(r"please report it with (\S+),", outcome.err)
+    if report is not None:
+        trace = Path(report[1]).read_text(errors="replace")
+        Path(report[1]).unlink()
+        return _cause(trace), trace
     if outcome.trace or "Traceback (most recent call last)" in outcome.err:
         trace = outcome.trace or outcome.err
         return _cause(trace), trace

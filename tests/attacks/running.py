@@ -21,8 +21,6 @@ from types import FrameType
 from typing import Any, NoReturn
 from unittest import mock
 
-import typer
-
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.cli import app as cli
 
@@ -131,7 +129,7 @@ def isolated() -> Iterator[None]:
         raise ConnectionRefusedError(111, "Connection refused")
 
     with (
-        mock.patch.object(typer.main, "get_command", cache(typer.main.get_command)),
+        mock.patch.object(cli, "command", cache(cli.command)),
         mock.patch.object(subprocess, "Popen", absent),
         mock.patch.object(socket.socket, "connect", closed),
         mock.patch.object(socket.socket, "bind", bound),

@@ -52,7 +52,9 @@ class World:
         before = Path.cwd()
         os.chdir(self.work)
         try:
-            with mock.patch.dict(os.environ, {"TRTPIPE_HOME": str(self.root / home), "PATH": ""}):
+            with mock.patch.dict(
+                os.environ, {"TRTPIPE_HOME": str(self.root / home), "PATH": "", "HF_HUB_OFFLINE": "1"}
+            ):
                 yield
         finally:
             os.chdir(before)

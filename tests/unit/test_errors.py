@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -58,10 +59,24 @@ def test_a_full_disk_is_known_in_a_library_s_own_exception() -> None:
     assert translate(RuntimeError("a defect of ours")) is None
 
 
-def test_a_permission_names_the_file() -> None:
-    known = translate(PermissionError(errno.EACCES, "Permission denied", "x"))
+def test_a_permission_names_the_file_and_a_place_that_helps(tmp_path: Path) -> None:
+    def message(path: object) -> str:
+        known = translate(PermissionError(errno.EACCES, "Permission denied", path))
+        assert isinstance(known, HostError)
+        return str(known)
+
+    assert message("runs").startswith("runs: Permission denied; check the permissions")
+    assert "TRTPIPE_HOME" not in message("runs")
+    home = tmp_path / "home"  # as the tests' environment has it
+    for path in (home, home / "artefacts" / "x", str(tmp_path)):
+        assert message(path).endswith("; set TRTPIPE_HOME to a folder that you may write")
+
+
+def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "home" / "roots")
+    known = translate(NotADirectoryError(errno.ENOTDIR, "Not a directory", path))
     assert isinstance(known, HostError)
-    assert str(known) == ("x: Permission denied; check the permissions, or set TRTPIPE_HOME to a folder of yours")
+    assert str(known).startswith(f"TRTPIPE_HOME is {tmp_path}/home: {path}: Not a directory; ")
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ENAMETOOLONG])
@@ -88,9 +103,21 @@ def test_what_we_do_not_know_is_a_defect_and_keeps_its_traceback(error: Exceptio
     [
         ("H10", "did you mean 'h100'?"),
         ("h100", "did you mean 'h100'?"),
-        ("zebra", "known: a100, h100"),
-        ("", "known: a100, h100"),
+        ("h1oo", "did you mean 'h100'?"),
+        ("h1000", "did you mean 'h100'?"),
+        ("int4", "did you mean 'int4-awq'?"),
+        ("int", "did you mean 'int4-awq' or 'int8-sq'?"),
+        ("h", "did you mean 'h100'?"),
+        ("zebra", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
+        ("2.0", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
+        ("1.2", "did you mean '1.2.1'?"),
+        ("", "known: 1.2.1, a100, h100, h100-nvl, int4-awq, int8-sq"),
     ],
 )
-def test_a_suggestion_is_the_nearest_spelling_or_the_list(value: str, remedy: str) -> None:
-    assert suggestion(value, ["h100", "a100"]) == remedy
+def test_a_suggestion_continues_the_word_or_is_the_nearest_spelling_or_the_list(value: str, remedy: str) -> None:
+    assert suggestion(value, ["h100", "h100-nvl", "a100", "int4-awq", "int8-sq", "1.2.1"]) == remedy
+
+
+def test_another_family_is_no_spelling_and_a_long_list_is_cut() -> None:
+    assert suggestion("Qwen2ForCausalLM", ["LlamaForCausalLM"]) == "known: LlamaForCausalLM"
+    assert suggestion("x", [f"n{number:02}" for number in range(30)]).endswith(", n22, n23 and 6 more")

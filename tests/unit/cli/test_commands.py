@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +43,7 @@ COMMANDS = [
     "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
     "top", "reload", "stop", "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import",
     "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
-    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor",
+    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
 
@@ -102,7 +105,8 @@ def rows(table: str) -> list[list[str]]:
 def test_help_names_every_command(run: Run, arguments: list[str]) -> None:
     done = run(*arguments)
     assert (done.status, done.err) == (0, "")
-    groups = done.out.partition("\nBuild:\n")[2]
+    groups, _, rest = done.out.partition("\nBuild:\n")[2].partition("\nEnvironment variables:\n")
+    assert {"TRTPIPE_HOME", "TRTPIPE_API_KEY", "HF_TOKEN", "HF_ENDPOINT", "NO_COLOR"} <= set(rest.split())
     assert re.findall(r"^  (\w[\w-]*)  ", groups, re.MULTILINE) == COMMANDS
     assert "..." not in groups
     assert max(map(len, done.out.splitlines())) <= 80
@@ -113,7 +117,28 @@ def test_every_command_has_help(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.status == 0
     assert done.out.startswith(f"Usage: trtpipe {command} ")
-    assert len(re.findall(r"^    (?:\w+=\S+ )?trtpipe ", done.out, re.MULTILINE)) == (0 if command == "deploy" else 2)
+    examples = re.findall(r"^    (?:\w+=\S+ )?trtpipe ", done.out, re.MULTILINE)
+    assert len(examples) == {"deploy": 0, "completion": 3}.get(command, 2)
+    assert run(command, "-h").out == run("help", command).out == done.out
+
+
+def every_command(command: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from every_command(inner, f"{path} {name}".strip())
+
+
+def test_every_option_says_what_it_does_and_every_example_is_a_command_line() -> None:
+    root = cli.command()
+    for path, command in every_command(root):
+        assert [one.name for one in command.params if not one.help] == [], path
+        for example in re.findall(r"^ *(?:\w+=\S+ )?(trtpipe .+)", command.help or "", re.MULTILINE):
+            words = itertools.takewhile(lambda word: word[0] not in "<>", shlex.split(example)[1:])
+            inner, rest = root, list(words)
+            while rest and rest[0] in getattr(inner, "commands", {}):
+                inner = inner.commands[rest.pop(0)]
+            with contextlib.suppress(typer.Exit):  # of --help
+                inner.make_context("trtpipe", rest)  # raises for an option or an argument that it lacks
 
 
 def test_no_command_and_no_option_is_lost() -> None:
@@ -125,12 +150,13 @@ def test_no_command_and_no_option_is_lost() -> None:
         for name, inner in getattr(command, "commands", {}).items():
             walk(inner, f"{path} {name}")
 
-    walk(typer.main.get_command(cli.app), "trtpipe")
+    walk(cli.command(), "trtpipe")
     check_golden("options.json", json.dumps(names, indent=1, sort_keys=True) + "\n")
 
 
-def test_version(run: Run) -> None:
-    assert run("--version") == Outcome(0, f"trtpipe {__version__}\n", "")
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(run: Run, option: str) -> None:
+    assert run(option) == Outcome(0, f"trtpipe {__version__}\n", "")
 
 
 def test_plan_prints_every_value_with_its_source_and_touches_nothing(run: Run, tmp_path: Path) -> None:
@@ -169,8 +195,10 @@ def test_models_and_gpus(run: Run) -> None:
     named = {entry["name"]: entry for entry in json.loads(run("models", "--json").out)}
     assert named["llama3-8b"]["sources"] == [{"repo_id": "meta-llama/Meta-Llama-3-8B-Instruct", "revision": "main"}]
     done = run("gpus")
-    assert rows(done.out)[0] == ["gpu", "SM", "GiB", "GB/s", "FP16", "FP8", "INT8", "NVLink", "PCIe", "W", "engines"]
-    figures = ["90", "80.0", "3350.0", "989.4", "1978.9", "1978.9", "450.0", "64.0", "700.0"]
+    assert rows(done.out)[0] == [
+        "gpu", "SM", "memory GiB", "memory GB/s", "FP16 TFLOPS", "FP8 TFLOPS", "INT8 TOPS", "NVLink GB/s", "note",
+    ]  # fmt: skip
+    figures = ["90", "80", "3350", "989.4", "1978.9", "1978.9", "450"]
     assert ["h100", *figures, "-"] in rows(done.out)
     assert [row[0] for row in rows(done.out) if row[-1] == "refused"] == ["t4", "v100"]
     source = "NVIDIA H100 datasheet, SXM column (sparse rates halved)"
@@ -180,6 +208,7 @@ def test_models_and_gpus(run: Run) -> None:
 
 def test_doctor_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     done = run("doctor", "--json")
     assert done.status == 0
     assert {"subject", "state", "detail"} == set().union(*json.loads(done.out))
@@ -530,8 +559,8 @@ def test_four_is_for_the_machine(
     monkeypatch.setenv("TRTPIPE_HOME", str(model / "config.json"))
     done = build(model)
     assert done.status == 4
-    assert done.error().startswith(f"{model}/config.json/")
-    assert done.error().endswith(": Not a directory")
+    assert done.error().startswith(f"TRTPIPE_HOME is {model}/config.json: ")
+    assert "Not a directory; set it to " in done.error()
 
 
 @pytest.mark.loopback
@@ -556,7 +585,7 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_installation() -> None:
-        raise AssertionError("the server is next")
+        raise StageFailed("the server is next")
 
     monkeypatch.setattr(tritonserver, "find_installation", find_installation)
     assert build(model).status == 0
@@ -580,8 +609,7 @@ def test_a_damaged_repository_is_refused_before_anything_starts(
     config.write_text(text + 'parameters: { key: "no_such_thing" value: { string_value: "1" } }\n')
     assert run("check", "mine").out.startswith("warning  postprocessing/config.pbtxt: parameter no_such_thing")
     monkeypatch.setattr(tritonserver, "choose_endpoints", lambda *ports: Endpoints(host="h", http=1, grpc=2, metrics=3))
-    with pytest.raises(AssertionError, match="the server is next"):
-        run("serve", "mine")
+    assert run("serve", "mine").error() == "the server is next"
 
 
 @pytest.mark.loopback
@@ -589,7 +617,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     build: Run, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def find_installation() -> None:
-        raise AssertionError("the server is next")
+        raise StageFailed("the server is next")
 
     monkeypatch.setattr(tritonserver, "find_installation", find_installation)
     assert build(model).status == 0
@@ -613,8 +641,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     status, words = refused("--tls-cert", empty, "--tls-key", empty)
     assert (status, words.partition(":")[0]) == (3, f"{empty} and {empty} are not a certificate and its key")
     assert words.endswith("; give PEM files that belong together, the key without a password")
-    with pytest.raises(AssertionError, match="the server is next"):
-        run("serve", *ports)
+    assert run("serve", *ports).error() == "the server is next"
 
 
 def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -667,20 +694,66 @@ def test_ctrl_c_is_130_and_one_word(build: Run, model: Path, store: Store, monke
     assert list((store.home / "artefacts" / "build").iterdir()) == []
 
 
-def test_a_traceback_is_for_debug_and_for_our_own_defects(
-    model: Path, monkeypatch: pytest.MonkeyPatch, in_folder: Path
-) -> None:  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["trtpipe", "--debug", "settings", "--model", "nobody", "--gpu", "cpu"])
-    with pytest.raises(UsageError, match="unknown model 'nobody'"):
-        cli.main()
+@pytest.mark.parametrize("words", [("--debug", "settings"), ("settings", "--debug")])
+def test_debug_adds_the_traceback_and_changes_no_exit_code(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words, "--model", "nobody", "--gpu", "cpu")
+    assert done.status == 2
+    assert done.err.startswith("Traceback (most recent call last):\n")
+    assert "\nerror: unknown model 'nobody'; known: " in done.err
 
+
+def test_a_defect_is_one_line_and_a_report(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*args: object) -> Any:
-        raise ValueError("a defect")
+        raise ValueError("two\nlines")
 
     monkeypatch.setattr("trtpipe.pipeline.spec.resolve", broken)
-    monkeypatch.setattr(sys, "argv", ["trtpipe", "settings", "--model", "smollm2", "--gpu", "cpu"])
-    with pytest.raises(ValueError, match="a defect"):
-        cli.main()
+    done = run("settings", "--model", "my model", "--gpu", "cpu")
+    assert done.status == 1
+    (report,) = (tmp_path / "home" / "logs").iterdir()
+    assert done.error().startswith("this is a defect of trtpipe: ValueError: two lines; ")
+    assert str(report) in done.error()
+    assert report.stat().st_mode & 0o077 == 0
+    text = report.read_text()
+    assert "command: trtpipe settings --model 'my model' --gpu cpu\n" in text
+    assert text.endswith("ValueError: two\nlines\n")
+    # Where the home cannot be written, the report is elsewhere.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRTPIPE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert f"report it with {tmp_path}/defect-" in run("settings", "--model", "x", "--gpu", "cpu").error()
+
+
+def test_quiet_prints_results_alone_and_verbose_the_defaults_too(build: Run, model: Path) -> None:
+    quiet = build(model, "--quiet")
+    assert (quiet.status, quiet.err) == (0, "")
+    assert rows(quiet.out)[0] == ["made", "where"]
+    verbose = build(model, "-v")
+    assert ["pp", "1", "(default)"] in [line.split() for line in verbose.err.splitlines()]
+    assert "defaults, which" not in verbose.err
+    assert ["pp", "1", "(default)"] not in [line.split() for line in build(model).err.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["biuld"], "No such command 'biuld', did you mean build?; see `trtpipe --help`"),
+        (["clean"], "No such command 'clean'; see `trtpipe --help`"),
+        (["settings", "--modle", "x"], "No such option: --modle, did you mean --model?; see `trtpipe settings --help`"),
+        (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
+    ],
+)
+def test_a_word_that_is_wrong(run: Run, words: list[str], line: str) -> None:
+    done = run(*words)
+    assert (done.status, done.error()) == (2, line)
+
+
+def test_an_argument_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encodes(*args: object) -> None:
+        "\udcff".encode()
+
+    monkeypatch.setattr("trtpipe.pipeline.spec.resolve", encodes)
+    done = run("settings", "--model", "\udcff")
+    assert (done.status, done.error()) == (2, "an argument is not text: it holds bytes that are not UTF-8")
 
 
 @pytest.mark.process
@@ -1177,3 +1250,62 @@ def test_a_folder_that_holds_nothing(run: Run) -> None:
     Path("empty").mkdir()
     assert run("search", "empty").out == "empty has no targets\n"
     assert run("search", "empty", "--gpu", "h100").out == "empty has no targets\n"
+
+
+def test_what_the_commands_report_is_json_too(
+    build: Run, run: Run, model: Path, in_folder: Path, tmp_path: Path
+) -> None:
+    def told(*arguments: object) -> Any:
+        done = run(*arguments, "--json")
+        assert done.status == 0, done.err
+        return json.loads(done.out)
+
+    assert build(model).status == 0
+    shelf = str(tmp_path / "shelf")
+    pushed = told("push", "tiny.cpu.fp32", shelf)
+    assert (pushed["target"], pushed["registry"], pushed["bytes_there"]) == ("tiny.cpu.fp32", shelf, 0)
+    assert pushed["artefacts"] == ["tokenizer", "engine"]
+    assert told("pull", "tiny.cpu.fp32", shelf)["artefacts"] == ["tokenizer", "engine"]
+    verified = told("verify-provenance", "tiny.cpu.fp32")
+    assert len(verified["verified"]) == 5
+    assert told("export", "tiny.cpu.fp32")["file"] == "tiny.cpu.fp32.tar"
+    assert told("import", "tiny.cpu.fp32.tar")["target"] == "tiny.cpu.fp32"
+    assert {one["fault"] for one in told("scrub")} == {None}
+    shutil.rmtree("runs")
+    assert told("gc", "--dry-run")["dry_run"] is True
+    assert told("convert", model, "out") == {"folder": "out", "rank_files": 1}
+    assert told("restore", "out", "back") == {"folder": "back"}
+
+
+def test_a_price_of_a_gpu_that_is_not_compared_is_refused(run: Run) -> None:
+    done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--price", "h200=2")
+    assert (done.status, done.error()) == (2, "--price h200 is of a GPU that is not compared; add it to --gpu h100")
+
+
+def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
+    short = run("inspect", model).out.splitlines()
+    assert short[0].startswith("huggingface LlamaForCausalLM, ")
+    assert "; --tensors lists them" in short[1]
+    assert short[-1] == "no problem found"
+    long = run("inspect", model, "--tensors").out.splitlines()
+    assert long[len(short)].split() == ["file", "tensor", "dtype", "shape", "bytes"]
+    assert len(long) > len(short) + 10
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_log_of_a_failure_stays_and_no_other(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    def quantize(*arguments: object, log: Path, **more: object) -> None:
+        log.write_text("what happened\n")
+        if fails:
+            raise StageFailed("quantizing failed", remedy=f"the log is {log}")
+
+    monkeypatch.setattr("trtpipe.engines.quantize.job.quantize", quantize)
+    done = run("quantize", model, "out", "--quant", "fp8", "--scales", "scales")
+    assert done.status == 5 * fails, done.err
+    logs = list((tmp_path / "home" / "logs").iterdir())
+    assert len(logs) == fails
+    if fails:
+        assert done.error() == f"quantizing failed; the log is {logs[0]}"
+        assert logs[0].read_text() == "what happened\n"

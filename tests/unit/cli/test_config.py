@@ -1,0 +1,105 @@
+"""The user's configuration file: lower than recipes and options, and refused in one line when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.test_commands import Run, rows, run
+from trtpipe.pipeline.cli import config
+
+__all__ = ["run"]  # a fixture
+
+FILE = """
+runtime = "vllm"
+registry = "shelf"
+engine_python = "/opt/vllm/bin/python"
+
+[prices]
+H100-SXM = 2.5
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config" / "trtpipe" / "config.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(FILE)
+    return path
+
+
+def test_config_prints_values_and_where_they_are_from(
+    run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert rows(run("config").out) == [
+        [str(file)],
+        ["setting", "value", "from"],
+        ["runtime", "vllm", str(file)],
+        ["registry", "shelf", str(file)],
+        ["engine_python", "/opt/vllm/bin/python", str(file)],
+        ["prices.h100", "2.5", str(file)],
+        ["TRTPIPE_HOME", f"{tmp_path}/home", "environment"],
+        *([["NO_COLOR", os.environ["NO_COLOR"], "environment"]] if "NO_COLOR" in os.environ else []),
+        ["HF_TOKEN", "set, not shown", "environment"],
+    ]
+    file.unlink()
+    told = json.loads(run("config", "--json").out)
+    assert (told["path"], told["exists"]) == (str(file), False)
+    assert told["values"][0] == {"setting": "runtime", "value": None, "from": "default"}
+
+
+def test_options_and_recipes_outrank_it(run: Run, file: Path, in_folder: Path) -> None:
+    def runtime(*words: str) -> list[str]:
+        return next(row[1:] for row in rows(run("settings", *words).out) if row[0] == "runtime")
+
+    h100 = ("--model", "llama3-8b", "--gpu", "h100")
+    assert runtime(*h100) == ["vllm", str(file)]
+    assert runtime(*h100, "--runtime", "tensorrt_llm") == ["tensorrt_llm", "option"]
+    (in_folder / "mine.yaml").write_text("model: llama3-8b\ngpu: h100\nruntime: tensorrt_llm\n")
+    assert runtime("--recipe", "mine.yaml") == ["tensorrt_llm", "recipe mine.yaml"]
+    # A runtime for GPUs is no hindrance on a CPU.
+    assert runtime("--recipe", "smollm2-cpu") == ["reference", "default for the CPU"]
+
+
+def test_a_price_and_a_registry_need_not_be_given(run: Run, file: Path, tmp_path: Path) -> None:
+    question = ("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--input-tokens", "64",
+                "--output-tokens", "16", "--runtime", "tensorrt_llm", "--json")  # fmt: skip
+    assert json.loads(run(*question).out)["candidates"][0]["price_per_hour"] == 2.5
+    assert json.loads(run(*question, "--price", "h100=3").out)["candidates"][0]["price_per_hour"] == 3.0
+    Path("shelf").mkdir()
+    assert run("search").out == "shelf has no targets\n"
+    file.unlink()
+    done = run("search")
+    assert (done.status, done.error()) == (
+        2, f"no registry is given; name one, or set `registry` in {file}"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('runtme = "vllm"', ["unknown key 'runtme'", "did you mean 'runtime'?"]),
+        ('runtime = "vlm"', ["unknown runtime 'vlm'", "did you mean 'vllm'?"]),
+        ("engine_python = 3", ["engine_python"]),
+        ("[prices]\nh1000 = 2.5", ["unknown GPU 'h1000'", "did you mean 'h100'?"]),
+        ("[prices]\nh100 = -1.0", ["prices.h100 is -1.0", "give the price of one GPU an hour"]),
+        ('runtime = "vllm', ["is not TOML", "write lines such as"]),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_remedy(run: Run, file: Path, text: str, words: list[str]) -> None:
+    file.write_text(text)
+    done = run("settings", "--model", "llama3-8b", "--gpu", "h100")
+    assert done.status == 3
+    assert done.error().startswith(str(file))
+    assert [word for word in words if word not in done.error()] == []
+
+
+def test_a_relative_folder_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("", "relative"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", folder)
+        assert config.path() == tmp_path / ".config/trtpipe/config.toml"
