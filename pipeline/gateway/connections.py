@@ -64,6 +64,7 @@ class Connections:
         self.admit = admit
         self.count = count
         self.held = 0
+        self.leaving = False  # this process is about to end: each answer ends its connection
         self._most = most
         self._unfinished_bytes = unfinished_bytes
         self._open: set[Connection] = set()
@@ -220,6 +221,8 @@ class Connection(HttpToolsProtocol):
         self._release()
         self._deadline = math.inf
         self.scope[BODY] = body  # type: ignore[literal-required]
+        if self._all.leaving:
+            self.headers.append((b"connection", b"close"))  # the scope's: uvicorn answers with the same
         super().on_headers_complete()  # starts the application
         super().on_message_complete()
 
