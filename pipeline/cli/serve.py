@@ -96,6 +96,49 @@ def serve(
     return None
 
 
+def gateway(
+    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients; the target's if left out.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9000,
+    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    linger: Annotated[
+        int, typer.Option(help="Seconds after SIGTERM in which requests are still taken, while clients leave.")
+    ] = 0,
+    drain: Annotated[int, typer.Option(help="Seconds that running answers have to end after that.")] = 5,
+) -> None:
+    """Run an OpenAI-compatible gateway in front of a Triton that runs already.
+
+    `trtpipe serve` starts one itself. This is for a Triton that something else has started, such as a container beside
+    this one.
+
+    \b
+    Examples:
+      trtpipe gateway llama3-8b.h100.fp8 --triton gpu-7:8001
+      trtpipe gateway /models --served-model-name llama3-8b --host 0.0.0.0
+    """
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.gateway import access, supervisor
+    from trtpipe.pipeline.gateway.options import GatewayOptions
+    from trtpipe.pipeline.serving import serve
+
+    options = GatewayOptions(
+        models=(serve.gateway_model(target, served_model_name),), grpc_url=triton, host=host, port=port,
+        workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
+        linger_s=linger, drain_s=drain,
+    )  # fmt: skip
+    access.check(options)
+    supervisor.serve(options, ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"))
+
+
 def ps(as_json: Json = False) -> None:
     """List the running servers.
 
@@ -254,7 +297,15 @@ def top(
 def monitoring(
     target: Target = None,
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder in which monitoring/ is written.")] = Path(),
-    metrics: Annotated[str, typer.Option(help="Addresses of the servers' metrics: host:port,...")] = "",
+    metrics: Annotated[
+        str, typer.Option(help="Addresses of the servers' metrics: host:port,...; of the running server if left out.")
+    ] = "",
+    gateways: Annotated[
+        str, typer.Option(help="Addresses of the gateways: host:port,...; of the running server if left out.")
+    ] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
+    ] = None,
 ) -> None:
     """Write a Grafana dashboard, scrape config and alerts.
 
@@ -264,13 +315,19 @@ def monitoring(
       trtpipe monitoring -o monitoring
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.deploy.monitoring import TARGETS, write_monitoring
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
+    from trtpipe.pipeline.serving import serve, servers
 
-    _, repository = serve.find_repository(target)
+    name, repository = serve.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
-    targets = tuple(metrics.split(",")) if metrics else TARGETS
-    console.result(str(write_monitoring(models, out, targets=targets)))
+    found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    written = write_monitoring(
+        models, out,
+        targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
+        gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
+        key_file=api_key_file,
+    )  # fmt: skip
+    console.result(str(written))
 
 
 def generate(

@@ -14,7 +14,7 @@ from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
-from trtpipe.triton_repo.launch import ENGINE_MODEL, SILENT, mpi_command
+from trtpipe.triton_repo.launch import ENGINE_MODEL, HISTOGRAMS, SILENT, mpi_command
 
 # Paths and ports inside a container.
 MODELS = "/models"
@@ -93,7 +93,7 @@ def _server(rank: int, exit_timeout: int) -> list[str]:
     # Two servers of one pod share /dev/shm, and would take each other's regions for their own.
     words += [f"--backend-config=python,shm-region-prefix-name=rank{rank}_"]
     if rank == 0:
-        return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items())]
+        return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items()), HISTOGRAMS]
     return [*words, "--model-control-mode=explicit", f"--load-model={ENGINE_MODEL}", *SILENT]
 
 

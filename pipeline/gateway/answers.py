@@ -253,7 +253,7 @@ class Answer(Response):
             self._counters.observe("first_token", asyncio.get_running_loop().time() - self._arrived)
 
     def _take(self, choice: Choice) -> str:
-        """What `choice.take` gives; its new tokens are counted, and the time since the last one is shared among them."""
+        """What `choice.take` gives. Its new tokens are counted, and share the time since the last one."""
         before = choice.count
         piece = choice.take()
         new = choice.count - before

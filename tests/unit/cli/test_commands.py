@@ -38,7 +38,7 @@ from trtpipe.pipeline.store.store import Store
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "gc", "scrub", "serve", "generate", "ps", "logs", "top", "reload", "stop",
-    "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull", "search",
+    "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull", "search",
     "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize", "verify", "quants", "models",
     "gpus", "toolchains", "passport", "doctor",
 ]  # fmt: skip
@@ -828,6 +828,32 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     table = rows(run("ps").out)
     assert table[0] == ["server", "pid", "http", "grpc", "metrics", "openai", "log"]
     assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "-", "/l"]
+
+
+def test_monitoring_scrapes_the_server_that_runs(
+    in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    from trtpipe.pipeline.serving import servers
+
+    (in_folder / "a" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "a" / "tensorrt_llm" / "config.pbtxt").touch()
+
+    def scraped(*arguments: str) -> list[list[str]]:
+        assert run("monitoring", "a", *arguments).status == 0
+        config = yaml.safe_load((in_folder / "monitoring" / "prometheus.yml").read_text())
+        return [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
+
+    assert scraped() == [["localhost:8002"], ["localhost:9000"]]
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "a")
+    (server,) = running(store)
+    servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
+    remember(store, "b")
+    assert scraped() == [["127.0.0.1:3"], ["127.0.0.1:4"]]
+    assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
+    assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
 
 @pytest.mark.parametrize(

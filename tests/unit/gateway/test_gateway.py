@@ -719,7 +719,7 @@ def test_an_answer_under_way_is_seen_in_the_metrics(folder: Path) -> None:
         asking = asyncio.ensure_future(client.post(CHAT, json=chat(max_tokens=9)))
         await shows("trtpipe_gateway_waiting 1", "trtpipe_gateway_running 1")
         go_on.set()
-        await shows("trtpipe_gateway_waiting 0", "trtpipe_gateway_running 1", "trtpipe_gateway_completion_tokens_total 1")
+        await shows("trtpipe_gateway_waiting 0", "trtpipe_gateway_completion_tokens_total 1")
         go_on.set()
         await shows("trtpipe_gateway_completion_tokens_total 3", "trtpipe_gateway_inter_token_seconds_count 2")
         go_on.set()
