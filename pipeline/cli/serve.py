@@ -393,17 +393,21 @@ def k8s(
     host_path: Annotated[str | None, typer.Option(help="Folder of the node that holds the repository.")] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the resources.")] = "default",
     image: Annotated[str | None, typer.Option(help="Image of the server; the toolchain's if left out.")] = None,
+    gateway_image: Annotated[
+        str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
+    ] = None,
+    no_openai: Annotated[bool, typer.Option("--no-openai", help="Put no gateway into the pod.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
 ) -> None:
-    """Write a kustomize base that serves a target.
+    """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
 
-    It holds a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
+    They hold a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
 
     \b
     Examples:
-      trtpipe deploy k8s llama3-8b.h100.fp8 -o base --pvc models
+      trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1
       trtpipe deploy k8s --help
     """
     from trtpipe.configs import facts, read
@@ -419,12 +423,13 @@ def k8s(
     name, repository = serve.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
-             "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
+             "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
+             **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
     console.table(("written",), [(path,) for path in paths])
-    console.result(f"next: kubectl apply -k {out}/base   ({out}/README.md says more)")
+    console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

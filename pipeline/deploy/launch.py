@@ -20,13 +20,17 @@ from trtpipe.triton_repo.launch import ENGINE_MODEL, HISTOGRAMS, SILENT, mpi_com
 MODELS = "/models"
 SCRIPTS = "/opt/trtpipe"
 TEMPORARY = "/tmp"
+API_KEYS = "/etc/trtpipe/keys/api-keys"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+GATEWAY_PORT = {"openai": 9000}
 RENDEZVOUS_PORT = 8003
 RENDEZVOUS = "rendezvous.py"
 # Endpoints, proxies and clients take a moment to stop sending to a pod that is about to end.
-PRE_STOP_SECONDS = 10
+LINGER_SECONDS = 10
 # Time between the end of one phase of termination and the next.
 MARGIN_SECONDS = 5
+# The server is told after the gateway in front of it has stopped taking requests.
+PRE_STOP_SECONDS = LINGER_SECONDS + MARGIN_SECONDS
 
 
 def own_image(passport: Passport) -> bool:
@@ -36,6 +40,11 @@ def own_image(passport: Passport) -> bool:
 
 def reports_waiting(passport: Passport) -> bool:
     """Whether the server reports the waiting requests by which replicas are added."""
+    return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
+
+
+def has_gateway(passport: Passport) -> bool:
+    """Whether a gateway can serve the engine: the LLM API's models take text, and the gateway sends tokens."""
     return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
 
 
@@ -54,7 +63,7 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     """The command of a pod that answers requests: the only pod of its replica, or the leader of several."""
     if own_image(passport):
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
-        return ["trtpipe", "serve", MODELS, "--host", "0.0.0.0", *addresses]
+        return ["trtpipe", "serve", MODELS, "--no-openai", "--host", "0.0.0.0", *addresses]
     seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
     if not uses_mpi(passport):
         return _server(0, seconds)
@@ -65,6 +74,16 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     if placement.pods == 1:
         return words
     return [*_rendezvous("lead"), str(placement.pods - 1), str(placement.ranks), str(RENDEZVOUS_PORT), *words]
+
+
+def gateway_words(config: DeployConfig, *, keys: bool) -> list[str]:
+    """The command of the gateway beside a server. It is told to end when the pod is, and goes on until clients know."""
+    drain = config.termination_grace_seconds - LINGER_SECONDS - MARGIN_SECONDS
+    return [
+        "trtpipe", "gateway", MODELS, "--triton", f"127.0.0.1:{PORTS['grpc']}", "--served-model-name", config.name,
+        "--host", "0.0.0.0", "--port", str(GATEWAY_PORT["openai"]), "--workers", str(config.gateway_workers),
+        "--linger", str(LINGER_SECONDS), "--drain", str(drain), *(["--api-keys-file", API_KEYS] if keys else []),
+    ]  # fmt: skip
 
 
 def worker_words() -> list[str]:

@@ -38,9 +38,9 @@ from trtpipe.pipeline.store.store import Store
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "gc", "scrub", "serve", "generate", "ps", "logs", "top", "reload", "stop",
-    "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull", "search",
-    "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize", "verify", "quants", "models",
-    "gpus", "toolchains", "passport", "doctor",
+    "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import", "push", "pull",
+    "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize", "verify", "quants",
+    "models", "gpus", "toolchains", "passport", "doctor",
 ]  # fmt: skip
 
 

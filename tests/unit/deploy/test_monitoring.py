@@ -34,7 +34,8 @@ FAMILIES = {
 UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
 # Words of PromQL that are not metrics; anything else outside of braces is one.
 WORDS = {
-    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on", "or", "rate", "sum",
+    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on",
+    "or", "rate", "sum",
 }  # fmt: skip
 
 
@@ -218,9 +219,9 @@ def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
     "wrong", ["not a host", "host", "host:", "host:99999", "ftp://host:1", "", "a:1@b:2", "[::1:1"]
 )
 def test_what_is_no_address_is_refused_before_anything_is_written(wrong: str, tmp_path: Path) -> None:
-    for where in ("targets", "gateways"):
+    for targets, gateways in ((["gpu-1:8002", wrong], ["x:1"]), (["x:1"], [wrong])):
         with pytest.raises(UsageError) as refused:
-            write_monitoring(MODELS, tmp_path, **{where: ["gpu-1:8002", wrong]})
+            write_monitoring(MODELS, tmp_path, targets=targets, gateways=gateways)
         assert f"'{wrong}'" in refused.value.what
         assert "host:port" in refused.value.remedy
     assert list(tmp_path.iterdir()) == []

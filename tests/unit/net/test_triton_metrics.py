@@ -73,7 +73,8 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm"
 # HELP nv_trt_llm_inflight_batcher_metrics TRT LLM inflight_batcher-specific metrics
 # TYPE nv_trt_llm_inflight_batcher_metrics gauge
 nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="paused_requests",model="tensorrt_llm",version="1"}\t1
-nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",model="tensorrt_llm",version="1"} 11
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",\
+model="tensorrt_llm",version="1"} 11
 # HELP nv_trt_llm_general_metrics General TRT LLM metrics
 # TYPE nv_trt_llm_general_metrics gauge
 nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 50
