@@ -830,6 +830,27 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
     assert table[1] == ["a", "1", "http://127.0.0.1:1", "127.0.0.1:2", "http://127.0.0.1:3/metrics", "-", "/l"]
 
 
+def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alone(in_folder: Path, run: Run) -> None:
+    from tests.unit.engines.test_passport import passport, target
+    from trtpipe.triton_repo.render import ENGINE_FOLDER
+
+    (in_folder / "r" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "r" / "tensorrt_llm" / "config.pbtxt").touch()
+    (in_folder / "r" / ENGINE_FOLDER).mkdir(parents=True)
+    passport(target()).write(in_folder / "r" / ENGINE_FOLDER)
+    deploy = ("deploy", "k8s", "r", "--pvc", "models", "-o")
+    assert "give --gateway-image" in run(*deploy, "one").error()
+    settings = ("--set", 'tolerations=["spot:NoSchedule"]', "--set", "api_keys=false")
+    assert run(*deploy, "one", "--gateway-image", "ours:1", *settings).status == 0
+    written = (in_folder / "one" / "base" / "deployment.yaml").read_text()
+    assert "key: spot" in written
+    assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
+    assert run(*deploy, "two", "--no-openai").status == 0
+    assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
+    passport(target(), runtime="trtllm_pytorch").write(in_folder / "r" / ENGINE_FOLDER)
+    assert "a gateway cannot serve an engine of trtllm_pytorch" in run("gateway", "r").error()
+
+
 def test_monitoring_scrapes_the_server_that_runs(
     in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
