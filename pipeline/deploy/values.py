@@ -110,7 +110,10 @@ def values_schema(values: dict[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         group, _, name = key.rpartition(".")
         at = schema["properties"].setdefault(group, _object()) if group else schema
-        at["properties"][name] = {"type": _KINDS[type(value)], "description": MEANINGS[key]}
+        # `helm --set resources.cpu=8` sends a number, which is a quantity as well.
+        quantity = isinstance(value, str) and value[:1].isdigit()
+        kind = ["string", "number"] if quantity else _KINDS[type(value)]
+        at["properties"][name] = {"type": kind, "description": MEANINGS[key]}
     # Helm adds it.
     schema["properties"]["global"] = {"type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}

@@ -209,10 +209,10 @@ def test_every_panel_and_alert_has_data_while_a_server_and_its_gateway_work(
     folder = tmp_path / "monitoring"
     jobs = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
     assert jobs[0]["static_configs"][0]["targets"] == [urlsplit(served.metrics).netloc]
-    body = {"model": "small", "messages": [{"role": "user", "content": "Count to a hundred."}], "ignore_eos": True}
+    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 96, "ignore_eos": True}
 
     def ask(number: int) -> int:
-        return httpx.post(f"{gateway}/v1/chat/completions", json={**body, "max_tokens": 96}, timeout=120).status_code
+        return httpx.post(f"{gateway}/v1/completions", json=body, timeout=120).status_code
 
     with ThreadPoolExecutor(8) as pool:
         asked = pool.map(ask, range(16))

@@ -705,6 +705,7 @@ def test_a_chart_s_values_are_explained_change_the_manifests_and_are_checked() -
     assert pod["containers"][0]["resources"]["requests"]["cpu"] == "32"
     assert (pod["tolerations"], pod["volumes"][0]["persistentVolumeClaim"]["claimName"]) == ([], "others")
     check = jsonschema.Draft7Validator(json.loads(charted("tp2")["values.schema.json"]))
+    check.validate({**changed, "resources": {"cpu": 32, "memory": "64Gi", "shm": "4Gi"}})  # as `helm --set` reads it
     for wrong in ({**values, "images": "x"}, {**values, "tolerations": "x"}, {**values, "resources": {"gpu": "1"}}):
         assert list(check.iter_errors(wrong)), wrong
 
