@@ -29,8 +29,9 @@ RENDEZVOUS = "rendezvous.py"
 LINGER_SECONDS = 10
 # Time between the end of one phase of termination and the next.
 MARGIN_SECONDS = 5
-# The server is told after the gateway in front of it has stopped taking requests.
-PRE_STOP_SECONDS = LINGER_SECONDS + MARGIN_SECONDS
+# The server is told after the gateway in front of it has stopped taking requests: it then closes its port, and idle
+# connections 5 s later.
+PRE_STOP_SECONDS = LINGER_SECONDS + 5 + MARGIN_SECONDS
 
 
 def own_image(passport: Passport) -> bool:

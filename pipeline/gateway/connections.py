@@ -65,6 +65,7 @@ class Connections:
         self.count = count
         self.held = 0
         self.leaving = False  # this process is about to end: each answer ends its connection
+        self.lingers = False  # idle connections then end by their own timer, since their clients may be sending
         self._most = most
         self._unfinished_bytes = unfinished_bytes
         self._open: set[Connection] = set()
@@ -235,6 +236,10 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
+
+    def shutdown(self) -> None:
+        if self.answering or not self._all.lingers:
+            super().shutdown()
 
     # Called by `Connections`
 

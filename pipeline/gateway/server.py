@@ -69,6 +69,6 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._connections.leaving = True
+        self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
         await asyncio.sleep(self._linger_s)
         await super().shutdown(sockets)

@@ -366,7 +366,7 @@ def test_each_rank_has_a_gpu_of_the_engine_s_kind(name: str, gpus: str) -> None:
 def test_a_server_with_one_rank_needs_no_mpi() -> None:
     args = container("one")["args"]
     assert args[0] == "tritonserver"
-    assert "--exit-timeout-secs=160" in args
+    assert "--exit-timeout-secs=155" in args
     # Else nobody sees the time to the first token: it is off by default.
     assert "--metrics-config=histogram_latencies=true" in args
     assert not [word for word in args if word.startswith(("--model-control-mode", "--load-model"))]
@@ -378,7 +378,7 @@ def test_a_server_with_one_rank_needs_no_mpi() -> None:
 def test_ranks_are_servers_under_mpirun() -> None:
     args = container("tp2")["args"]
     assert args[: args.index("-n")] == [
-        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "80", "--oversubscribe"
+        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "77", "--oversubscribe"
     ]  # fmt: skip
     first, second = servers(args)
     assert {"--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"} <= set(first)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,21 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.support.gateways import CHAT, Triton, chat, events, run, saying, spoken, until, write_model
+from tests.support.gateways import CHAT, Triton, chat, events, run, saying, spoken, write_model
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.gateway.supervisor import Gateway
 
 pytestmark = [pytest.mark.process, pytest.mark.loopback]
 
 TEXT = "a text of some length"
+SECONDS = 250
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS / 4
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come true"
+        await asyncio.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +72,7 @@ class Service:
 @contextlib.asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOptions]]:
     """A Triton, a service without gateways, its address, and options of a gateway for it."""
-    triton = Triton(saying(folder, TEXT, pause=0.02))
+    triton = Triton(saying(folder, TEXT, pause=0.01))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, triton.server)
     port = triton.server.add_insecure_port("127.0.0.1:0")
     await triton.server.start()
@@ -71,7 +80,7 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOpti
     probing = asyncio.ensure_future(service.probe())
     listening = await asyncio.start_server(service.connect, "127.0.0.1", 0)
     model = ServedModel(name="llama", tokenizer=folder)
-    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=1, drain_s=20)
+    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=10, drain_s=20)
     try:
         yield service, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", options
     finally:
@@ -106,13 +115,13 @@ def test_no_request_fails_while_a_gateway_is_replaced(folder: Path) -> None:
                             )
                         answered += 1
 
-            users = [asyncio.ensure_future(user(number)) for number in range(8)]
-            await until(lambda: answered >= 16)
+            users = [asyncio.ensure_future(user(number)) for number in range(4)]
+            await until(lambda: answered >= 8)
             # An update that was wrong: its gateway does not become ready, gets no request, and is taken away again.
             misspelt = ServedModel(name="llama", tokenizer=folder, triton_model="misspelt")
             wrong = await asyncio.to_thread(Gateway.start, replace(options, models=(misspelt,)))
             service.gateways.append(wrong)
-            enough = answered + 8
+            enough = answered + 4
             await until(lambda: answered >= enough)
             service.gateways.remove(wrong)
             await asyncio.to_thread(wrong.stop)
@@ -123,10 +132,10 @@ def test_no_request_fails_while_a_gateway_is_replaced(folder: Path) -> None:
             await until(lambda: service.ready == [new])
             await leaving
             service.gateways.remove(old)
-            more = answered + 16
+            more = answered + 8
             await until(lambda: answered >= more)
             going = False
             await asyncio.gather(*users)
             assert set(service.taken) == {old.url, new.url}
 
-    run(scenario(), 120)
+    run(scenario(), SECONDS)
