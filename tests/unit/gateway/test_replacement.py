@@ -72,7 +72,7 @@ class Service:
 @contextlib.asynccontextmanager
 async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOptions]]:
     """A Triton, a service without gateways, its address, and options of a gateway for it."""
-    triton = Triton(saying(folder, TEXT, pause=0.01))
+    triton = Triton(saying(folder, TEXT, pause=0.05, cut=8))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, triton.server)
     port = triton.server.add_insecure_port("127.0.0.1:0")
     await triton.server.start()
@@ -80,7 +80,7 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOpti
     probing = asyncio.ensure_future(service.probe())
     listening = await asyncio.start_server(service.connect, "127.0.0.1", 0)
     model = ServedModel(name="llama", tokenizer=folder)
-    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=10, drain_s=20)
+    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=10, drain_s=100)
     try:
         yield service, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", options
     finally:
