@@ -832,7 +832,7 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
 
 def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alone(in_folder: Path, run: Run) -> None:
     from tests.unit.engines.test_passport import passport, target
-    from trtpipe.triton_repo.render import ENGINE_FOLDER
+    from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
     (in_folder / "r" / "tensorrt_llm").mkdir(parents=True)
     (in_folder / "r" / "tensorrt_llm" / "config.pbtxt").touch()
