@@ -44,6 +44,7 @@ class GpuSpec:
     pcie_gbs        GB/s in one direction
     tdp_w           watts
     price_per_hour  price of one GPU, in the user's currency
+    mig             profile of a MIG slice such as 3g.40gb, whose figures these are; empty for a whole GPU
     product         name that the driver reports, for matching a host and for Kubernetes node labels
     refused         why no engine runs on it; empty if engines do
     sources         source -> names of the fields that it is the source of
@@ -61,6 +62,7 @@ class GpuSpec:
     pcie_gbs: float | None = None
     tdp_w: float | None = None
     price_per_hour: float | None = None
+    mig: str = ""
     product: str = ""
     refused: str = ""
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,6 +82,15 @@ class GpuSpec:
 
     def describe(self) -> str:
         return "CPU" if self.sm is None else f"{self.name} (SM{self.sm})"
+
+    def require_ranks(self, ranks: int) -> None:
+        """Raises UsageError for several ranks on MIG slices: NVIDIA's driver lets no two of them talk."""
+        if self.mig and ranks > 1:
+            raise UsageError(
+                f"{ranks} ranks cannot be on MIG slices ({self.name})",
+                why="slices do not reach each other's memory",
+                remedy="take whole GPUs, or a larger slice for one rank",
+            )
 
     def require(self, name: str) -> float:
         """Value of the field `name`, or of a type as `tflops.fp8`. Raises UsageError when it is not known."""

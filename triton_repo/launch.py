@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ENGINE_MODEL = "tensorrt_llm"
+HISTOGRAMS = "--metrics-config=histogram_latencies=true"
 # Only rank 0 answers requests.
 SILENT = ("--allow-http=false", "--allow-grpc=false", "--allow-metrics=false")
 
@@ -23,6 +24,7 @@ class ServerOptions:
     models            models to load at the start; later, models are loaded and unloaded on request
     backends, caches  folders that replace the server's default ones
     exit_timeout      seconds that in-flight requests have when the server ends
+    histograms        whether it is to publish the time to the first response, which Triton 24.10 and older cannot
     root              whether the server runs as root, which mpirun must be told
     """
 
@@ -36,6 +38,7 @@ class ServerOptions:
     backends: str | None = None
     caches: str | None = None
     exit_timeout: int = 30
+    histograms: bool = False
     root: bool = False
 
 
@@ -90,4 +93,5 @@ def _arguments(options: ServerOptions, models: list[str], rank: int) -> list[str
         f"--backend-config=python,shm-region-prefix-name={region_prefix(options.http)}{rank}_",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={options.exit_timeout}",
+        *([HISTOGRAMS] if options.histograms and not rank else []),
     ]

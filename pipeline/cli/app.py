@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
     "Build": (build.build, build.settings, build.status, facts.recipes, targets.ls, targets.rm, build.gc, build.scrub),
     "Serve": (
         serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
-        serve.monitoring,
+        serve.gateway, serve.monitoring,
     ),
     "Measure": (bench.compare,),
     "Plan": (plan.plan, facts.probe),

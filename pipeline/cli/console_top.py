@@ -119,7 +119,8 @@ def _lines(snapshot: Snapshot) -> list[str]:
     for engine in snapshot.figures.engines:
         out.append(
             f"{stamp} {engine.model} tokens/s in {_number(engine.input_tokens_per_s)} out "
-            f"{_number(engine.output_tokens_per_s)} in flight {_of(engine.in_flight, engine.in_flight_max)} scheduled "
+            f"{_number(engine.output_tokens_per_s)} being made {_number(engine.making_tokens_per_s)} "
+            f"in flight {_of(engine.in_flight, engine.in_flight_max)} scheduled "
             f"{_number(engine.scheduled, 0)} waiting {_number(engine.waiting, 0)} KV blocks "
             f"{_of(engine.kv_used, engine.kv_max)} ({_percent(engine.kv_fraction)}) reused/s "
             f"{_number(engine.kv_reused_per_s)}"
@@ -182,7 +183,7 @@ def _engine(engine: EngineFigures) -> Table:
     grid.add_row(Text(engine.model, style="bold"))
     grid.add_row(
         "tokens/s", f"in {_number(engine.input_tokens_per_s)}   out {_number(engine.output_tokens_per_s)}   "
-        f"steps/s {_number(engine.steps_per_s)}",
+        f"being made {_number(engine.making_tokens_per_s)}   steps/s {_number(engine.steps_per_s)}",
     )  # fmt: skip
     grid.add_row(
         "requests",

@@ -11,6 +11,18 @@ import typer
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
 from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
 
+ServedModelName = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name of the model at the gateway; repeatable, answers bear the first; the target's if left out."
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
+]
+ApiKeysFile = Annotated[Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")]
+
 
 def serve(
     targets: Targets = None,
@@ -24,21 +36,11 @@ def serve(
     openai_port: Annotated[int, typer.Option(help="Port of the OpenAI-compatible gateway; 0 takes a free one.")] = 9000,
     no_openai: Annotated[bool, typer.Option("--no-openai", help="Start no gateway.")] = False,
     gateway_workers: Annotated[int, typer.Option(min=1, help="Number of gateway processes.")] = 1,
-    api_keys_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, one a line; or set TRTPIPE_API_KEYS.")
-    ] = None,
+    api_keys_file: ApiKeysFile = None,
     tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate of the gateway (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name of the model at the gateway; repeatable, answers bear the first; the target's if left out."
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="Origin whose pages may call the gateway, such as https://app.example, or *; repeatable."),
-    ] = None,
+    served_model_name: ServedModelName = None,
+    cors_origin: CorsOrigin = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
     engine_python: Annotated[
@@ -97,6 +99,47 @@ def serve(
         return background.run(work)
     work(None)
     return None
+
+
+def gateway(
+    target: Annotated[str, typer.Argument(help="A target in ./runs, or a model repository.")],
+    triton: Annotated[str, typer.Option(help="Address of the Triton that serves it, gRPC.")] = "127.0.0.1:8001",
+    served_model_name: ServedModelName = None,
+    cors_origin: CorsOrigin = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 9000,
+    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    api_keys_file: ApiKeysFile = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).")] = None,
+    linger: Annotated[
+        int, typer.Option(help="Seconds after SIGTERM in which requests are still taken, while clients leave.")
+    ] = 0,
+    drain: Annotated[int, typer.Option(help="Seconds that running answers have to end after that.")] = 5,
+) -> None:
+    """Run an OpenAI-compatible gateway in front of a Triton that runs already.
+
+    `trtpipe serve` starts one itself. This is for a Triton that something else has started, such as a container beside
+    this one.
+
+    \b
+    Examples:
+      trtpipe gateway llama3-8b.h100.fp8 --triton gpu-7:8001
+      trtpipe gateway /models --served-model-name llama3-8b --host 0.0.0.0
+    """
+    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.gateway import access, supervisor
+    from trtpipe.pipeline.gateway.options import GatewayOptions
+    from trtpipe.pipeline.serving import serve
+
+    options = GatewayOptions(
+        models=(serve.gateway_model(target, tuple(served_model_name or ())),), grpc_url=triton, host=host, port=port,
+        cors_origins=tuple(cors_origin or ()),
+        workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
+        linger_s=linger, drain_s=drain,
+    )  # fmt: skip
+    access.check(options)
+    supervisor.serve(options, ready=lambda made: console.result(f"gateway at {made.url}/v1; Ctrl-C ends it"))
 
 
 def ps(as_json: Json = False) -> None:
@@ -260,7 +303,15 @@ def top(
 def monitoring(
     target: Target = None,
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder in which monitoring/ is written.")] = Path(),
-    metrics: Annotated[str, typer.Option(help="Addresses of the servers' metrics: host:port,...")] = "",
+    metrics: Annotated[
+        str, typer.Option(help="Addresses of the servers' metrics: host:port,...; of the running server if left out.")
+    ] = "",
+    gateways: Annotated[
+        str, typer.Option(help="Addresses of the gateways: host:port,...; of the running server if left out.")
+    ] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
+    ] = None,
 ) -> None:
     """Write a Grafana dashboard, scrape config and alerts.
 
@@ -270,13 +321,19 @@ def monitoring(
       trtpipe monitoring -o monitoring
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.deploy.monitoring import TARGETS, write_monitoring
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
+    from trtpipe.pipeline.serving import serve, servers
 
-    _, repository = serve.find_repository(target)
+    name, repository = serve.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
-    targets = tuple(metrics.split(",")) if metrics else TARGETS
-    console.result(str(write_monitoring(models, out, targets=targets)))
+    found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
+    written = write_monitoring(
+        models, out,
+        targets=metrics.split(",") if metrics else [one.endpoints.metrics_url for one in found] or SERVERS,
+        gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
+        key_file=api_key_file,
+    )  # fmt: skip
+    console.result(str(written))
 
 
 def generate(
@@ -342,17 +399,21 @@ def k8s(
     host_path: Annotated[str | None, typer.Option(help="Folder of the node that holds the repository.")] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of the resources.")] = "default",
     image: Annotated[str | None, typer.Option(help="Image of the server; the toolchain's if left out.")] = None,
+    gateway_image: Annotated[
+        str | None, typer.Option(help="Image of the OpenAI-compatible gateway beside the server, with trtpipe in it.")
+    ] = None,
+    no_openai: Annotated[bool, typer.Option("--no-openai", help="Put no gateway into the pod.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
 ) -> None:
-    """Write a kustomize base that serves a target.
+    """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
 
-    It holds a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
+    They hold a Deployment or a LeaderWorkerSet, a Service, probes, autoscaling and a disruption budget.
 
     \b
     Examples:
-      trtpipe deploy k8s llama3-8b.h100.fp8 -o base --pvc models
+      trtpipe deploy k8s llama3-8b.h100.fp8 -o out --pvc models --gateway-image registry.example/trtpipe:1
       trtpipe deploy k8s --help
     """
     from trtpipe.configs import facts, read
@@ -368,12 +429,13 @@ def k8s(
     name, repository = serve.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
-             "host_path": host_path, **set_layer(settings or [])[1]}  # fmt: skip
+             "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,
+             **set_layer(settings or [])[1]}  # fmt: skip
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
     console.table(("written",), [(path,) for path in paths])
-    console.result(f"next: kubectl apply -k {out}/base   ({out}/README.md says more)")
+    console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

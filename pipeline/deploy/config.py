@@ -18,7 +18,9 @@ QUANTITY = re.compile(r"[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 STORAGE = ("pvc", "model_image", "host_path")
 # Fields that have an option of their own; the others are given by --set.
-OPTIONS = ("namespace", "image", *STORAGE)
+OPTIONS = ("namespace", "image", "gateway_image", *STORAGE)
+# As `kubectl taint` writes them: key=value:Effect, key:Effect.
+TAINT = re.compile(r"[\w./-]+(=[\w.-]*)?:(NoSchedule|PreferNoSchedule|NoExecute)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,11 @@ class DeployConfig:
     name                       the target; resources are named after it, in letters that a cluster accepts
     namespace                  namespace of the resources
     image                      container image of the server; None takes the one of the engine's toolchain
+    openai                     whether a gateway is in the pod; it cannot serve engines of the LLM API
+    gateway_image              image of the gateway, with trtpipe in it; None takes the server's where trtpipe runs that
+    gateway_workers            number of the gateway's processes
+    api_keys                   whether the gateway asks its clients for a key
+    api_keys_secret            name of an existing secret with the keys; None takes NAME-api-keys
     image_pull_secret          name of an existing secret for a private registry
     pvc, model_image,          where the model repository is, one of the three: a PersistentVolumeClaim that every
     host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
@@ -35,6 +42,7 @@ class DeployConfig:
     replicas_min, replicas_max bounds of the number of replicas, which is fixed when both are equal. None takes
                                four where their number can follow the load, else the minimum
     waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
+    unanswered_per_replica     requests at the gateway that may have no token, on average, before a replica is added
     scale_down_seconds         how long the load must have been lower before a replica is removed
     gpus_per_node              GPUs of a node: an engine with more ranks is divided over nodes
     product                    value of the node label nvidia.com/gpu.product; None takes the engine's GPU
@@ -45,6 +53,7 @@ class DeployConfig:
     termination_grace_seconds  how long a pod that is told to end may take for the requests it has
     surge                      replace a replica by starting its successor first, which takes spare GPUs; without
                                surge, the old replica ends first, and is out of service meanwhile
+    tolerations                taints of nodes that the pods bear, beside that of GPUs, as `kubectl taint` writes them
     priority_class             name of an existing PriorityClass
     runtime_class              name of an existing RuntimeClass, where GPUs need one
     """
@@ -52,6 +61,11 @@ class DeployConfig:
     name: str
     namespace: str = "default"
     image: str | None = None
+    openai: bool = True
+    gateway_image: str | None = None
+    gateway_workers: int = 1
+    api_keys: bool = True
+    api_keys_secret: str | None = None
     image_pull_secret: str | None = None
     pvc: str | None = None
     model_image: str | None = None
@@ -60,6 +74,7 @@ class DeployConfig:
     replicas_min: int = 1
     replicas_max: int | None = None
     waiting_per_replica: int = 4
+    unanswered_per_replica: int = 16
     scale_down_seconds: int = 600
     gpus_per_node: int = 8
     product: str | None = None
@@ -69,6 +84,7 @@ class DeployConfig:
     startup_seconds: int = 1800
     termination_grace_seconds: int = 180
     surge: bool = True
+    tolerations: tuple[str, ...] = ()
     priority_class: str | None = None
     runtime_class: str | None = None
 
@@ -98,7 +114,9 @@ class DeployConfig:
             ("priority_class", SUBDOMAIN, "a DNS name"),
             ("runtime_class", SUBDOMAIN, "a DNS name"),
             ("product", LABEL_VALUE, "the value of a node label"),
+            ("api_keys_secret", SUBDOMAIN, "a DNS name"),
             ("image", IMAGE, "an image reference"),
+            ("gateway_image", IMAGE, "an image reference"),
             ("model_image", IMAGE, "an image reference"),
             ("memory", QUANTITY, "a quantity such as 64Gi"),
             ("shm_size", QUANTITY, "a quantity such as 4Gi"),
@@ -109,6 +127,8 @@ class DeployConfig:
         for name, least in (
             ("replicas_min", 1),
             ("waiting_per_replica", 1),
+            ("unanswered_per_replica", 1),
+            ("gateway_workers", 1),
             ("scale_down_seconds", 0),
             ("gpus_per_node", 1),
             ("cpus", 1),
@@ -118,6 +138,11 @@ class DeployConfig:
         ):
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}", remedy=f"give at least {least}")
+        for taint in self.tolerations:
+            if not TAINT.fullmatch(taint):
+                raise UsageError(
+                    f"'{taint}' is not a taint", remedy="write it as key=value:NoSchedule, as `kubectl taint` does"
+                )
         if self.scale_down_seconds > 3600:
             raise UsageError(
                 f"scale_down_seconds is {self.scale_down_seconds}", remedy="give at most 3600, as Kubernetes does"

@@ -1,4 +1,5 @@
-"""A kustomize base for an engine: a Deployment for one node, a LeaderWorkerSet for several, and what goes with it.
+"""A kustomize base for an engine: a Deployment for one node, a LeaderWorkerSet for several, and what goes with it; and
+the same manifests as a Helm chart and for KServe.
 
 Manifests are plain values that a test reads back; YAML is only their written form. The README.md beside them says
 what a person should know before applying them.
@@ -9,21 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.errors import ArtefactRefused, UsageError
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.passport import Passport
-from trtpipe.pipeline.deploy import launch, readme, rendezvous
+from trtpipe.pipeline.deploy import kserve, launch, readme, rendezvous
 from trtpipe.pipeline.deploy.config import DeployConfig, dns_name
 from trtpipe.pipeline.deploy.placement import Placement, place
 from trtpipe.pipeline.deploy.pods import pod_spec
-from trtpipe.pipeline.deploy.prometheus import FULL, FULLNESS, adapter_rules, pod_monitor, waiting_metric
+from trtpipe.pipeline.deploy.prometheus import FULL, FULLNESS, UNANSWERED, adapter_rules, pod_monitor, waiting_metric
+from trtpipe.pipeline.deploy.target import Target
+from trtpipe.pipeline.deploy.values import Lifted, lifted, to_template, to_yaml, values_schema, values_yaml
 from trtpipe.pipeline.store.folders import new_folder
 
 Manifest = dict[str, Any]
@@ -33,52 +34,10 @@ PROMETHEUS = "components/prometheus"
 OVERLAY = "overlays/prometheus"
 ADAPTER = "prometheus-adapter.values.yaml"
 KUSTOMIZATION = "kustomization.yaml"
-AUTOSCALED_TO = 4
+KSERVE = "kserve"
+CHART = "chart"
 # A rollout that shows no progress for this long after a server should be ready is reported as failed.
 PROGRESS_MARGIN_SECONDS = 600
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Input of every manifest. The server answers requests; workers, if any, hold further ranks of its engine."""
-
-    passport: Passport
-    gpu: GpuSpec
-    config: DeployConfig
-    placement: Placement
-    name: str
-    image: str
-
-    @property
-    def grouped(self) -> bool:
-        return self.placement.pods > 1
-
-    @property
-    def workload(self) -> str:
-        # The controller of a LeaderWorkerSet makes a headless service of its name, for its pods to find each other.
-        return f"{self.name}-group" if self.grouped else self.name
-
-    @property
-    def replicas(self) -> tuple[int, int]:
-        least = self.config.replicas_min
-        usual = max(least, AUTOSCALED_TO) if launch.reports_waiting(self.passport) else least
-        return least, self.config.replicas_max or usual
-
-    @property
-    def scripts(self) -> str | None:
-        return f"{self.name}-scripts" if self.grouped else None
-
-    @property
-    def secret(self) -> str | None:
-        return f"{self.name}-rendezvous" if self.grouped else None
-
-    def selector(self, component: str | None = "server") -> dict[str, str]:
-        """Labels that select the pods that answer, the workers, or all pods for None."""
-        whole = {"app.kubernetes.io/name": "tritonserver", "app.kubernetes.io/instance": self.name}
-        return whole if component is None else {**whole, "app.kubernetes.io/component": component}
-
-    def labels(self, component: str = "server") -> dict[str, str]:
-        return {**self.selector(component), "app.kubernetes.io/managed-by": "trtpipe"}
 
 
 def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> list[Path]:
@@ -89,10 +48,8 @@ def write(passport: Passport, gpu: GpuSpec, config: DeployConfig, out: Path) -> 
     """
     target = plan(passport, gpu, config)
     texts = {path: to_yaml(manifest) for path, manifest in manifests(target).items()}
-    texts["README.md"] = readme.text(
-        passport, gpu, config, target.placement,
-        name=target.name, workload=target.workload, replicas=target.replicas, secret=target.secret,
-    )  # fmt: skip
+    texts |= chart(target)
+    texts["README.md"] = readme.text(target)
     with new_folder(out) as folder:
         for path, text in texts.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -114,8 +71,9 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
             remedy="give --image, one that holds trtpipe and what the runtime needs",
         )
     target = Target(
-        passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image
-    )
+        passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image,
+        gateway_image=_gateway_image(passport, config),
+    )  # fmt: skip
     least, most = target.replicas
     if least != most and not launch.reports_waiting(passport):
         raise UsageError(
@@ -129,11 +87,9 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
 def manifests(target: Target) -> dict[str, Manifest]:
     """Every manifest by its path in the folder."""
     base = dict(_base(target))
-    monitored = launch.reports_waiting(target.passport)
     out = {f"{BASE}/{path}": manifest for path, manifest in base.items()}
     out[f"{BASE}/{KUSTOMIZATION}"] = _kustomization(namespace=target.config.namespace, resources=list(base))
-    monitor = pod_monitor(target.name, target.labels(), target.selector())
-    out[f"{PROMETHEUS}/podmonitor.yaml"] = monitor
+    out[f"{PROMETHEUS}/podmonitor.yaml"] = pod_monitor(target)
     out[f"{PROMETHEUS}/{KUSTOMIZATION}"] = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",
@@ -143,13 +99,48 @@ def manifests(target: Target) -> dict[str, Manifest]:
     out[f"{OVERLAY}/{KUSTOMIZATION}"] = _kustomization(
         namespace=target.config.namespace, resources=[f"../../{BASE}"], components=[f"../../{PROMETHEUS}"]
     )
-    if monitored:
-        out[ADAPTER] = {"rules": {"custom": adapter_rules(target.passport.pp_size)}}
+    if launch.reports_waiting(target.passport):
+        rules = adapter_rules(target.passport.pp_size, gateway=target.gateway_image is not None)
+        out[ADAPTER] = {"rules": {"custom": rules}}
+    if not target.grouped:
+        out |= {f"{KSERVE}/{path}": manifest for path, manifest in kserve.manifests(target, _server(target)).items()}
     return out
 
 
-def to_yaml(manifest: Manifest) -> str:
-    return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=1000)
+def chart(target: Target) -> dict[str, str]:
+    """A Helm chart of the same manifests: path in the folder -> text."""
+    base, monitor = dict(_base(target)), pod_monitor(target)
+    values = {**lifted([*base.values(), monitor]), "podMonitor": False}
+    about = {
+        "apiVersion": "v2",
+        "name": target.name,
+        "description": f"{target.config.name}, served by Triton",
+        "type": "application",
+        "version": "0.1.0",
+        "appVersion": target.passport.toolchain or target.passport.runtime,
+        "kubeVersion": ">=1.29.0-0",
+    }
+    return {
+        f"{CHART}/Chart.yaml": to_yaml(about),
+        f"{CHART}/values.yaml": values_yaml(values),
+        f"{CHART}/values.schema.json": json.dumps(values_schema(values), indent=2) + "\n",
+        **{f"{CHART}/templates/{path}": to_template(manifest) for path, manifest in base.items()},
+        f"{CHART}/templates/podmonitor.yaml": to_template(monitor, condition="podMonitor"),
+    }
+
+
+def _gateway_image(passport: Passport, config: DeployConfig) -> str | None:
+    """Raises UsageError when nothing says which image holds trtpipe."""
+    if not config.openai or not launch.has_gateway(passport):
+        return None
+    image = config.gateway_image or (config.image if launch.own_image(passport) else None)
+    if image is None:
+        raise UsageError(
+            "no image is given for the OpenAI-compatible gateway",
+            why="NVIDIA's image does not hold it",
+            remedy="give --gateway-image, one that holds trtpipe, or --no-openai for Triton's own protocols alone",
+        )
+    return image
 
 
 def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
@@ -173,6 +164,7 @@ def _require_gpu(passport: Passport, gpu: GpuSpec) -> None:
             f"this engine is for {passport.target()}, and {gpu.describe()} is asked for",
             remedy=f"deploy it to {passport.gpu}, or build with `trtpipe build --gpu {gpu.name}`",
         )
+    gpu.require_ranks(passport.world_size)
     if not gpu.product:
         raise UsageError(f"the product name of {gpu.name} is not known", remedy="add it to configs/gpus")
     if gpu.memory_gib is not None and passport.rank_bytes >= gpu.memory_gib * 2**30:
@@ -211,11 +203,8 @@ def _template(target: Target, component: str, words: list[str]) -> Manifest:
     }
     if target.grouped:
         annotations["trtpipe/scripts"] = _digest(_script())
-    spec = pod_spec(
-        target.passport, target.gpu, target.config, target.placement,
-        image=target.image, words=words, answers=component == "server", scripts=target.scripts, secret=target.secret,
-    )  # fmt: skip
-    return {"metadata": {"labels": target.labels(component), "annotations": annotations}, "spec": spec}
+    metadata = {"labels": target.labels(component), "annotations": annotations}
+    return {"metadata": metadata, "spec": pod_spec(target, component, words)}
 
 
 def _server(target: Target) -> Manifest:
@@ -228,10 +217,10 @@ def _surge(target: Target) -> dict[str, int]:
     return {"maxUnavailable": 0, "maxSurge": 1} if target.config.surge else {"maxUnavailable": 1, "maxSurge": 0}
 
 
-def _fixed_replicas(target: Target) -> dict[str, int]:
+def _fixed_replicas(target: Target) -> Manifest:
     """`replicas`, unless the autoscaler decides: each `kubectl apply` would reset the autoscaler's number."""
     least, most = target.replicas
-    return {"replicas": least} if least == most else {}
+    return {"replicas": Lifted("replicas", least)} if least == most else {}
 
 
 def _deployment(target: Target) -> Manifest:
@@ -308,7 +297,7 @@ def _service(target: Target, *, headless: bool = False) -> Manifest:
     spec: Manifest = {"clusterIP": "None"} if headless else {"type": "ClusterIP"}
     spec["selector"] = target.selector()
     spec["ports"] = [
-        {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in launch.PORTS.items()
+        {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in target.ports.items()
     ]
     name = f"{target.name}-headless" if headless else target.name
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(target, name), "spec": spec}
@@ -331,8 +320,8 @@ def _pod_disruption_budget(target: Target) -> Manifest:
 
 
 def _network_policy(target: Target) -> Manifest:
-    """Ingress: the three ports. Egress: none, because the server fetches and reports nothing."""
-    ports = [{"port": name, "protocol": "TCP"} for name in launch.PORTS]
+    """Ingress: the ports. Egress: none, because server and gateway fetch and report nothing."""
+    ports = [{"port": name, "protocol": "TCP"} for name in target.ports]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -368,15 +357,19 @@ def _group_network_policy(target: Target) -> Manifest:
 def _autoscaler(target: Target) -> Manifest:
     least, most = target.replicas
     kind, version = ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1") if target.grouped else ("Deployment", "apps/v1")
-    wanted = {waiting_metric(target.passport.pp_size): str(target.config.waiting_per_replica), FULLNESS: FULL}
+    config = target.config
+    waiting = Lifted("autoscaling.waitingPerReplica", str(config.waiting_per_replica))
+    wanted: dict[str, Any] = {waiting_metric(target.passport.pp_size): waiting, FULLNESS: FULL}
+    if target.gateway_image is not None:
+        wanted[UNANSWERED] = Lifted("autoscaling.unansweredPerReplica", str(config.unanswered_per_replica))
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
         "metadata": _metadata(target, target.name),
         "spec": {
             "scaleTargetRef": {"apiVersion": version, "kind": kind, "name": target.workload},
-            "minReplicas": least,
-            "maxReplicas": most,
+            "minReplicas": Lifted("autoscaling.minReplicas", least),
+            "maxReplicas": Lifted("autoscaling.maxReplicas", most),
             "metrics": [
                 {
                     "type": "Pods",
@@ -392,7 +385,7 @@ def _autoscaler(target: Target) -> Manifest:
                 },
                 # A replica that took minutes to load is not given up for a lull.
                 "scaleDown": {
-                    "stabilizationWindowSeconds": target.config.scale_down_seconds,
+                    "stabilizationWindowSeconds": Lifted("autoscaling.scaleDownSeconds", config.scale_down_seconds),
                     "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
                 },
             },
@@ -408,17 +401,3 @@ def _kustomization(*, namespace: str, resources: list[str], components: list[str
         "resources": resources,
     }
     return {**out, "components": components} if components else out
-
-
-class _Dumper(yaml.SafeDumper):
-    """YAML dumper for readers: no anchors or aliases, and texts of several lines as they are."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _represent_text)

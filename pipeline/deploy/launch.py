@@ -14,19 +14,24 @@ from trtpipe.engines.errors import ArtefactRefused
 from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy.config import DeployConfig
 from trtpipe.pipeline.deploy.placement import Placement
-from trtpipe.triton_repo.launch import ENGINE_MODEL, SILENT, mpi_command
+from trtpipe.triton_repo.launch import ENGINE_MODEL, HISTOGRAMS, SILENT, mpi_command
 
 # Paths and ports inside a container.
 MODELS = "/models"
 SCRIPTS = "/opt/trtpipe"
 TEMPORARY = "/tmp"
+API_KEYS = "/etc/trtpipe/keys/api-keys"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+GATEWAY_PORT = {"openai": 9000}
 RENDEZVOUS_PORT = 8003
 RENDEZVOUS = "rendezvous.py"
 # Endpoints, proxies and clients take a moment to stop sending to a pod that is about to end.
-PRE_STOP_SECONDS = 10
+LINGER_SECONDS = 10
 # Time between the end of one phase of termination and the next.
 MARGIN_SECONDS = 5
+# The server is told after the gateway in front of it has stopped taking requests: it then closes its port, and idle
+# connections 5 s later.
+PRE_STOP_SECONDS = LINGER_SECONDS + 5 + MARGIN_SECONDS
 
 
 def own_image(passport: Passport) -> bool:
@@ -36,6 +41,11 @@ def own_image(passport: Passport) -> bool:
 
 def reports_waiting(passport: Passport) -> bool:
     """Whether the server reports the waiting requests by which replicas are added."""
+    return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
+
+
+def has_gateway(passport: Passport) -> bool:
+    """Whether a gateway can serve the engine: the LLM API's models take text, and the gateway sends tokens."""
     return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
 
 
@@ -54,7 +64,7 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     """The command of a pod that answers requests: the only pod of its replica, or the leader of several."""
     if own_image(passport):
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
-        return ["trtpipe", "serve", MODELS, "--host", "0.0.0.0", *addresses]
+        return ["trtpipe", "serve", MODELS, "--no-openai", "--host", "0.0.0.0", *addresses]
     seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
     if not uses_mpi(passport):
         return _server(0, seconds)
@@ -65,6 +75,16 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     if placement.pods == 1:
         return words
     return [*_rendezvous("lead"), str(placement.pods - 1), str(placement.ranks), str(RENDEZVOUS_PORT), *words]
+
+
+def gateway_words(config: DeployConfig, *, keys: bool) -> list[str]:
+    """The command of the gateway beside a server. It is told to end when the pod is, and goes on until clients know."""
+    drain = config.termination_grace_seconds - LINGER_SECONDS - MARGIN_SECONDS
+    return [
+        "trtpipe", "gateway", MODELS, "--triton", f"127.0.0.1:{PORTS['grpc']}", "--served-model-name", config.name,
+        "--host", "0.0.0.0", "--port", str(GATEWAY_PORT["openai"]), "--workers", str(config.gateway_workers),
+        "--linger", str(LINGER_SECONDS), "--drain", str(drain), *(["--api-keys-file", API_KEYS] if keys else []),
+    ]  # fmt: skip
 
 
 def worker_words() -> list[str]:
@@ -93,7 +113,7 @@ def _server(rank: int, exit_timeout: int) -> list[str]:
     # Two servers of one pod share /dev/shm, and would take each other's regions for their own.
     words += [f"--backend-config=python,shm-region-prefix-name=rank{rank}_"]
     if rank == 0:
-        return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items())]
+        return [*words, *(f"--{name}-port={port}" for name, port in PORTS.items()), HISTOGRAMS]
     return [*words, "--model-control-mode=explicit", f"--load-model={ENGINE_MODEL}", *SILENT]
 
 

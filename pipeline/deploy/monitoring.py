@@ -1,4 +1,4 @@
-"""Monitoring of a served repository: a Grafana dashboard, a Prometheus scrape config and alert rules.
+"""Monitoring of a served repository and its gateway: a Grafana dashboard, a Prometheus scrape config and alert rules.
 
 The files are data in templates/. The dashboard is Grafana's classic JSON model, in the schema version that Grafana 11.6
 and 12 write (newer ones update older dashboards when they load them); one serves any number of servers and
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -20,16 +22,24 @@ from trtpipe.engines.yaml_input import load_yaml
 
 FOLDER = "monitoring"
 DASHBOARD, SCRAPE, ALERTS = "grafana-dashboard.json", "prometheus.yml", "alerts.yml"
-TARGETS = ("localhost:8002",)
+SERVERS, GATEWAYS = ("localhost:8002",), ("localhost:9000",)
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_monitoring(repository_models: Iterable[str], out: Path, *, targets: Sequence[str] = TARGETS) -> Path:
-    """Write OUT/monitoring/ for a repository with these models, served at `targets` (host:port of the metrics).
+def write_monitoring(
+    repository_models: Iterable[str], out: Path, *,
+    targets: Sequence[str] = SERVERS, gateways: Sequence[str] = GATEWAYS, key_file: Path | None = None,
+) -> Path:  # fmt: skip
+    """Write OUT/monitoring/ for a repository with these models.
 
-    Returns the folder. Raises UsageError if `out` is a model repository: Triton takes each folder in it for a model.
+    targets, gateways  where the servers' and the gateways' metrics are, host:port or URL
+    key_file           file with a key of the gateways, as Prometheus finds it
+
+    Returns the folder. Raises UsageError for what is no address, and if `out` is a model repository: Triton takes each
+    folder in it for a model.
     """
+    config = _scrape_config(targets, gateways, key_file)
     if out.is_dir() and any(out.glob("*/config.pbtxt")):
         raise UsageError(
             f"{out} is a model repository",
@@ -39,15 +49,34 @@ def write_monitoring(repository_models: Iterable[str], out: Path, *, targets: Se
     folder = out / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DASHBOARD).write_bytes((_TEMPLATES / DASHBOARD).read_bytes())
-    for name, content in ((SCRAPE, _scrape_config(targets)), (ALERTS, _alert_rules(sorted(set(repository_models))))):
+    for name, content in ((SCRAPE, config), (ALERTS, _alert_rules(sorted(set(repository_models))))):
         (folder / name).write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
     return folder
 
 
-def _scrape_config(targets: Sequence[str]) -> dict[str, Any]:
+def _scrape_config(targets: Sequence[str], gateways: Sequence[str], key_file: Path | None) -> dict[str, Any]:
     config: dict[str, Any] = load_yaml(_TEMPLATES / SCRAPE)
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = list(targets)
+    for job, where in zip(config["scrape_configs"], (targets, gateways), strict=True):
+        found = [_address(one) for one in where]
+        job["static_configs"][0]["targets"] = [address for _, address in found]
+        if "https" in {scheme for scheme, _ in found}:
+            job["scheme"] = "https"
+    if key_file is not None:
+        job["authorization"] = {"credentials_file": str(key_file)}
     return config
+
+
+def _address(text: str) -> tuple[str, str]:
+    """Scheme and host:port of an address or a URL. Raises UsageError."""
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port
+    except ValueError:  # of the port, or of a bracket
+        good = False
+    if not good or re.search(r"[\s,@]", text):
+        raise UsageError(f"'{text}' is not the address of metrics", remedy="give host:port, as gpu-1:8002")
+    # A server that listens on all addresses is found on this machine.
+    return parts.scheme, parts.netloc.replace("0.0.0.0", "localhost")
 
 
 def _alert_rules(models: Sequence[str]) -> dict[str, Any]:

@@ -7,19 +7,20 @@ from pathlib import Path
 import jinja2
 
 from trtpipe.configs.facts import load_toolchains
-from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.passport import Passport
 from trtpipe.pipeline.deploy import launch
-from trtpipe.pipeline.deploy.config import DeployConfig
-from trtpipe.pipeline.deploy.placement import Placement
-from trtpipe.pipeline.deploy.pods import GPU_PRODUCT, SECRET_KEY, USER
-from trtpipe.pipeline.deploy.prometheus import FULLNESS, SERIES, waiting_metric
+from trtpipe.pipeline.deploy.pods import GPU_PRODUCT, LOST_NODE_SECONDS, SECRET_KEY, USER
+from trtpipe.pipeline.deploy.prometheus import (
+    FULLNESS,
+    METRICS_KEY,
+    SERIES,
+    UNANSWERED,
+    UNANSWERED_SERIES,
+    waiting_metric,
+)
+from trtpipe.pipeline.deploy.target import Target
 
 
-def text(
-    passport: Passport, gpu: GpuSpec, config: DeployConfig, placement: Placement, *,
-    name: str, workload: str, replicas: tuple[int, int], secret: str | None,
-) -> str:  # fmt: skip
+def text(target: Target) -> str:
     """The whole file."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -30,27 +31,34 @@ def text(
         autoescape=False,
     )
     return environment.get_template("README.md.j2").render(
-        passport=passport,
-        gpu=gpu,
-        config=config,
-        placement=placement,
-        toolchain=load_toolchains().get(passport.toolchain or ""),
-        name=name,
-        workload=workload,
-        replicas=replicas,
-        scaled=replicas[0] != replicas[1],
-        grouped=placement.pods > 1,
-        secret=secret,
+        target=target,
+        passport=target.passport,
+        gpu=target.gpu,
+        config=target.config,
+        placement=target.placement,
+        toolchain=load_toolchains().get(target.passport.toolchain or ""),
+        name=target.name,
+        workload=target.workload,
+        replicas=target.replicas,
+        scaled=target.replicas[0] != target.replicas[1],
+        grouped=target.grouped,
+        secret=target.secret,
         secret_key=SECRET_KEY,
+        keys_secret=target.keys_secret,
+        metrics_key=METRICS_KEY,
         user=USER,
         gpu_label=GPU_PRODUCT,
-        reports_waiting=launch.reports_waiting(passport),
-        own_image=launch.own_image(passport),
-        uses_mpi=launch.uses_mpi(passport),
-        waiting=waiting_metric(passport.pp_size),
+        reports_waiting=launch.reports_waiting(target.passport),
+        own_image=launch.own_image(target.passport),
+        uses_mpi=launch.uses_mpi(target.passport),
+        waiting=waiting_metric(target.passport.pp_size),
         series=SERIES,
         fullness=FULLNESS,
+        unanswered=UNANSWERED,
+        unanswered_series=UNANSWERED_SERIES,
+        linger_seconds=launch.LINGER_SECONDS,
         pre_stop_seconds=launch.PRE_STOP_SECONDS,
+        lost_node_seconds=LOST_NODE_SECONDS,
         rendezvous=launch.RENDEZVOUS,
         rendezvous_port=launch.RENDEZVOUS_PORT,
     )

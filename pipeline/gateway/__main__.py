@@ -40,6 +40,8 @@ def main(spec: dict[str, Any]) -> int:
             app,
             connections,
             lambda: _tell(spec["ready"], "ready\n"),
+            linger_s=options.linger_s,
+            drain_s=options.drain_s,
             ssl_certfile=options.tls_cert,
             ssl_keyfile=str(options.tls_key) if options.tls_key else None,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from json.encoder import encode_basestring as quote
 from typing import Any
@@ -76,6 +77,7 @@ class Choice:
         "finish",
         "generation",
         "index",
+        "last",
         "offset",
         "prefix",
         "shown",
@@ -87,6 +89,7 @@ class Choice:
         self.generation = generation
         self.count = 0
         self.attempts = 0
+        self.last = 0.0  # when its last token came, by the monotonic clock
         self.finish: str | None = None
         self.shown = False  # whether the client knows that the choice has ended
         self.whole: list[str] = []
@@ -192,6 +195,7 @@ class Answer(Response):
         watcher = loop.create_task(self._watch(receive, task))
         timer = loop.call_at(self._deadline, self._expire, task)
         self._counters.add("running")
+        self._counters.add("waiting")
         status = 200
         try:
             try:
@@ -215,8 +219,9 @@ class Answer(Response):
             for choice in self.choices:
                 choice.generation.cancel()
             self._counters.add("running", -1)
+            if not self._first:
+                self._counters.add("waiting", -1)
             self._counters.answered(self.order.endpoint, status)
-            self._counters.add("completion_tokens", sum(choice.count for choice in self.choices))
 
     # Receiving tokens
 
@@ -244,7 +249,21 @@ class Answer(Response):
                 break
         if not self._first:
             self._first = True
-            self._counters.first_token(asyncio.get_running_loop().time() - self._arrived)
+            self._counters.add("waiting", -1)
+            self._counters.observe("first_token", asyncio.get_running_loop().time() - self._arrived)
+
+    def _take(self, choice: Choice) -> str:
+        """What `choice.take` gives. Its new tokens are counted, and share the time since the last one."""
+        before = choice.count
+        piece = choice.take()
+        new = choice.count - before
+        if new:
+            now = time.monotonic()
+            self._counters.add("completion_tokens", new)
+            if before:
+                self._counters.observe("inter_token", (now - choice.last) / new, new)
+            choice.last = now
+        return piece
 
     def _wake(self) -> None:
         self._dirty = True
@@ -296,7 +315,7 @@ class Answer(Response):
             for choice in choices:
                 if choice.shown:
                     continue
-                piece = choice.take()
+                piece = self._take(choice)
                 if piece or choice.entries:
                     if plain:
                         out.append(
@@ -325,7 +344,7 @@ class Answer(Response):
         while any(choice.finish is None for choice in self.choices):
             await self._news()
             for choice in self.choices:
-                choice.whole.append(choice.take())
+                choice.whole.append(self._take(choice))
         listed = []
         for choice in self.choices:
             text = "".join(choice.whole)

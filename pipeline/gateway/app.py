@@ -268,7 +268,9 @@ def build(
     @app.get("/health", response_model=None)
     @app.get("/health/ready", response_model=None)
     async def ready() -> Response:
-        """Report ready when every model of the gateway is ready."""
+        """Report ready when every model of the gateway is ready, and the gateway is not about to end."""
+        if connections.leaving:
+            return PlainTextResponse("not ready: the gateway is ending\n", 503)
         names = sorted({model.triton_model for model in options.models})
         answers = await asyncio.gather(*(gateway.upstream.ready(name) for name in names))
         missing = [name for name, answer in zip(names, answers, strict=True) if not answer]

@@ -67,6 +67,8 @@ class Connections:
         self.admit = admit
         self.count = count
         self.held = 0
+        self.leaving = False  # this process is about to end: each answer ends its connection
+        self.lingers = False  # idle connections then end by their own timer, since their clients may be sending
         self._most = most
         self._unfinished_bytes = unfinished_bytes
         self._open: set[Connection] = set()
@@ -223,6 +225,8 @@ class Connection(HttpToolsProtocol):
         self._release()
         self._deadline = math.inf
         self.scope[BODY] = body  # type: ignore[literal-required]
+        if self._all.leaving:
+            self.headers.append((b"connection", b"close"))  # the scope's: uvicorn answers with the same
         super().on_headers_complete()  # starts the application
         super().on_message_complete()
 
@@ -235,6 +239,10 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(wrong("this is not an HTTP/1.1 request", code="invalid_request"))
+
+    def shutdown(self) -> None:
+        if self.answering or not self._all.lingers:
+            super().shutdown()
 
     # Called by `Connections`
 

@@ -51,6 +51,9 @@ class GatewayOptions:
     timeout_s      seconds from a request's arrival to the end of its answer
     tls_cert, tls_key   PEM files; both or none
     cors_origins   origins whose pages may call the gateway from a browser; * for all
+    linger_s       seconds after a TERM signal in which requests are still taken. Meanwhile /health/ready says no, and
+                   each answer ends its connection, so that clients go elsewhere before the port closes
+    drain_s        seconds that running answers then have to end
     """
 
     models: tuple[ServedModel, ...]
@@ -68,6 +71,8 @@ class GatewayOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     cors_origins: tuple[str, ...] = ()
+    linger_s: int = 0
+    drain_s: int = 5
 
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""
@@ -81,6 +86,8 @@ class GatewayOptions:
         for name in ("workers", "connections", "max_body_bytes", "max_choices", "default_max_tokens", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, not {getattr(self, name)}")
+        if self.linger_s < 0 or self.drain_s < 0:
+            raise UsageError("--linger and --drain are times", remedy="give seconds, 0 or more")
         self.upstream()
 
     def upstream(self) -> tuple[str, int]:

@@ -12,8 +12,6 @@ import uvicorn
 
 from trtpipe.pipeline.gateway.connections import MOST_CONNECTIONS, MOST_TLS_CONNECTIONS, Connection, Connections
 
-# Time for running answers to end once the worker is told to stop.
-GRACE_SECONDS = 5
 HANDSHAKE_SECONDS = 10.0
 
 
@@ -32,9 +30,11 @@ class Server(uvicorn.Server):
     """Serves `app` to `connections`, and calls `ready` when it listens."""
 
     def __init__(
-        self, app: Any, connections: Connections, ready: Callable[[], None] = lambda: None, **options: Any
-    ) -> None:
-        """`options` are uvicorn's. Raises OSError for a certificate that cannot be read."""
+        self, app: Any, connections: Connections, ready: Callable[[], None] = lambda: None, *,
+        linger_s: int = 0, drain_s: int = 5, **options: Any,
+    ) -> None:  # fmt: skip
+        """`linger_s` and `drain_s` are those of GatewayOptions, `options` uvicorn's. Raises OSError for a certificate
+        that cannot be read."""
         config = uvicorn.Config(
             app,
             log_level="error",  # a warning for each bad request would let anybody fill the disk
@@ -43,13 +43,14 @@ class Server(uvicorn.Server):
             proxy_headers=False,
             lifespan="on",
             ws="none",
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=drain_s,
             **options,
         )
         config.load()
         super().__init__(config)
         self._connections = connections
         self._ready = ready
+        self._linger_s = linger_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -66,3 +67,8 @@ class Server(uvicorn.Server):
                 )
             )
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
+        await asyncio.sleep(self._linger_s)
+        await super().shutdown(sockets)

@@ -26,7 +26,8 @@ from trtpipe.engines.process import error_from_json, python_command
 from trtpipe.pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
-STOP_SECONDS = 10.0
+# Beyond the time that answers have.
+STOP_SECONDS = 5.0
 # A worker with this many deaths within this time counts as broken.
 MAX_RESTARTS, RESTART_WINDOW_SECONDS = 5, 60.0
 
@@ -103,7 +104,7 @@ class Gateway:
         for process in self._workers:
             if process.poll() is None:
                 process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + self.options.linger_s + self.options.drain_s + STOP_SECONDS
         for process in self._workers:
             try:
                 process.wait(timeout=max(0.1, deadline - time.monotonic()))

@@ -304,6 +304,8 @@ class EngineFigures:
     output_tokens: float | None
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
+    # Of answers that are being made, which `output_tokens` counts when they end: steps times generating requests.
+    making_tokens_per_s: float | None
     in_flight: float | None
     in_flight_max: float | None
     # In the last step, while any request is in flight: on an idle engine the gauge would keep its old value.
@@ -387,6 +389,10 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
     def blocks(kind: str) -> float | None:
         return after.total(KV_BLOCKS, model=model, kv_cache_block_type=kind)
 
+    steps = change.rate(GENERAL, model=model, general_type="iteration_counter")
+    generating = after.total(BATCHER, model=model, inflight_batcher_specific_metric="generation_requests")
+    if requests("active") == 0:
+        generating = 0.0
     scheduled = requests("scheduled")
     if scheduled is not None and requests("active") == 0:
         scheduled = 0.0
@@ -401,12 +407,13 @@ def _of_engine(change: Change, model: str) -> EngineFigures:
         output_tokens=after.total(OUTPUT_TOKENS, "sum", model=model),
         input_tokens_per_s=change.rate(INPUT_TOKENS, "sum", model=model),
         output_tokens_per_s=change.rate(OUTPUT_TOKENS, "sum", model=model),
+        making_tokens_per_s=None if steps is None or generating is None else _finite(steps * generating),
         in_flight=requests("active"),
         in_flight_max=requests("max"),
         scheduled=scheduled,
         waiting=requests("waiting"),
         paused=after.total(BATCHER, model=model, inflight_batcher_specific_metric="paused_requests"),
-        steps_per_s=change.rate(GENERAL, model=model, general_type="iteration_counter"),
+        steps_per_s=steps,
         kv_used=blocks("used"),
         kv_free=blocks("free"),
         kv_max=blocks("max"),

@@ -168,7 +168,8 @@ class StepCost:
 
 
 def link_bandwidth(gpu: GpuSpec, tp: int, efficiency: Efficiency) -> float:
-    """Bytes per second of an all-reduce over tp GPUs, in one direction."""
+    """Bytes per second of an all-reduce over tp GPUs, in one direction. Raises UsageError where there is no link."""
+    gpu.require_ranks(tp)
     if tp == 1:
         return 1.0
     joined = gpu.nvlink_gbs is not None and (gpu.nvlink_gpus is None or tp <= gpu.nvlink_gpus)

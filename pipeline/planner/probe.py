@@ -80,7 +80,7 @@ def _facts(gpu: Gpu) -> tuple[str, dict[str, Any]]:
     """Name of the card and its facts, from the known cards or else from the driver."""
     product = gpu.name.replace(" ", "-")
     for spec in config.load_gpus().values():
-        if spec.product == product:
+        if spec.product == product and not spec.mig:
             return spec.name, {"name": spec.name}
     name = product.lower()
     return name, {

@@ -310,17 +310,7 @@ def _gateway_options(
 ) -> GatewayOptions:
     """Options of the gateway, checked before anything is started. Raises UsageError, InputDataError for its files."""
     chosen = GatewayOptions(
-        models=tuple(
-            ServedModel(
-                name=one.model_names[0],
-                aliases=one.model_names[1:],
-                tokenizer=one.tokenizer,
-                triton_model=one.model(ENGINE_MODEL),
-                max_input_len=passport.build_config["max_input_len"],
-                max_seq_len=passport.build_config["max_seq_len"],
-            )
-            for one, passport in zip(served, passports, strict=True)
-        ),
+        models=tuple(_gateway_model(one, passport) for one, passport in zip(served, passports, strict=True)),
         # A server that listens on all addresses is reached on loopback.
         grpc_url=endpoints.grpc_url.replace("0.0.0.0", "127.0.0.1"),
         host=options.host,
@@ -333,6 +323,30 @@ def _gateway_options(
     )
     access.check(chosen)
     return chosen
+
+
+def _gateway_model(served: Served, passport: Passport) -> ServedModel:
+    return ServedModel(
+        name=served.model_names[0],
+        aliases=served.model_names[1:],
+        tokenizer=served.tokenizer,
+        triton_model=served.model(ENGINE_MODEL),
+        max_input_len=passport.build_config["max_input_len"],
+        max_seq_len=passport.build_config["max_seq_len"],
+    )
+
+
+def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
+    """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
+    found, repository = find_repository(target)
+    passport = read_passport(repository / ENGINE_FOLDER)
+    if _served_by(passport) is ServedBy.LLM_API:
+        raise ArtefactRefused(
+            f"a gateway cannot serve an engine of {passport.runtime}",
+            why="its models take text, and the gateway sends tokens",
+            remedy="ask Triton itself, or build with --runtime tensorrt_llm",
+        )
+    return _gateway_model(Served(name=found, repository=repository, names=names), passport)
 
 
 def end(server: Server) -> None:

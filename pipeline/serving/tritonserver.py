@@ -246,6 +246,7 @@ def start_docker(
         grpc=endpoints.grpc,
         metrics=endpoints.metrics,
         exit_timeout=int(STOP_SECONDS) // 2,
+        histograms=True,
         root=os.geteuid() == 0,
     )
     spec = {

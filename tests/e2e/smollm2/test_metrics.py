@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
+import yaml
 
 from tests.e2e.conftest import Served
+from tests.unit.deploy.test_monitoring import family, panels, series
 from trtpipe.pipeline.cli import console_top
 from trtpipe.pipeline.net.triton_metrics import FAMILIES, KNOWN, EngineFigures, Figures, ModelFigures, Scrape
 from trtpipe.pipeline.serving import top
 
 pytestmark = pytest.mark.real
+
+# Labels of Prometheus, which no page has.
+CHOSEN = {("job", "trtpipe"), ("job", "trtpipe-gateway")}
+# Panels that a server without a GPU, and another than NVIDIA's container, has no data for.
+ELSEWHERE = {
+    "GPU busy", "GPU memory", "GPU power", "Energy of a token", "Memory of the engine", "Time to load",
+    "First response",
+}  # fmt: skip
 
 ASK: dict[str, Any] = {
     "text_input": "The capital of France is",
@@ -162,3 +178,71 @@ def test_once_as_json_agrees_with_what_was_sent(served: Served, capsys: pytest.C
     assert grown["output_tokens"] == sum(reply["num_output_tokens"] for reply in replies) == 32
     assert grown["input_tokens"] == sum(reply["num_input_tokens"] for reply in replies)
     assert look()["models"][0]["succeeded_per_s"] == 0
+
+
+@pytest.fixture
+def gateway(served: Served) -> Iterator[str]:
+    """Address of a gateway that `trtpipe gateway` runs in front of the server; it is told to end, and does."""
+    words = ("gateway", served.name, "--triton", served.grpc, "--served-model-name", "small", "--port", "0")
+    process = served.cli.start(*words, "--linger", "1")
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        found = re.match(r"gateway at (http://\S+)/v1;", process.stdout.readline())
+        assert found, process.stderr.read()
+        yield found[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def samples(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found = re.findall(r"^(\w+)(?:\{(.*)\})? (\S+)$", page, re.MULTILINE)
+    return {
+        (name, frozenset(re.findall(r'(\w+)="([^"]*)"', labels))): float(value.lower()) for name, labels, value in found
+    }
+
+
+def test_every_panel_and_alert_has_data_while_a_server_and_its_gateway_work(
+    served: Served, gateway: str, tmp_path: Path
+) -> None:
+    served.cli.ok("monitoring", served.name, "-o", str(tmp_path))
+    folder = tmp_path / "monitoring"
+    jobs = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
+    assert jobs[0]["static_configs"][0]["targets"] == [urlsplit(served.metrics).netloc]
+    body = {"model": "small", "prompt": "Count to a hundred:", "max_tokens": 96, "ignore_eos": True}
+
+    def ask(number: int) -> int:
+        return httpx.post(f"{gateway}/v1/completions", json=body, timeout=250).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = pool.map(ask, range(16))
+        deadline = time.monotonic() + 200
+        here: dict[Any, float] = {}
+        while here.get(("trtpipe_gateway_inter_token_seconds_count", frozenset()), 0) < 100:
+            assert time.monotonic() < deadline
+            here = samples(httpx.get(f"{gateway}/metrics").text) | samples(httpx.get(served.metrics).text)
+            time.sleep(0.1)
+        assert set(asked) == {200}
+    assert here["trtpipe_gateway_running", frozenset()] > 0
+
+    def has_data(expr: str) -> bool:
+        return all(
+            name == "up" or any(own == name and set(labels.items()) - CHOSEN <= has for own, has in here)
+            for name, selections in series(expr).items()
+            for labels in selections
+        )
+
+    board = json.loads((folder / "grafana-dashboard.json").read_text())
+    empty = {panel["title"] for panel in panels(board) for target in panel["targets"] if not has_data(target["expr"])}
+    assert empty == ELSEWHERE
+    missing = [
+        name
+        for panel in panels(board)
+        for target in panel["targets"]
+        for name in series(target["expr"])
+        if panel["title"] in ELSEWHERE and not any(own == name for own, _ in here)
+    ]
+    # They lack what is known to be elsewhere, and nothing else.
+    assert not [name for name in missing if KNOWN[family(name)].reference]
+    (group,) = yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
+    assert [rule["alert"] for rule in group["rules"] if not has_data(rule["expr"])] == []

@@ -41,8 +41,8 @@ from trtpipe.pipeline.store.store import Store
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export", "import",
-    "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
+    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export",
+    "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
     "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
@@ -1040,6 +1040,53 @@ def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) 
         assert find_repository(str(folder))[0] == "tiny.cpu.fp32"
     assert run("export", "runs/tiny.cpu.fp32").status == 0
     assert Path("tiny.cpu.fp32.tar").is_file()
+
+
+def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alone(in_folder: Path, run: Run) -> None:
+    from tests.unit.engines.test_passport import passport, target
+    from trtpipe.triton_repo.layout import ENGINE_FOLDER
+
+    (in_folder / "r" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "r" / "tensorrt_llm" / "config.pbtxt").touch()
+    (in_folder / "r" / ENGINE_FOLDER).mkdir(parents=True)
+    passport(target()).write(in_folder / "r" / ENGINE_FOLDER)
+    deploy = ("deploy", "k8s", "r", "--pvc", "models", "-o")
+    assert "give --gateway-image" in run(*deploy, "one").error()
+    settings = ("--set", 'tolerations=["spot:NoSchedule"]', "--set", "api_keys=false")
+    assert run(*deploy, "one", "--gateway-image", "ours:1", *settings).status == 0
+    written = (in_folder / "one" / "base" / "deployment.yaml").read_text()
+    assert "key: spot" in written
+    assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
+    assert run(*deploy, "two", "--no-openai").status == 0
+    assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
+    passport(target(), runtime="trtllm_pytorch").write(in_folder / "r" / ENGINE_FOLDER)
+    assert "a gateway cannot serve an engine of trtllm_pytorch" in run("gateway", "r").error()
+
+
+def test_monitoring_scrapes_the_server_that_runs(
+    in_folder: Path, store: Store, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import yaml
+
+    from trtpipe.pipeline.serving import servers
+
+    (in_folder / "a" / "tensorrt_llm").mkdir(parents=True)
+    (in_folder / "a" / "tensorrt_llm" / "config.pbtxt").touch()
+
+    def scraped(*arguments: str) -> list[list[str]]:
+        assert run("monitoring", "a", *arguments).status == 0
+        config = yaml.safe_load((in_folder / "monitoring" / "prometheus.yml").read_text())
+        return [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
+
+    assert scraped() == [["localhost:8002"], ["localhost:9000"]]
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    remember(store, "a")
+    (server,) = running(store)
+    servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
+    remember(store, "b")
+    assert scraped() == [["127.0.0.1:3"], ["127.0.0.1:4"]]
+    assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
+    assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def test_every_shipped_model_and_gpu_loads() -> None:
     models, gpus = load_models(), load_gpus()
     assert sorted(models) == sorted(path.stem for path in (config.CONFIGS / "models").glob("*.yaml"))
     assert sorted(gpus) == sorted(path.stem for path in (config.CONFIGS / "gpus").glob("*.yaml"))
-    of_sm = {sm: sorted(name for name, gpu in gpus.items() if gpu.sm == sm) for sm in {g.sm for g in gpus.values()}}
+    whole = [gpu for gpu in gpus.values() if not gpu.mig]
+    of_sm = {sm: sorted(gpu.name for gpu in whole if gpu.sm == sm) for sm in {gpu.sm for gpu in whole}}
     assert of_sm == {
         None: ["cpu"], 70: ["v100"], 75: ["t4"],
         80: ["a100", "a100-40gb", "a100-pcie", "a100-pcie-40gb", "a30", "a800"], 86: ["a10", "a10g"],
@@ -43,6 +44,24 @@ def test_every_shipped_model_and_gpu_loads() -> None:
         100: ["b200"], 120: ["rtx5090"],
     }  # fmt: skip
     assert [name for name, gpu in gpus.items() if gpu.refused] == ["t4", "v100"]
+
+
+def test_a_mig_slice_is_a_share_of_its_card_and_holds_one_rank() -> None:
+    gpus = load_gpus()
+    slices = [gpu for gpu in gpus.values() if gpu.mig]
+    shapes = ("1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb")
+    assert [gpu.name for gpu in slices] == [f"{card}-mig-{shape}" for card in ("a100", "h100") for shape in shapes]
+    for gpu in slices:
+        card = gpus[gpu.name.partition("-")[0]]
+        assert (gpu.sm, gpu.product) == (card.sm, card.product)
+        eighths, share = gpu.memory_gib / 10, int(gpu.mig[0]) / 7  # type: ignore[operator]
+        assert gpu.bandwidth_gbs == pytest.approx(card.bandwidth_gbs * eighths / 8, rel=1e-3)  # type: ignore[operator]
+        assert gpu.memory_mib < gpu.memory_gib * 1024  # type: ignore[operator]
+        # Some of the multiprocessors are in no slice of one seventh, and more are in larger slices.
+        assert gpu.tflops["fp16"] == pytest.approx(card.tflops["fp16"] * share, rel=0.16)
+        gpu.require_ranks(1)
+        with pytest.raises(UsageError, match="2 ranks cannot be on MIG slices"):
+            gpu.require_ranks(2)
 
 
 def test_every_figure_of_a_gpu_has_a_source_and_no_rate_is_a_sparse_one() -> None:

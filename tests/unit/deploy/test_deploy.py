@@ -21,6 +21,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,15 +32,18 @@ from tests.unit.engines.test_passport import GIB, passport, target
 from trtpipe.configs.facts import find_gpu, find_toolchain
 from trtpipe.engines.errors import ArtefactRefused, TrtpipeError, UsageError
 from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.cli.app import make_app
 from trtpipe.pipeline.deploy import rendezvous
 from trtpipe.pipeline.deploy.config import NAME_LENGTH, DeployConfig, dns_name
-from trtpipe.pipeline.deploy.kubernetes import manifests, plan, to_yaml, write
-from trtpipe.pipeline.deploy.launch import PORTS, PRE_STOP_SECONDS
+from trtpipe.pipeline.deploy.kubernetes import chart, manifests, plan, write
+from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, LINGER_SECONDS, PORTS, PRE_STOP_SECONDS
 from trtpipe.pipeline.deploy.placement import place
+from trtpipe.pipeline.deploy.values import to_yaml
 
 # The oldest that the base is for, the newest there is, and some between.
 VERSIONS = ("1.29", "1.32", "1.35", kubernetes_validate.latest_version())
 OURS = "registry.example.com/trtpipe:1"
+GATEWAY = "registry.example.com/gateway:1"
 
 
 def engine(tp: int = 1, pp: int = 1, **changes: Any) -> Passport:
@@ -61,7 +65,7 @@ class Case:
     settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"pvc": "models"})
 
     def config(self, **more: Any) -> DeployConfig:
-        return DeployConfig(**{"name": "llama3-8b.h100.fp8", **self.settings, **more})
+        return DeployConfig(**{"name": "llama3-8b.h100.fp8", "gateway_image": GATEWAY, **self.settings, **more})
 
 
 CASES = {
@@ -69,15 +73,23 @@ CASES = {
     "tp2": Case(engine(2), settings={"pvc": "models", "replicas_min": 2, "namespace": "llm"}),
     "group": Case(engine(8, 2), settings={"model_image": "registry.example.com/llama@sha256:c0ffee"}),
     "wide": Case(engine(16), settings={"pvc": "models", "replicas_min": 2, "surge": False, "replicas_max": 2}),
-    "fixed": Case(engine(), settings={"pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False}),
+    "fixed": Case(
+        engine(),
+        settings={"pvc": "models", "replicas_max": 1, "repository_path": "", "surge": False, "openai": False},
+    ),
     "dressed": Case(
         engine(4),
         settings={
             "model_image": "models", "priority_class": "serving", "runtime_class": "nvidia", "memory": "64Gi",
             "image_pull_secret": "registry", "product": "NVIDIA-H100-PCIe", "image": "mirror/triton:26.06",
+            "gateway_workers": 3, "api_keys_secret": "ours", "termination_grace_seconds": 300,
+            "tolerations": ("cloud.google.com/gke-spot=true:NoSchedule", "spot:NoExecute"),
         },
     ),
-    "trial": Case(reference(), "cpu", {"host_path": "/srv/models", "image": OURS}),
+    "trial": Case(
+        reference(), "cpu", {"host_path": "/srv/models", "image": OURS, "gateway_image": None, "api_keys": False}
+    ),
+    "slice": Case(engine(gpu="a100-mig-3g.40gb", sm=80, sms=(80,)), "a100-mig-3g.40gb"),
     "vllm": Case(engine(2, runtime="vllm", toolchain=None, image=None), settings={"pvc": "models", "image": OURS}),
     "llmapi": Case(engine(2, runtime="trtllm_pytorch")),
 }  # fmt: skip
@@ -92,8 +104,10 @@ def made(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
 
 
 def resources(name: str, /, **more: Any) -> dict[str, dict[str, Any]]:
-    """Those a cluster gets, by kind and name."""
-    found = [one for one in made(name, **more).values() if one.get("kind") not in (None, "Kustomization", "Component")]
+    """Those a cluster gets of the base and its component, by kind and name."""
+    paths = ("base/", "components/")
+    found = [one for path, one in made(name, **more).items() if path.startswith(paths)]
+    found = [one for one in found if one["kind"] not in ("Kustomization", "Component")]
     return {f"{one['kind']}/{one['metadata']['name']}": one for one in found}
 
 
@@ -115,6 +129,11 @@ def templates(name: str, /, **more: Any) -> Iterator[dict[str, Any]]:
 def container(name: str, /, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = next(templates(name, **more))["spec"]["containers"][0]
     return found
+
+
+def gateway(name: str, /, **more: Any) -> dict[str, Any]:
+    (found,) = [one for one in next(templates(name, **more))["spec"]["containers"] if one["name"] == "gateway"]
+    return found  # type: ignore[no-any-return]
 
 
 def servers(words: list[str]) -> list[list[str]]:
@@ -200,6 +219,8 @@ def test_selectors_find_the_pods_and_nothing_is_named_that_is_not_there(name: st
         for holder in [*pod["containers"], *pod.get("initContainers", [])]:
             assert {mount["name"] for mount in holder["volumeMounts"]} <= set(volumes)
         for volume in volumes.values():
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in ("ours", "llama3-8b-h100-fp8-api-keys")
             if "configMap" in volume:
                 data = found[f"ConfigMap/{volume['configMap']['name']}"]["data"]
                 assert Path(pod["containers"][0]["args"][1]).name in data
@@ -212,6 +233,7 @@ def test_kustomize_finds_every_file_and_no_file_is_left_out(name: str, tmp_path:
     files = sorted(path for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert sorted(written) == files
     used = {tmp_path / "out" / "README.md", tmp_path / "out" / "prometheus-adapter.values.yaml"}
+    used |= set((tmp_path / "out" / "chart").rglob("*"))
     for path in files:
         if path.name == "kustomization.yaml":
             used.add(path)
@@ -224,7 +246,7 @@ def test_kustomize_finds_every_file_and_no_file_is_left_out(name: str, tmp_path:
                 assert there not in path.parents
     assert set(files) <= used
     for path in files:
-        if path.suffix == ".yaml":
+        if path.suffix == ".yaml" and "chart" not in path.parts:
             assert yaml.safe_load(path.read_text()) == made(name)[path.relative_to(tmp_path / "out").as_posix()]
 
 
@@ -247,21 +269,28 @@ def test_kustomize_itself_builds_base_and_overlay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_ports_are_the_same_everywhere(name: str) -> None:
     server = container(name)
-    declared = {port["name"]: port["containerPort"] for port in server["ports"]}
-    assert declared.items() >= PORTS.items()
-    for kind in ("Service",):
-        for key, service in resources(name).items():
-            if key.startswith(kind):
-                assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == PORTS
+    wanted = dict(PORTS)
+    holders = [server]
+    if name not in ("fixed", "llmapi"):
+        wanted |= GATEWAY_PORT
+        holders.append(gateway(name))
+    declared = {port["name"]: port["containerPort"] for holder in holders for port in holder["ports"]}
+    assert declared.items() >= wanted.items()
+    for key, service in resources(name).items():
+        if key.startswith("Service"):
+            assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == wanted
     opened = [rule for rule in one_policy(name)["spec"]["ingress"] if "from" not in rule]
-    assert [{port["port"] for port in rule["ports"]} for rule in opened] == [set(PORTS)]
-    assert one(name, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["port"] in declared
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert server[probe]["httpGet"]["port"] in declared
+    assert [{port["port"] for port in rule["ports"]} for rule in opened] == [set(wanted)]
+    scraped = [endpoint["port"] for endpoint in one(name, "PodMonitor")["spec"]["podMetricsEndpoints"]]
+    assert scraped == ["metrics", *(["openai"] if "openai" in wanted else [])]
+    for holder in holders:
+        own = {port["name"] for port in holder["ports"]}
+        for probe in {"startupProbe", "livenessProbe", "readinessProbe"} & set(holder):
+            assert holder[probe]["httpGet"]["port"] in own
     text = " ".join(server["args"])
     for port, number in PORTS.items():
         assert re.search(rf"--{port}-port[= ]{number}\b", text)
-    assert len({port["name"] for port in server["ports"]}) == len(server["ports"])
+    assert len(declared) == sum(len(holder["ports"]) for holder in holders)
 
 
 def one_policy(name: str) -> dict[str, Any]:
@@ -292,11 +321,13 @@ def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
                 "readOnlyRootFilesystem": True,
             }
             assert {"cpu", "memory"} <= set(holder["resources"]["requests"])
-        (server,) = pod["containers"]
-        mounts = {mount["mountPath"]: mount for mount in server["volumeMounts"]}
-        assert mounts["/models"]["readOnly"] is True
-        assert {"/dev/shm", "/tmp"} <= set(mounts)
-        assert server["workingDir"] == "/models"
+        for holder in pod["containers"]:
+            mounts = {mount["mountPath"]: mount for mount in holder["volumeMounts"]}
+            assert mounts["/models"]["readOnly"] is True
+            assert "/tmp" in mounts
+            assert ("/dev/shm" in mounts) == (holder["name"] != "gateway")
+            assert holder["workingDir"] == "/models"
+        server = pod["containers"][0]
         # The one that is, is what the pods of a group know each other by.
         secrets = [variable["name"] for variable in server["env"] if "valueFrom" in variable]
         assert secrets == ["TRTPIPE_RENDEZVOUS_SECRET"] * (name in ("group", "wide"))
@@ -311,7 +342,10 @@ def test_nothing_secret_and_no_place_of_a_host_is_written(name: str, tmp_path: P
     for word in ("hostPath", "hostNetwork", "hostIPC", "hostPID", "privileged: true", "kind: Secret", "password"):
         assert word not in text
     # The paths of a container, of an image, of the API and of HTTP.
-    known = ("/models", "/repository", "/opt/trtpipe", "/tmp", "/dev/shm", "/v2/", "/metrics", "/apis/")
+    known = (
+        "/models", "/repository", "/opt/trtpipe", "/etc/trtpipe/keys", "/tmp", "/dev/shm", "/v2/", "/health/",
+        "/metrics", "/apis/",
+    )  # fmt: skip
     manifest = "\n".join(to_yaml(one) for path, one in made(name).items() if "configmap" not in path)
     for path in re.findall(r"(?<![\w.>*}])/[a-z][\w/.-]*", manifest):
         assert path.startswith(known), path
@@ -332,7 +366,9 @@ def test_each_rank_has_a_gpu_of_the_engine_s_kind(name: str, gpus: str) -> None:
 def test_a_server_with_one_rank_needs_no_mpi() -> None:
     args = container("one")["args"]
     assert args[0] == "tritonserver"
-    assert "--exit-timeout-secs=165" in args
+    assert "--exit-timeout-secs=155" in args
+    # Else nobody sees the time to the first token: it is off by default.
+    assert "--metrics-config=histogram_latencies=true" in args
     assert not [word for word in args if word.startswith(("--model-control-mode", "--load-model"))]
     # The LLM API starts its ranks itself.
     assert container("llmapi")["args"] == args
@@ -342,7 +378,7 @@ def test_a_server_with_one_rank_needs_no_mpi() -> None:
 def test_ranks_are_servers_under_mpirun() -> None:
     args = container("tp2")["args"]
     assert args[: args.index("-n")] == [
-        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "82", "--oversubscribe"
+        "mpirun", "--bind-to", "none", "--mca", "odls_base_sigkill_timeout", "77", "--oversubscribe"
     ]  # fmt: skip
     first, second = servers(args)
     assert {"--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"} <= set(first)
@@ -371,11 +407,13 @@ def test_a_group_is_a_leader_that_serves_and_workers_that_hold_ranks() -> None:
 
 
 def test_runtimes_of_ours_are_served_by_trtpipe_itself() -> None:
-    words = ["trtpipe", "serve", "/models", "--host", "0.0.0.0"]
+    words = ["trtpipe", "serve", "/models", "--no-openai", "--host", "0.0.0.0"]
     words += ["--http-port", "8000", "--grpc-port", "8001", "--metrics-port", "8002"]
     for name in ("trial", "vllm"):
         assert container(name)["args"] == words
         assert container(name)["image"] == OURS
+        # The gateway is in the same image.
+        assert gateway(name)["image"] == {"trial": OURS, "vllm": GATEWAY}[name]
     pod = next(templates("trial"))["spec"]
     assert "nodeSelector" not in pod
     assert "limits" not in pod["containers"][0]["resources"]
@@ -428,7 +466,9 @@ def test_any_target_makes_names_that_a_cluster_accepts(text: str) -> None:
     assert len(name) <= NAME_LENGTH
     assert dns_name(name) == name
     for tp in (1, 16):
-        for resource in manifests(plan(engine(tp), find_gpu("h100"), DeployConfig(name=text, pvc="models"))).values():
+        for resource in manifests(
+            plan(engine(tp), find_gpu("h100"), DeployConfig(name=text, pvc="models", openai=False))
+        ).values():
             metadata = resource.get("metadata", {"name": name, "labels": {}})
             assert label.fullmatch(metadata["name"])
             assert all(re.fullmatch(r"[\w.-]{1,63}", value) for value in metadata["labels"].values())
@@ -452,6 +492,12 @@ def test_requests_have_time_to_end_before_the_pod_is_killed(grace: int, tp: int,
     pod = (spec.get("template") or spec["leaderWorkerTemplate"]["leaderTemplate"])["spec"]
     server = pod["containers"][0]
     assert pod["terminationGracePeriodSeconds"] == grace
+    # The gateway is told first, takes requests for a while, and ends before the pod is killed.
+    front = pod["containers"][1]
+    linger, drain = (int(front["command"][front["command"].index(word) + 1]) for word in ("--linger", "--drain"))
+    assert "lifecycle" not in front
+    assert linger == LINGER_SECONDS < PRE_STOP_SECONDS
+    assert 0 < linger + drain < grace
     assert server["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(PRE_STOP_SECONDS)]
     exit_seconds = int(next(w for w in server["args"] if "exit-timeout" in w).partition("=")[2])
     assert exit_seconds > 0
@@ -481,6 +527,7 @@ def test_replicas_follow_waiting_requests_and_fullness() -> None:
     assert wanted == {
         "trtllm_waiting_requests": {"type": "AverageValue", "averageValue": "4"},
         "trtllm_batch_fullness": {"type": "AverageValue", "averageValue": "900m"},
+        "trtpipe_gateway_unanswered_requests": {"type": "AverageValue", "averageValue": "16"},
     }
     assert spec["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
     # Else every `kubectl apply` would undo what it decided.
@@ -503,6 +550,69 @@ def test_the_adapter_makes_every_metric_that_is_asked_for(name: str) -> None:
         query = rule["metricsQuery"]
         assert query.count("<<.Series>>") == query.count("<<.LabelMatchers>>") == query.count("<<.GroupBy>>")
         assert query.count("(") == query.count(")")
+
+
+def test_the_gateway_is_beside_the_server_asks_for_keys_and_is_ready_when_the_model_is() -> None:
+    front = gateway("one")
+    assert front["image"] == GATEWAY
+    assert front["command"] == [
+        "trtpipe", "gateway", "/models", "--triton", "127.0.0.1:8001", "--served-model-name", "llama3-8b.h100.fp8",
+        "--host", "0.0.0.0", "--port", "9000", "--workers", "1", "--linger", "10", "--drain", "165",
+        "--api-keys-file", "/etc/trtpipe/keys/api-keys",
+    ]  # fmt: skip
+    assert front["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": "openai"}
+    (keys,) = [volume for volume in next(templates("one"))["spec"]["volumes"] if volume["name"] == "keys"]
+    assert keys["secret"] == {
+        "secretName": "llama3-8b-h100-fp8-api-keys",
+        "items": [{"key": "api-keys", "path": "api-keys"}],
+        "defaultMode": 0o440,
+    }
+    server, gate = one("one", "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert "authorization" not in server
+    credentials = {"name": "llama3-8b-h100-fp8-api-keys", "key": "metrics-key"}
+    assert gate["authorization"] == {"type": "Bearer", "credentials": credentials}
+    # As the alerts of `trtpipe monitoring` call them.
+    assert [e["relabelings"][0]["replacement"] for e in (server, gate)] == ["trtpipe", "trtpipe-gateway"]
+    assert "3" in gateway("dressed")["command"]
+    assert gateway("dressed")["resources"]["requests"] == {"cpu": "3", "memory": "3Gi"}
+    assert "--api-keys-file" not in gateway("trial")["command"]
+    assert "keys" not in [volume["name"] for volume in next(templates("trial"))["spec"]["volumes"]]
+    for name in ("fixed", "llmapi"):
+        assert [one["name"] for one in next(templates(name))["spec"]["containers"]] == ["server"]
+    # Workers answer nobody.
+    assert [one["name"] for one in list(templates("group"))[1]["spec"]["containers"]] == ["worker"]
+
+
+def test_the_command_of_the_gateway_is_one_that_trtpipe_knows() -> None:
+    words = gateway("one")["command"]
+    command = typer.main.get_command(make_app()).commands["gateway"]  # type: ignore[attr-defined]
+    context = command.make_context("gateway", list(words[2:]))
+    assert (context.params["target"], context.params["linger"], context.params["port"]) == ("/models", 10, 9000)
+
+
+def test_a_mig_slice_is_asked_for_by_its_own_name() -> None:
+    pod = next(templates("slice"))["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "1"}
+    # With the strategy `mixed`, the label is the card's.
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+
+
+def test_pods_go_to_preempted_nodes_only_when_asked_and_leave_lost_ones_soon() -> None:
+    def tolerated(name: str) -> list[Any]:
+        found: list[Any] = next(templates(name))["spec"]["tolerations"]
+        return found
+
+    lost = [{"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+            for why in ("not-ready", "unreachable")]  # fmt: skip
+    gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert tolerated("trial") == lost
+    assert tolerated("one") == [gpu, *lost]
+    assert tolerated("dressed") == [
+        gpu,
+        {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists", "effect": "NoExecute"},
+        *lost,
+    ]
 
 
 def test_pipeline_stages_do_not_count_as_waiting() -> None:
@@ -538,6 +648,118 @@ def test_another_engine_makes_other_pods() -> None:
     assert annotations() == annotations()
     assert annotations(build_config={"max_batch_size": 8})["trtpipe/passport"] != annotations()["trtpipe/passport"]
     assert annotations()["trtpipe/engine"] == "tensorrt_llm 1.2.1"
+
+
+@functools.cache
+def charted(name: str) -> dict[str, str]:
+    case = CASES[name]
+    return {
+        path.removeprefix("chart/"): text
+        for path, text in chart(plan(case.passport, find_gpu(case.gpu), case.config())).items()
+    }
+
+
+def rendered(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The chart's resources by kind and name, as Helm would render what its templates contain."""
+
+    def value(match: re.Match[str]) -> str:
+        return json.dumps(functools.reduce(lambda at, key: at[key], match[1].split("."), values))
+
+    found = {}
+    for path, text in charted(name).items():
+        if path.startswith("templates/"):
+            condition = re.match(r"\{\{- if \.Values\.(\w+) \}\}\n", text)
+            if condition is None or values[condition[1]]:
+                text = re.sub(r"\{\{- (if \.Values\.\w+|end) \}\}\n", "", text)
+                text = re.sub(r"\{\{ toJson \.Values\.([\w.]+) \}\}", value, text)
+                one = yaml.safe_load(re.sub(r'\{\{ "\{\{" \}\}', "{{", text))
+                found[f"{one['kind']}/{one['metadata']['name']}"] = one
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_chart_renders_to_the_base_with_its_own_values(name: str) -> None:
+    values = yaml.safe_load(charted(name)["values.yaml"])
+    jsonschema.Draft7Validator(json.loads(charted(name)["values.schema.json"])).validate(values)
+    assert values["podMonitor"] is False
+    assert rendered(name, {**values, "podMonitor": True}) == resources(name)
+    assert set(resources(name)) - set(rendered(name, values)) == {"PodMonitor/llama3-8b-h100-fp8"}
+
+
+def test_a_chart_s_values_are_explained_change_the_manifests_and_are_checked() -> None:
+    text = charted("tp2")["values.yaml"]
+    values = yaml.safe_load(text)
+    lines = text.splitlines()
+    assert (
+        lines[lines.index("# image of the server") + 1] == "image: nvcr.io/nvidia/tritonserver:26.06-trtllm-python-py3"
+    )
+    leaves = [key for value in values.values() for key in (value if isinstance(value, dict) else [None])]
+    assert len([line for line in lines if line.lstrip().startswith("# ")]) == len(leaves)
+    assert set(values["autoscaling"]) == {
+        "minReplicas", "maxReplicas", "waitingPerReplica", "unansweredPerReplica", "scaleDownSeconds"
+    }  # fmt: skip
+    changed = {**values, "image": "mirror/triton:1", "tolerations": [], "claim": "others",
+               "resources": {**values["resources"], "cpu": "32"}}  # fmt: skip
+    pod = rendered("tp2", changed)["Deployment/llama3-8b-h100-fp8"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "mirror/triton:1"
+    assert pod["containers"][0]["resources"]["requests"]["cpu"] == "32"
+    assert (pod["tolerations"], pod["volumes"][0]["persistentVolumeClaim"]["claimName"]) == ([], "others")
+    check = jsonschema.Draft7Validator(json.loads(charted("tp2")["values.schema.json"]))
+    check.validate({**changed, "resources": {"cpu": 32, "memory": "64Gi", "shm": "4Gi"}})  # as `helm --set` reads it
+    for wrong in ({**values, "images": "x"}, {**values, "tolerations": "x"}, {**values, "resources": {"gpu": "1"}}):
+        assert list(check.iter_errors(wrong)), wrong
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
+@pytest.mark.parametrize("name", CASES)
+def test_helm_itself_accepts_the_chart_and_renders_the_same(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    write(case.passport, find_gpu(case.gpu), case.config(), tmp_path / "out")
+    where = str(tmp_path / "out" / "chart")
+    environment = {**os.environ, "HOME": str(tmp_path)}
+
+    def helm(*words: str, fails: bool = False) -> str:
+        done = subprocess.run(["helm", *words], capture_output=True, text=True, env=environment, check=False)
+        assert (done.returncode != 0) == fails, done.stderr + done.stdout
+        return done.stderr if fails else done.stdout
+
+    helm("lint", "--strict", where)
+    documents = filter(None, yaml.safe_load_all(helm("template", "x", where, "--set", "podMonitor=true")))
+    assert {f"{one['kind']}/{one['metadata']['name']}": one for one in documents} == resources(name)
+    assert "imagge" in helm("template", "x", where, "--set", "imagge=y", fails=True)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("group", "wide")])
+def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
+    made_here = made(name)
+    check = jsonschema.Draft202012Validator(schema("kserve"))
+    runtime, service = (made_here[f"kserve/{file}.yaml"] for file in ("servingruntime", "inferenceservice"))
+    for resource in (runtime, service):
+        check.validate(resource)
+    predictor = service["spec"]["predictor"]
+    assert predictor["model"]["runtime"] == runtime["metadata"]["name"]
+    assert predictor["model"]["modelFormat"] in runtime["spec"]["supportedModelFormats"]
+    assert predictor["deploymentStrategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    template = next(templates(name))
+    pod = dict(template["spec"])
+    pod.pop("topologySpreadConstraints")
+    halves = {**runtime["spec"], **predictor}
+    main, *others = halves["containers"]
+    # KServe sends requests to the first port of this container.
+    assert main["name"] == "kserve-container"
+    assert main["ports"][0]["name"] == ("http" if name in ("fixed", "llmapi") else "openai")
+    assert [*others, {**main, "name": pod["containers"][-1]["name"]}] == pod["containers"]
+    assert {key: halves[key] for key in pod if key != "containers"} == {
+        key: value for key, value in pod.items() if key != "containers"
+    }
+    assert (runtime["spec"]["labels"], runtime["spec"]["annotations"]) == (
+        template["metadata"]["labels"], template["metadata"]["annotations"]
+    )  # fmt: skip
+
+
+def test_kserve_gets_no_group() -> None:
+    assert not [path for path in made("group") if path.startswith("kserve/")]
 
 
 def test_where_the_repository_comes_from() -> None:
@@ -583,6 +805,10 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
     if any(key.startswith("Horizontal") for key in resources(name)):
         for words in ("nv_inference_queue_duration_us", "trtllm_waiting_requests", "trtllm_batch_fullness"):
             assert words in text
+    assert ("/v1/chat/completions" in text) == (name not in ("fixed", "llmapi"))
+    assert ("create secret generic llama3-8b-h100-fp8-api-keys" in text) == (
+        name not in ("fixed", "llmapi", "trial", "dressed")
+    )
     if case.passport.toolchain:
         assert find_toolchain(None).driver in text
     assert ("LWS_LEADER_ADDRESS" in text) == (name in ("group", "wide"))
@@ -610,6 +836,11 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
         (engine(), "h100", {"termination_grace_seconds": 5}, UsageError, "give at least 60"),
         (engine(), "h100", {"scale_down_seconds": 7200}, UsageError, "give at most 3600"),
         (engine(3), "h100", {"gpus_per_node": 2}, UsageError, "tensor parallelism of 3 does not fit nodes of 2 GPUs"),
+        (engine(), "h100", {"gateway_image": None}, UsageError, "for the OpenAI-compatible gateway.*--gateway-image"),
+        (engine(), "h100", {"gateway_image": "a b"}, UsageError, "--gateway-image 'a b' is not an image reference"),
+        (engine(), "h100", {"gateway_workers": 0}, UsageError, "gateway_workers is 0; give at least 1"),
+        (engine(), "h100", {"tolerations": ("spot",)}, UsageError, "'spot' is not a taint; write it as key=value"),
+        (engine(2), "h100-mig-3g.40gb", {}, UsageError, "2 ranks cannot be on MIG slices"),
         (engine(), "a100", {}, ArtefactRefused, r"for h100 \(SM90\), and a100 \(SM80\) is asked for; deploy"),
         (engine(), "cpu", {}, ArtefactRefused, r"for h100 \(SM90\), and nodes without a GPU are asked for"),
         (engine(rank_bytes=90 * GIB), "h100", {}, ArtefactRefused, r"weights take 90\.0 GiB, and h100 has 80"),
@@ -625,13 +856,16 @@ def test_what_cannot_be_deployed_is_refused_with_the_reason(
     made: Passport, gpu: str, settings: dict[str, Any], kind: type[TrtpipeError], told: str, tmp_path: Path
 ) -> None:
     with pytest.raises(kind, match=told) as refused:
-        write(made, find_gpu(gpu), DeployConfig(**{"name": "x", "pvc": "models", **settings}), tmp_path / "out")
+        write(
+            made, find_gpu(gpu), Case(made, gpu, {"name": "x", "pvc": "models", **settings}).config(), tmp_path / "out"
+        )
     assert refused.value.remedy
     assert not (tmp_path / "out").exists()
 
 
 def test_the_same_kind_of_gpu_under_another_name_will_do() -> None:
-    pod = manifests(plan(engine(), find_gpu("h200"), CASES["one"].config()))["base/deployment.yaml"]["spec"]["template"]
+    made = manifests(plan(engine(), find_gpu("h200"), CASES["one"].config()))["base/deployment.yaml"]
+    pod = yaml.safe_load(to_yaml(made))["spec"]["template"]
     assert pod["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
 
 

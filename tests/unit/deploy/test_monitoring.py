@@ -12,16 +12,30 @@ import yaml
 
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.deploy.monitoring import ALERTS, DASHBOARD, SCRAPE, write_monitoring
-from trtpipe.pipeline.net.triton_metrics import KNOWN
+from trtpipe.pipeline.gateway.shared_counters import MEANINGS, STATUSES
+from trtpipe.pipeline.net.triton_metrics import KNOWN, Family
 
 MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls")
 # Prometheus makes it for every target.
 OWN = {"up"}
+ENDINGS = {"counter": "_total", "histogram": "_seconds", "gauge": ""}
+FAMILIES = {
+    **KNOWN,
+    **{
+        name: Family(name=name, kind=kind, unit="", source="gateway")
+        for name, kind in ((f"trtpipe_gateway_{key}{ENDINGS[kind]}", kind) for key, (kind, _) in MEANINGS.items())
+    },
+    "trtpipe_gateway_requests_total": Family(
+        name="trtpipe_gateway_requests_total", kind="counter", unit="", source="gateway",
+        label="status", values=tuple(map(str, STATUSES)),
+    ),
+}  # fmt: skip
 # Those of Grafana's value formats that the dashboard needs, and its own suffixes.
 UNITS = {"none", "reqps", "ms", "s", "percentunit", "bytes", "watt", "joule"}
 # Words of PromQL that are not metrics; anything else outside of braces is one.
 WORDS = {
-    "absent", "and", "avg", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on", "or", "rate", "sum",
+    "absent", "and", "avg", "avg_over_time", "by", "clamp_max", "clamp_min", "histogram_quantile", "max", "on",
+    "or", "rate", "sum",
 }  # fmt: skip
 
 
@@ -72,7 +86,7 @@ def series(expr: str) -> dict[str, list[dict[str, str]]]:
 def family(name: str) -> str:
     """The family a series belongs to: histograms and summaries have several names."""
     base = re.sub(r"_(sum|count|bucket)$", "", name)
-    return base if KNOWN.get(base) and KNOWN[base].kind in ("histogram", "summary") else name
+    return base if FAMILIES.get(base) and FAMILIES[base].kind in ("histogram", "summary") else name
 
 
 def test_an_expression_is_taken_apart_as_prometheus_would() -> None:
@@ -93,8 +107,8 @@ def test_every_expression_is_about_known_families_labels_and_values(
         for name, selections in found.items():
             if name in OWN:
                 continue
-            assert family(name) in KNOWN, expr
-            known = KNOWN[family(name)]
+            assert family(name) in FAMILIES, expr
+            known = FAMILIES[family(name)]
             for labels in selections:
                 assert set(labels) <= {"job", "instance", "model", known.label}, expr
                 if known.label in labels:
@@ -107,7 +121,7 @@ def test_counters_are_looked_at_as_rates_and_gauges_are_not(board: dict[str, Any
         for name, selections in series(expr).items():
             if name in OWN or f"absent({name}" in expr:
                 continue
-            known = KNOWN[family(name)]
+            known = FAMILIES[family(name)]
             for labels in selections:
                 grows = known.kind != "gauge" or labels.get(known.label) in growing
                 assert (f"rate({name}{{" in expr) == grows or "tokens_per" in expr, expr
@@ -145,6 +159,11 @@ def test_every_panel_explains_itself_and_has_a_known_unit(board: dict[str, Any])
         ("KV cache in use", "percentunit"),
         ("Queue and compute", "ms"),
         ("First response", "ms"),
+        ("Time to first token", "s"),
+        ("Time between tokens", "s"),
+        ("Errors of the gateway", "percentunit"),
+        ("Waiting at the gateway", "none"),
+        ("Tokens at the gateway", "suffix: tokens/s"),
         ("GPU power", "watt"),
         ("GPU memory", "bytes"),
     ],
@@ -163,33 +182,55 @@ def test_a_counter_of_microseconds_becomes_milliseconds(board: dict[str, Any]) -
 def test_the_dashboard_follows_its_choosers(board: dict[str, Any]) -> None:
     assert board["schemaVersion"] >= 39
     names = [variable["name"] for variable in board["templating"]["list"]]
-    assert names == ["datasource", "instance", "model"]
+    assert names == ["datasource", "instance", "model", "gateway"]
     assert board["templating"]["list"][0]["type"] == "datasource"
     for panel in panels(board):
         for target in panel["targets"]:
-            assert 'instance=~"$instance"' in target["expr"], panel["title"]
-            assert set(re.findall(r"\$(\w+)", target["expr"])) <= {"instance", "model", "__rate_interval"}
+            chooser = "gateway" if "trtpipe_gateway" in target["expr"] else "instance"
+            assert f'instance=~"${chooser}"' in target["expr"], panel["title"]
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= {chooser, "model", "__rate_interval"}
     queries = [variable["definition"] for variable in board["templating"]["list"][1:]]
-    assert all(family(name) in KNOWN for query in queries for name in re.findall(r"nv_\w+", query))
+    assert all(re.findall(r"(?:nv|trtpipe)_\w+", query)[0] in FAMILIES for query in queries)
 
 
-def test_prometheus_finds_the_server_and_the_rules(folder: Path) -> None:
+def test_prometheus_finds_the_server_the_gateway_and_the_rules(folder: Path) -> None:
     config = yaml.safe_load((folder / SCRAPE).read_text(encoding="utf-8"))
-    (scrape,) = config["scrape_configs"]
-    assert (scrape["job_name"], scrape["metrics_path"]) == ("trtpipe", "/metrics")
-    assert scrape["static_configs"] == [{"targets": ["localhost:8002"]}]
+    scraped = [(job["job_name"], job["metrics_path"], job["static_configs"]) for job in config["scrape_configs"]]
+    assert scraped == [
+        ("trtpipe", "/metrics", [{"targets": ["localhost:8002"]}]),
+        ("trtpipe-gateway", "/metrics", [{"targets": ["localhost:9000"]}]),
+    ]
     assert [(folder / name).is_file() for name in config["rule_files"]] == [True]
 
 
 def test_other_targets_are_scraped_when_given(tmp_path: Path) -> None:
-    written = write_monitoring(MODELS, tmp_path, targets=["gpu-1:8002", "gpu-2:8002"])
-    config = yaml.safe_load((written / SCRAPE).read_text(encoding="utf-8"))
-    assert config["scrape_configs"][0]["static_configs"] == [{"targets": ["gpu-1:8002", "gpu-2:8002"]}]
+    written = write_monitoring(
+        MODELS, tmp_path, targets=["gpu-1:8002", "http://0.0.0.0:18002/metrics"], gateways=["https://[::1]:9000"],
+        key_file=Path("/etc/prometheus/key"),
+    )  # fmt: skip
+    servers, gateways = yaml.safe_load((written / SCRAPE).read_text(encoding="utf-8"))["scrape_configs"]
+    assert servers["static_configs"] == [{"targets": ["gpu-1:8002", "localhost:18002"]}]
+    assert {"scheme", "authorization"}.isdisjoint(servers)
+    assert gateways["static_configs"] == [{"targets": ["[::1]:9000"]}]
+    assert (gateways["scheme"], gateways["authorization"]) == ("https", {"credentials_file": "/etc/prometheus/key"})
+
+
+@pytest.mark.parametrize(
+    "wrong", ["not a host", "host", "host:", "host:99999", "ftp://host:1", "", "a:1@b:2", "[::1:1"]
+)
+def test_what_is_no_address_is_refused_before_anything_is_written(wrong: str, tmp_path: Path) -> None:
+    for targets, gateways in ((["gpu-1:8002", wrong], ["x:1"]), (["x:1"], [wrong])):
+        with pytest.raises(UsageError) as refused:
+            write_monitoring(MODELS, tmp_path, targets=targets, gateways=gateways)
+        assert f"'{wrong}'" in refused.value.what
+        assert "host:port" in refused.value.remedy
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) -> None:
     names = {rule["alert"] for rule in rules}
     assert {"TrtpipeServerDown", "TrtpipeRequestsFail", "TrtpipeRequestsWait", "TrtpipeKvCacheFull"} <= names
+    assert {"TrtpipeFirstTokenSlow", "TrtpipeTokensSlow", "TrtpipeGatewayErrors", "TrtpipeGatewayQueue"} <= names
     # Prometheus calls two rules of one name and labels a mistake.
     assert len({(rule["alert"], *rule["labels"].items()) for rule in rules}) == len(rules)
     for rule in rules:
@@ -197,7 +238,8 @@ def test_alerts_say_what_happened_and_what_to_do(rules: list[dict[str, Any]]) ->
         assert re.fullmatch(r"\d+m", rule["for"])
         assert len(rule["annotations"]["description"]) > 40
         for name, selections in series(rule["expr"]).items():
-            assert all(labels.get("job") == "trtpipe" for labels in selections), name
+            jobs = {"trtpipe-gateway"} if name.startswith("trtpipe_gateway") else {"trtpipe", "trtpipe-gateway"}
+            assert all(labels.get("job") in jobs for labels in selections), name
 
 
 def test_requests_that_wait_alarm_after_five_minutes_with_the_cache_full(rules: list[dict[str, Any]]) -> None:

@@ -773,6 +773,40 @@ def test_many_streams_at_once_are_each_their_own(folder: Path) -> None:
         text = (await client.get("/metrics")).text
         assert "trtpipe_gateway_completion_tokens_total 2100\n" in text
         assert "trtpipe_gateway_first_token_seconds_count 100\n" in text
+        assert "trtpipe_gateway_inter_token_seconds_count 2000\n" in text
+
+    ask(script, folder, scenario)
+
+
+@pytest.mark.loopback
+def test_an_answer_under_way_is_seen_in_the_metrics(folder: Path) -> None:
+    """It waits until its first token; then its tokens are counted while it goes on."""
+    go_on = asyncio.Event()
+
+    async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        for tokens in ([3], [4, 5]):
+            await go_on.wait()
+            go_on.clear()
+            yield response(tokens)
+        await go_on.wait()
+        yield response([END], final=True)
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        async def shows(*lines: str) -> None:
+            deadline = time.monotonic() + 20
+            while not set(lines) <= set((text := (await client.get("/metrics")).text).splitlines()):
+                assert time.monotonic() < deadline, text
+                await asyncio.sleep(0.01)
+
+        asking = asyncio.ensure_future(client.post(CHAT, json=chat(max_tokens=9)))
+        await shows("trtpipe_gateway_waiting 1", "trtpipe_gateway_running 1")
+        go_on.set()
+        await shows("trtpipe_gateway_waiting 0", "trtpipe_gateway_completion_tokens_total 1")
+        go_on.set()
+        await shows("trtpipe_gateway_completion_tokens_total 3", "trtpipe_gateway_inter_token_seconds_count 2")
+        go_on.set()
+        assert (await asking).status_code == 200
+        await shows("trtpipe_gateway_running 0", "trtpipe_gateway_completion_tokens_total 4")
 
     ask(script, folder, scenario)
 
@@ -871,17 +905,29 @@ def test_boards_add_up(tmp_path: Path) -> None:
     first.answered("chat", 200)
     second.answered("chat", 200)
     second.answered("completions", 418)
-    second.first_token(0.03)
+    second.observe("first_token", 0.03)
+    second.observe("inter_token", 0.02, 3)
+    first.observe("inter_token", 7.0)
     second.add("running")
+    second.add("waiting")
     for board in (first, second):
         text = board.text()
         assert 'requests_total{endpoint="chat",status="200"} 2' in text
         assert 'requests_total{endpoint="completions",status="500"} 1' in text
         assert 'first_token_seconds_bucket{le="0.025"} 0' in text
         assert 'first_token_seconds_bucket{le="0.05"} 1' in text
+        assert 'inter_token_seconds_bucket{le="0.015"} 0' in text
+        assert 'inter_token_seconds_bucket{le="0.02"} 3' in text
+        assert 'inter_token_seconds_bucket{le="2.5"} 3' in text
+        assert 'inter_token_seconds_bucket{le="+Inf"} 4' in text
+        assert "inter_token_seconds_count 4\n" in text
+        assert "inter_token_seconds_sum 7.06\n" in text
         assert "trtpipe_gateway_running 1" in text
+        assert "trtpipe_gateway_waiting 1" in text
     assert (first.own("running"), second.own("running")) == (0, 1)
-    assert SharedCounters(path, 1, 2).total("running") == 0, "a worker that is replaced answers nothing any more"
+    renewed = SharedCounters(path, 1, 2)
+    # A worker that is replaced answers nothing any more.
+    assert (renewed.total("running"), renewed.total("waiting")) == (0, 0)
 
 
 # Processes

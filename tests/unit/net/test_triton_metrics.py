@@ -73,6 +73,8 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm"
 # HELP nv_trt_llm_inflight_batcher_metrics TRT LLM inflight_batcher-specific metrics
 # TYPE nv_trt_llm_inflight_batcher_metrics gauge
 nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="paused_requests",model="tensorrt_llm",version="1"}\t1
+nv_trt_llm_inflight_batcher_metrics{inflight_batcher_specific_metric="generation_requests",\
+model="tensorrt_llm",version="1"} 11
 # HELP nv_trt_llm_general_metrics General TRT LLM metrics
 # TYPE nv_trt_llm_general_metrics gauge
 nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 50
@@ -201,7 +203,7 @@ def test_one_scrape_has_states_and_counts_but_no_rates() -> None:
     )  # fmt: skip
     assert engine(figures) == EngineFigures(
         model="tensorrt_llm", input_tokens=1000, output_tokens=500, input_tokens_per_s=None, output_tokens_per_s=None,
-        in_flight=14, in_flight_max=32, scheduled=12, waiting=2, paused=1, steps_per_s=None,
+        making_tokens_per_s=None, in_flight=14, in_flight_max=32, scheduled=12, waiting=2, paused=1, steps_per_s=None,
         kv_used=768, kv_free=256, kv_max=1024, kv_fraction=0.75, kv_tokens_per_block=32,
         kv_reused=40, kv_reused_per_s=None, kv_reuse_share=None,
     )  # fmt: skip
@@ -218,6 +220,8 @@ def test_two_scrapes_give_rates_and_means_over_their_interval() -> None:
     tokens = engine(figures)
     assert (tokens.input_tokens_per_s, tokens.output_tokens_per_s) == (160.0, 50.0)
     assert tokens.steps_per_s == 20.0
+    # 20 steps a second, with 11 generating requests in the last.
+    assert tokens.making_tokens_per_s == 220.0
     assert tokens.kv_reused_per_s == 1.5
     assert tokens.kv_reuse_share == pytest.approx(45 * 32 / 4800)
     # The tensorrt_llm model answered 60 requests whose durations did not grow.
@@ -263,8 +267,8 @@ def without(text: str, family: str) -> str:
                 "kv_reuse_share",
             },
         ),
-        ("nv_trt_llm_inflight_batcher_metrics", {"paused"}),
-        ("nv_trt_llm_general_metrics", {"steps_per_s"}),
+        ("nv_trt_llm_inflight_batcher_metrics", {"paused", "making_tokens_per_s"}),
+        ("nv_trt_llm_general_metrics", {"steps_per_s", "making_tokens_per_s"}),
     ],
 )  # fmt: skip
 def test_an_absent_family_of_the_engine_is_none_and_takes_nothing_with_it(family: str, fields: set[str]) -> None:

@@ -324,7 +324,7 @@ def test_the_table_shows_rates_queue_and_kv_cache_in_80_columns() -> None:
     assert "in flight 12 of 32   scheduled -   waiting 5   paused -" in text
     assert "97.7 %" in text
     assert "1000 of 1024 blocks used, - free" in text
-    assert "in -   out 80.0   steps/s -" in text
+    assert "in -   out 80.0   being made -   steps/s -" in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -34,3 +34,9 @@ def test_a_process_for_each_rank() -> None:
         *common, "--load-model=tensorrt_llm", *PORTS, f"{REGION}2_", *REST, *silent,
     ]  # fmt: skip
     assert "--allow-run-as-root" in server_command(replace(OPTIONS, root=True), world_size=2)
+
+
+def test_the_time_to_the_first_response_is_published_by_the_rank_that_answers() -> None:
+    words = server_command(replace(OPTIONS, histograms=True), world_size=2)
+    assert [word for word in words if "metrics-config" in word] == ["--metrics-config=histogram_latencies=true"]
+    assert words.index("--metrics-config=histogram_latencies=true") < words.index(":")

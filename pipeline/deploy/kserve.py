@@ -1,0 +1,68 @@
+"""The same pod for KServe: a ServingRuntime, and an InferenceService that uses it, without a model server of KServe's.
+
+KServe sends its requests to the first port of the container `kserve-container`. It makes the Deployment, the Service
+and the autoscaler itself, in its mode without Knative, which would take the gateway's streams through a queue.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtpipe.pipeline.deploy.target import Target
+
+MAIN = "kserve-container"
+# What a ServingRuntime has of a pod; the InferenceService has the rest.
+OF_RUNTIME = ("containers", "volumes", "nodeSelector", "tolerations", "imagePullSecrets")
+
+
+def manifests(target: Target, template: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The resources by file, of the pod template of the server."""
+    pod = dict(template["spec"])
+    *others, main = pod["containers"]
+    pod["containers"] = [{**main, "name": MAIN}, *others]
+    runtime = {key: pod.pop(key) for key in OF_RUNTIME if key in pod}
+    least = target.config.replicas_min
+    labels = target.labels()
+    return {
+        "servingruntime.yaml": {
+            "apiVersion": "serving.kserve.io/v1alpha1",
+            "kind": "ServingRuntime",
+            "metadata": {"name": target.name, "labels": labels},
+            "spec": {
+                "supportedModelFormats": [{"name": target.passport.runtime}],
+                "multiModel": False,
+                **template["metadata"],
+                **runtime,
+            },
+        },
+        "inferenceservice.yaml": {
+            "apiVersion": "serving.kserve.io/v1beta1",
+            "kind": "InferenceService",
+            "metadata": {
+                "name": target.name,
+                "labels": labels,
+                "annotations": {
+                    "serving.kserve.io/deploymentMode": "RawDeployment",
+                    "serving.kserve.io/autoscalerClass": "external",
+                },
+            },
+            "spec": {
+                "predictor": {
+                    "minReplicas": least,
+                    "maxReplicas": least,
+                    "deploymentStrategy": {
+                        "type": "RollingUpdate",
+                        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+                    },
+                    "model": {"modelFormat": {"name": target.passport.runtime}, "runtime": target.name},
+                    **pod,
+                }
+            },
+        },
+        "kustomization.yaml": {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "namespace": target.config.namespace,
+            "resources": ["servingruntime.yaml", "inferenceservice.yaml"],
+        },
+    }

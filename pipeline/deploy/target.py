@@ -1,0 +1,73 @@
+"""What is deployed, and where: the input of every manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.deploy import launch
+from trtpipe.pipeline.deploy.config import DeployConfig
+from trtpipe.pipeline.deploy.placement import Placement
+
+AUTOSCALED_TO = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The server answers requests, and beside it the gateway; workers, if any, hold further ranks of its engine.
+
+    gateway_image  None where there is no gateway
+    """
+
+    passport: Passport
+    gpu: GpuSpec
+    config: DeployConfig
+    placement: Placement
+    name: str
+    image: str
+    gateway_image: str | None
+
+    @property
+    def grouped(self) -> bool:
+        return self.placement.pods > 1
+
+    @property
+    def workload(self) -> str:
+        # The controller of a LeaderWorkerSet makes a headless service of its name, for its pods to find each other.
+        return f"{self.name}-group" if self.grouped else self.name
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Ports of a pod that answers: those of the server, and the gateway's."""
+        return launch.PORTS if self.gateway_image is None else {**launch.PORTS, **launch.GATEWAY_PORT}
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        least = self.config.replicas_min
+        usual = max(least, AUTOSCALED_TO) if launch.reports_waiting(self.passport) else least
+        return least, self.config.replicas_max or usual
+
+    @property
+    def scripts(self) -> str | None:
+        return f"{self.name}-scripts" if self.grouped else None
+
+    @property
+    def secret(self) -> str | None:
+        """Of the pods of a group."""
+        return f"{self.name}-rendezvous" if self.grouped else None
+
+    @property
+    def keys_secret(self) -> str | None:
+        """Of the gateway's API keys."""
+        if self.gateway_image is None or not self.config.api_keys:
+            return None
+        return self.config.api_keys_secret or f"{self.name}-api-keys"
+
+    def selector(self, component: str | None = "server") -> dict[str, str]:
+        """Labels that select the pods that answer, the workers, or all pods for None."""
+        whole = {"app.kubernetes.io/name": "tritonserver", "app.kubernetes.io/instance": self.name}
+        return whole if component is None else {**whole, "app.kubernetes.io/component": component}
+
+    def labels(self, component: str = "server") -> dict[str, str]:
+        return {**self.selector(component), "app.kubernetes.io/managed-by": "trtpipe"}
