@@ -17,16 +17,16 @@ def install_command(extra: str) -> str:
     """The command that adds the packages of `extra` to this environment, quoted for a shell."""
     origin = _origin()
     if origin is None:
-        words = _packages(extra)
+        words = list(_packages(extra).values())
     elif origin.startswith("git+"):
         words = [f"trtpipe[{extra}] @ {origin}"]
     else:
         words = [f"{origin}[{extra}]"]
-        # `uv tool install` and pipx write these into the environment of a tool, and renew it as a whole.
-        if (Path(sys.prefix) / "uv-receipt.toml").exists():
-            return shlex.join(["uv", "tool", "install", *words])
-        if (Path(sys.prefix) / "pipx_metadata.json").exists():
-            return shlex.join(["pipx", "install", "--force", *words])
+        # `uv tool install` and pipx write these into a tool's environment, and make all of it anew.
+        for file, tool in (("uv-receipt.toml", "uv tool install"), ("pipx_metadata.json", "pipx install --force")):
+            if (Path(sys.prefix) / file).exists():
+                kept = ",".join(sorted({extra, *_present()}))
+                return f"{tool} {shlex.quote(f'{origin}[{kept}]')}"
     words = ["-e", *words] if origin == str(CLONE) else words
     if not any(
         metadata.distributions(name="pip")
@@ -51,14 +51,20 @@ def _origin() -> str | None:
     return path if url.startswith("file:") and Path(path).exists() else None
 
 
-def _packages(extra: str) -> list[str]:
-    """The packages that the extra adds."""
+def _present() -> list[str]:
+    """The extras whose packages are all installed."""
+    extras = metadata.metadata("trtpipe").get_all("Provides-Extra") or []
+    return [extra for extra in extras if all(any(metadata.distributions(name=name)) for name in _packages(extra))]
+
+
+def _packages(extra: str) -> dict[str, str]:
+    """The packages that the extra adds: name -> requirement."""
     from packaging.requirements import Requirement
 
-    out = []
+    out = {}
     for line in metadata.requires("trtpipe") or ():
         one = Requirement(line)
         if one.marker and one.marker.evaluate({"extra": extra}) and not one.marker.evaluate({"extra": ""}):
             one.marker = None
-            out.append(str(one))
+            out[one.name] = str(one)
     return out

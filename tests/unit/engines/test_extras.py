@@ -19,10 +19,12 @@ Name: trtpipe
 Version: 9
 Provides-Extra: serve
 Provides-Extra: sign
+Provides-Extra: test
 Requires-Dist: numpy>=1.26
 Requires-Dist: uvloop>=0.21; sys_platform != "win32"
 Requires-Dist: nvidia-pytriton==0.7.0; extra == "serve"
 Requires-Dist: securesystemslib[crypto]>=1.6; extra == "sign"
+Requires-Dist: pytest; extra == "test"
 """
 
 
@@ -53,10 +55,13 @@ def test_a_file_is_installed_again_with_the_extra(installed: Any, tmp_path: Path
     wheel.parent.mkdir()
     wheel.touch()
     assert shlex.split(install_command("serve")) == [*PIP, f"{wheel}[serve]"]
+    # A tool is made anew: an extra that it has, here pytest alone, is named too.
+    kept = ",".join(sorted({"serve", "test", *extras._present()}))
+    assert "test" in extras._present()
     (tmp_path / "pipx_metadata.json").touch()
-    assert shlex.split(install_command("serve")) == ["pipx", "install", "--force", f"{wheel}[serve]"]
+    assert shlex.split(install_command("serve")) == ["pipx", "install", "--force", f"{wheel}[{kept}]"]
     (tmp_path / "uv-receipt.toml").touch()
-    assert shlex.split(install_command("serve")) == ["uv", "tool", "install", f"{wheel}[serve]"]
+    assert shlex.split(install_command("serve")) == ["uv", "tool", "install", f"{wheel}[{kept}]"]
 
 
 def test_a_commit_is_installed_with_the_extra(installed: Any) -> None:
