@@ -87,8 +87,8 @@ def serving(docker_client: DockerClient, images: dict[str, Any], tiny_repository
         path.chmod(0o755)
     ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
     container = docker_client.containers.run(
-        images["serve"], ["serve", "/work/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
-        volumes={str(work): {"bind": "/work"}},
+        images["serve"], ["serve", "/data/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
+        volumes={str(work): {"bind": "/data"}},
     )  # fmt: skip
     said = ""
     try:
@@ -120,7 +120,7 @@ def test_the_small_image_plans_checks_and_measures(
     docker_client: DockerClient, images: dict[str, Any], known: MockServerProcess, tokenizer: Path, work: Path
 ) -> None:
     def run(*words: str) -> str:
-        volumes = {str(work): {"bind": "/work"}}
+        volumes = {str(work): {"bind": "/data"}}
         out = docker_client.containers.run(
             images["bench"], list(words), network_mode="host", volumes=volumes, remove=True
         )
@@ -139,7 +139,7 @@ def test_the_large_image_serves_and_ends_when_it_is_told_to(
     docker_client: DockerClient, images: dict[str, Any], serving: Any, work: Path
 ) -> None:
     container, port = serving
-    volumes = {str(work): {"bind": "/work"}}
+    volumes = {str(work): {"bind": "/data"}}
     server = [
         "--protocol",
         "grpc",
