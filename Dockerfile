@@ -2,42 +2,43 @@
 #
 #   docker build --target bench -t trtpipe-bench .     plan, check and bench
 #   docker build --target serve -t trtpipe-serve .     tritonserver and the reference runtime as well
-#   docker run --rm --network host -v "$PWD:/data" -u "$(id -u)" trtpipe-bench bench --grpc-url localhost:8001 ...
+#   docker run --rm --network host -v "$PWD:/data" -u "$(id -u)" trtpipe-bench trtpipe plan --model llama3-8b
 #
 # BASE is a Debian or Ubuntu with Python 3.11, its shared library, and glibc 2.35 or newer.
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.11.14-slim-bookworm
 
 FROM ${BASE} AS runtime
 RUN useradd --uid 1000 --create-home trtpipe && mkdir /data && chown trtpipe /data
-ENV PATH=/opt/trtpipe/bin:$PATH PYTHONDONTWRITEBYTECODE=1 TRTPIPE_HOME=/home/trtpipe/.cache/trtpipe
+ENV PATH=/opt/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1
 WORKDIR /data
 # By number, so that Kubernetes sees that it is not root.
 USER 1000:1000
-ENTRYPOINT ["trtpipe"]
+# No entry point: a pod of `trtpipe deploy k8s` names the whole command.
+CMD ["trtpipe"]
 
 FROM ${BASE} AS builder
 WORKDIR /src
 ENV PIP_CONSTRAINT=/src/docker/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install -y --no-install-recommends binutils \
- && python3 -m venv /tools && python3 -m venv --without-pip /opt/trtpipe
+ && python3 -m venv /tools && python3 -m venv --without-pip /opt/venv
 COPY . .
 # Left out: tests, types, and the debug symbols of two packages, together 25 MB.
-RUN /tools/bin/pip --python /opt/trtpipe/bin/python install --no-compile . \
- && cd /opt/trtpipe/lib/python3*/site-packages \
+RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile . \
+ && cd /opt/venv/lib/python3*/site-packages \
  && find . -name tests -type d -prune -exec rm -r {} + && find . -name '*.pyi' -delete \
  && strip rapidjson.*.so uvloop/*.so
 # Compiles the modules that the commands load, and only those.
-RUN cd / && /opt/trtpipe/bin/trtpipe plan --model llama3-8b --gpu h100 \
- && /opt/trtpipe/bin/trtpipe bench selftest --protocol grpc,http --streams 4
+RUN cd / && /opt/venv/bin/trtpipe plan --model llama3-8b --gpu h100 \
+ && /opt/venv/bin/trtpipe bench selftest --protocol grpc,http --streams 4
 
 FROM runtime AS bench
-COPY --from=builder /opt/trtpipe /opt/trtpipe
+COPY --from=builder /opt/venv /opt/venv
 
 FROM builder AS serve-builder
 # PyPI's torch brings CUDA, 5 GB: here is torch for a CPU.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN /tools/bin/pip --python /opt/trtpipe/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve]'
+RUN /tools/bin/pip --python /opt/venv/bin/python install --no-compile --extra-index-url "${TORCH_INDEX}" '.[serve]'
 
 FROM runtime AS serve
-COPY --from=serve-builder /opt/trtpipe /opt/trtpipe
+COPY --from=serve-builder /opt/venv /opt/venv
 EXPOSE 8000 8001 8002 9000

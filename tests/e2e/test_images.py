@@ -87,7 +87,7 @@ def serving(docker_client: DockerClient, images: dict[str, Any], tiny_repository
         path.chmod(0o755)
     ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
     container = docker_client.containers.run(
-        images["serve"], ["serve", "/data/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
+        images["serve"], ["trtpipe", "serve", "/data/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
         volumes={str(work): {"bind": "/data"}},
     )  # fmt: skip
     said = ""
@@ -110,19 +110,19 @@ def test_the_images_are_small_and_not_of_root(docker_client: DockerClient, image
     assert 50 < added["bench"] <= MOST_MB
     for image in images.values():
         said = docker_client.containers.run(
-            image, ["-c", "id -u; touch /opt/trtpipe/x; true"], entrypoint="sh", stderr=True
+            image, ["-c", "id -u; touch /opt/venv/x; true"], entrypoint="sh", stderr=True
         )
-        assert said.decode().splitlines() == ["1000", "touch: cannot touch '/opt/trtpipe/x': Permission denied"]
-        assert docker_client.containers.run(image, "--version").decode() == f"trtpipe {__version__}\n"
+        assert said.decode().splitlines() == ["1000", "touch: cannot touch '/opt/venv/x': Permission denied"]
+        assert docker_client.containers.run(image, ["trtpipe", "--version"]).decode() == f"trtpipe {__version__}\n"
 
 
-def test_the_small_image_plans_checks_and_measures(
+def test_the_small_image_plans_and_measures(
     docker_client: DockerClient, images: dict[str, Any], known: MockServerProcess, tokenizer: Path, work: Path
 ) -> None:
     def run(*words: str) -> str:
         volumes = {str(work): {"bind": "/data"}}
         out = docker_client.containers.run(
-            images["bench"], list(words), network_mode="host", volumes=volumes, remove=True
+            images["bench"], ["trtpipe", *words], network_mode="host", volumes=volumes, remove=True
         )
         return str(out.decode())
 
@@ -148,7 +148,7 @@ def test_the_large_image_serves_and_ends_when_it_is_told_to(
         "--tokenizer",
         f"tiny/{TOKENIZER_FOLDER}/tokenizer.json",
     ]
-    words = ["bench", *server, "--concurrency", "2", "--requests", "4", "--output-tokens", "4"]
+    words = ["trtpipe", "bench", *server, "--concurrency", "2", "--requests", "4", "--output-tokens", "4"]
     docker_client.containers.run(images["bench"], words, network_mode="host", volumes=volumes, remove=True)
     assert (work / "reports" / "report.html").exists()
     container.stop(timeout=60)
