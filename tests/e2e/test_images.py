@@ -18,7 +18,7 @@ from tests.e2e.dockerd import search_path
 from tests.support.paths import ROOT
 from trtpipe import __version__
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
-from trtpipe.triton_repo.render import TOKENIZER_FOLDER
+from trtpipe.triton_repo.layout import TOKENIZER_FOLDER
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -131,7 +131,7 @@ def test_the_small_image_plans_and_measures(
     server = ("--protocol", "grpc", "--grpc-url", f"127.0.0.1:{known.grpc_port}", "--tokenizer", "tokenizer.json")
     for transport in ("own", "tritonclient"):
         run("bench", *server, "--concurrency", "2", "--requests", "4", "--output-tokens", "4", "--transport", transport)
-        assert (work / "reports" / "report.json").exists()
+        assert (work / "reports" / "latest" / "report.json").exists()
         shutil.rmtree(work / "reports")
 
 
@@ -150,6 +150,6 @@ def test_the_large_image_serves_and_ends_when_it_is_told_to(
     ]
     words = ["trtpipe", "bench", *server, "--concurrency", "2", "--requests", "4", "--output-tokens", "4"]
     docker_client.containers.run(images["bench"], words, network_mode="host", volumes=volumes, remove=True)
-    assert (work / "reports" / "report.html").exists()
+    assert (work / "reports" / "latest" / "report.html").exists()
     container.stop(timeout=60)
     assert container.wait()["StatusCode"] == 0
