@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.e2e.conftest import START_SECONDS, until
 from tests.e2e.dockerd import search_path
 from tests.support.paths import ROOT
 from trtpipe import __version__
@@ -23,7 +24,13 @@ from trtpipe.triton_repo.layout import TOKENIZER_FOLDER
 if TYPE_CHECKING:
     from docker import DockerClient
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    # The SDK leaves sockets behind.
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+]
 pytest_plugins = ["tests.e2e.dockerd"]
 
 PACKAGES = "python3-venv,libpython3.11,ca-certificates"
@@ -90,14 +97,10 @@ def serving(docker_client: DockerClient, images: dict[str, Any], tiny_repository
         images["serve"], ["trtpipe", "serve", "/data/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
         volumes={str(work): {"bind": "/data"}},
     )  # fmt: skip
-    said = ""
     try:
-        for piece in container.logs(stream=True, follow=True):
-            said += piece.decode()
-            if "Ctrl-C" in said:
-                break
-        found = re.search(r"gRPC +127\.0\.0\.1:(\d+)", said)
-        assert found, said
+        assert until(lambda: b"Ctrl-C" in container.logs(), START_SECONDS), container.logs().decode()
+        found = re.search(r"gRPC +127\.0\.0\.1:(\d+)", container.logs().decode())
+        assert found
         yield container, int(found[1])
     finally:
         container.remove(force=True)
