@@ -154,23 +154,33 @@ def recipe_layer(path: str) -> Layer:
     return f"recipe {file.name}", raw["settings"] if raw.keys() == RECORDED else raw
 
 
-def set_layer(assignments: list[str]) -> Layer:
+def set_layer(words: list[str]) -> Layer:
     """A layer from `--set build.max_batch_size=16` options. Raises UsageError."""
-    layer: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
+    return dotted_layer(assignments(words))
+
+
+def assignments(words: list[str]) -> dict[str, Any]:
+    """The values of `--set` options by dotted name; the last of a name counts. Raises UsageError."""
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
         if not equals or not name:
-            raise UsageError(
-                f"--set {assignment} is not NAME=VALUE", remedy="write for example build.max_batch_size=16"
-            )
-        value = read.parse_yaml_value(text, f"--set {name}")
+            raise UsageError(f"--set {word} is not NAME=VALUE", remedy="write for example build.max_batch_size=16")
+        values[name] = read.parse_yaml_value(text, f"--set {name}")
+    return values
+
+
+def dotted_layer(values: dict[str, Any]) -> Layer:
+    """A layer from values by dotted name: {"build.max_batch_size": 16}. Raises UsageError."""
+    layer: dict[str, Any] = {}
+    for name, value in values.items():
         group, dot, key = name.partition(".")
         if not dot:
             layer[group] = value
-        elif isinstance(layer.setdefault(group, {}), dict):
-            layer[group][key] = value
+        elif isinstance(layer.get(group, {}), dict):
+            layer[group] = {**layer.get(group, {}), key: value}
         else:
-            raise UsageError(f"--set {assignment} contradicts --set {group}={layer[group]}")
+            raise UsageError(f"--set {name}={value} contradicts --set {group}={layer[group]}")
     return "--set", layer
 
 

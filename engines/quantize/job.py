@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import HostError, UsageError, suggestion
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.process import Progress, run_worker
@@ -132,4 +133,4 @@ def quantize(
 def require_modelopt() -> None:
     """Raises HostError when ModelOpt is not installed."""
     if importlib.util.find_spec("modelopt") is None:
-        raise HostError("nvidia-modelopt is not installed", remedy="run `pip install trtpipe[quantize]`")
+        raise HostError("nvidia-modelopt is not installed", remedy=f"run `{install_command('quantize')}`")

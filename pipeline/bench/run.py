@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -51,8 +52,9 @@ def run(options: BenchOptions, render: Render | None, progress: Callable[[Progre
     session = _Session(options, report, render, progress)
     loop = uvloop.new_event_loop()
     try:
-        for ending in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(ending, session.interrupt)
+        if threading.current_thread() is threading.main_thread():  # others cannot handle signals
+            for ending in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(ending, session.interrupt)
         loop.run_until_complete(session.run())
     except TrtpipeError as error:
         if not report.results:

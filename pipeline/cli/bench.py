@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import gc
-import math
-import os
-import re
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,30 +12,8 @@ import typer
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, in_section
 
 if TYPE_CHECKING:
-    from trtpipe.engines.errors import TrtpipeError
-    from trtpipe.pipeline.bench.load.loads import Load
-    from trtpipe.pipeline.bench.load.work import Work
-    from trtpipe.pipeline.bench.options import BenchOptions, Target
-    from trtpipe.pipeline.bench.search import Search
-    from trtpipe.pipeline.serving.servers import Served, Server
-
-# Only Linux timestamps received data in the kernel.
-LINUX = sys.platform == "linux"
-# Default duration of each load point of a search.
-SEARCH_SECONDS = 30.0
-# Options for the fields of a load. `requests` is a word too: a field only beside the other, or before "is".
-FLAGS = {
-    r"requests (and|or) duration_s": r"--requests \1 --duration",
-    r"requests is": "--requests is",
-    "duration_s": "--duration",
-    "ramp_s": "--ramp",
-    "timeout_s": "--timeout",
-    "token_timeout_s": "--token-timeout",
-    "max_in_flight": "--max-in-flight",
-}
-
-# Options for fields of the work.
-OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
+    from trtpipe.pipeline.bench.options import BenchOptions
+    from trtpipe.pipeline.serving.servers import Served
 
 app = typer.Typer(cls=SectionedGroup, rich_markup_mode=None, invoke_without_command=True)
 
@@ -124,68 +97,22 @@ def bench(
       trtpipe bench --concurrency 1,4,16 --slo 'ttft:p99<500ms'
       trtpipe bench --rate 2,4,8 --duration 60 --protocol grpc
     """
-    from dataclasses import replace
-
-    from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.options import BenchOptions
-    from trtpipe.pipeline.bench.protocols.connect import Wiring
-    from trtpipe.pipeline.bench.results.slo import parse_objective
+    from trtpipe.pipeline.api.bench import choose
 
     if context.invoked_subcommand is not None:
         return
     gc.disable()  # collections during the imports would delay the first request by 60 ms
     context.call_on_close(gc.enable)
-    kernel_stamps = _kernel_stamps(kernel_timestamps, transport)
-    if connections > 1 and "grpc" not in protocol.split(","):
-        raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
-    if connections > 1 and transport == "tritonclient":
-        raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
-    if ray != "auto" and not hosts:
-        raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
-    if find is not None and not (load or concurrency or trace):
-        rate, known = rate or "1", rate is not None
-        duration = duration if requests or duration else SEARCH_SECONDS
-    else:
-        known = True
-    load_points, work = _load(
-        load,
-        {"concurrency": _list(concurrency, whole=True), "rate": _list(rate), "trace": trace, "arrivals": arrivals,
-         "burstiness": burstiness, "max_in_flight": max_in_flight, "speedup": speedup, "requests": requests,
-         "duration_s": duration, "ramp_s": ramp},
-        {"input_tokens": input_tokens, "output_tokens": output_tokens, "prompts": prompts,
-         "sharegpt": sharegpt, "options": _sampling(sampling or []) or None,
-         "ignore_eos": False if natural_end else None},
+    options, served = choose(
+        target, server=server, protocol=protocol, model=model, grpc_url=grpc_url, http_url=http_url,
+        openai_url=openai_url, openai_model=openai_model, tokenizer=tokenizer, metrics_url=metrics_url, load=load,
+        concurrency=_list(concurrency, whole=True), rate=_list(rate), arrivals=arrivals, burstiness=burstiness,
+        max_in_flight=max_in_flight, trace=trace, speedup=speedup, requests=requests, duration=duration, ramp=ramp,
+        repeat=repeat, input_tokens=input_tokens, output_tokens=output_tokens, prompts=prompts, sharegpt=sharegpt,
+        sampling=_sampling(sampling or []), natural_end=natural_end, slo=slo, find=find, attainment=attainment,
+        precision=precision, transport=transport, connections=connections, kernel_timestamps=kernel_timestamps,
+        workers=workers, hosts=hosts, ray=ray, seed=seed, timeout=timeout, token_timeout=token_timeout,
     )  # fmt: skip
-    urls = {"grpc": grpc_url, "http": http_url, "completions": openai_url, "chat": openai_url}
-    with _in_flags():
-        # Before a server is looked for: a mistake in an option needs none.
-        options = BenchOptions(
-            targets=_targets(protocol, dict.fromkeys(urls, ""), model, "", None),
-            tokenizer=tokenizer or Path(),
-            loads=load_points,
-            work=work,
-            wiring=Wiring(
-                transport=transport, connections=connections, kernel_stamps=kernel_stamps, headers=_headers()
-            ),
-            objectives=tuple(parse_objective(text) for text in slo or ()),
-            repeat=repeat or 1,
-            workers=workers,
-            hosts=hosts,
-            ray=ray,
-            search=None if find is None else _search(find, load_points, known, attainment, precision, repeat or 3),
-            seed=seed,
-            timeout_s=timeout,
-            token_timeout_s=token_timeout,
-        )
-    served: Served | None = None
-    if not any(urls.values()):
-        found, served = _served(server, target)
-        urls = _urls(found)
-        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
-        model, openai_model = served.model(model), openai_model or served.model_names[0]
-        metrics_url = found.endpoints.metrics_url
-    targets = _targets(protocol, urls, model, openai_model or model, metrics_url)
-    options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
     _measure(options, served, report, as_json=as_json)
 
 
@@ -215,6 +142,7 @@ def again(
     """
     from dataclasses import replace
 
+    from trtpipe.pipeline.api.bench import headers
     from trtpipe.pipeline.bench.results.files import read_again
 
     options = read_again(earlier, tokenizer)
@@ -223,7 +151,7 @@ def again(
         replace(target, url=urls[target.protocol] or target.url, metrics_url=metrics_url or target.metrics_url)
         for target in options.targets
     )
-    wiring = replace(options.wiring, headers=_headers())
+    wiring = replace(options.wiring, headers=headers())
     _measure(replace(options, targets=targets, wiring=wiring), None, report, as_json=as_json)
 
 
@@ -251,12 +179,13 @@ def selftest(
       trtpipe bench selftest
       trtpipe bench selftest --protocol chat --streams 64
     """
+    from trtpipe.pipeline.api.bench import kernel_timestamps as choose_timestamps
     from trtpipe.pipeline.bench.protocols.connect import Wiring
     from trtpipe.pipeline.bench.selftest import ceiling, measure
     from trtpipe.pipeline.cli import console
 
     rows = []
-    wiring = Wiring(transport=transport, kernel_stamps=_kernel_stamps(kernel_timestamps, transport))
+    wiring = Wiring(transport=transport, kernel_stamps=choose_timestamps(kernel_timestamps, transport))
     for one in protocol.split(","):
         for count in _list(streams) or ():
             found = measure(one, int(count), itl / 1e3, wiring)
@@ -335,19 +264,15 @@ def _price_of(report: Mapping[str, Any]) -> float | None:
 
 def _measure(options: BenchOptions, served: Served | None, report: Path | None, *, as_json: bool) -> None:
     """Run the benchmark, write and print the report. Raises StageFailed where the figures are not to be believed."""
-    from trtpipe.engines.errors import HostError
-    from trtpipe.engines.hf import chat_template
     from trtpipe.engines.json_input import load_json
+    from trtpipe.pipeline.api.bench import check_place, measure
     from trtpipe.pipeline.bench.results import folders
-    from trtpipe.pipeline.bench.run import run
     from trtpipe.pipeline.cli import console, console_bench
 
     place = report or folders.new(served.name if served is not None else options.targets[0].model)
-    _check_place(place)
-    template = chat_template.read_template(options.tokenizer.parent)
-    render = None if template is None else chat_template.compile_template(options.tokenizer.parent, template)
+    check_place(place)
     with console_bench.progress() as progress:
-        measured = run(options, render, progress)
+        measured = measure(options, served, progress, console.note)
     if measured.interrupted and not any(result.requests["measured"] for result in measured.results):
         console.note("interrupted before anything was measured: no report is written")
         raise KeyboardInterrupt
@@ -355,23 +280,6 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     from trtpipe.pipeline.bench.results import summary
     from trtpipe.pipeline.bench.results.files import write_report
 
-    if options.wiring.transport != "own" and not measured.partial:
-        from trtpipe.pipeline.bench.selftest import state_error
-
-        try:
-            state_error(measured, options)
-        except HostError as error:  # the measurement must not be lost for that
-            console.note(f"how wrong {options.wiring.transport} is here is not known: {error}")
-    if served is not None:
-        from trtpipe.pipeline.serving import serve
-        from trtpipe.pipeline.store.manifest import read_manifest
-
-        measured.target = served.name
-        measured.engine = {**vars(serve.check_passport(served.repository))}
-        made = read_manifest(served.repository.resolve().parent / "manifest.json")
-        if made is not None:  # None for another program's folder
-            measured.repository_sha256 = made.content
-            measured.engine["content"] = made.record.inputs["engine"]
     if not as_json:
         console_bench.report(measured)  # also where no report can be written
     *_, page, _ = write_report(measured, place)
@@ -390,26 +298,6 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     refusal = summary.refusal(measured, place)
     if refusal is not None:
         raise refusal
-
-
-def _check_place(report: Path) -> None:
-    """Check, before anything is measured, that a report can be written there. Raises UsageError or HostError."""
-    import tempfile
-
-    from trtpipe.engines.errors import HostError, UsageError
-
-    if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
-        raise UsageError(f"--report '{report}' is not a file", remedy="give a name such as report.json")
-    if report.suffix in (".csv", ".html", ".jsonl"):
-        raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
-    try:
-        # Missing folders are made with the report: a run that fails before leaves none behind.
-        with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
-            pass
-    except OSError as error:
-        below_a_file = isinstance(error, NotADirectoryError)
-        why = f"{report.parent} is not a folder" if below_a_file else error.strerror or str(error)
-        raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
 
 
 def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
@@ -436,121 +324,3 @@ def _sampling(words: list[str]) -> dict[str, Any]:
             raise UsageError(f"'{word}' is not an option", remedy="give NAME=VALUE, such as top_p=0.9")
         out[name] = parse_yaml_value(value, f"--sampling {name}")
     return out
-
-
-def _kernel_stamps(asked: bool | None, transport: str) -> bool:
-    """Whether reads use the kernel's timestamps: by default wherever that is possible. Raises UsageError."""
-    from trtpipe.engines.errors import UsageError
-
-    own = transport != "tritonclient"
-    if asked and not LINUX:
-        raise UsageError("only Linux stamps what it receives", remedy="leave --kernel-timestamps out")
-    if asked and not own:
-        raise UsageError(
-            "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves",
-            remedy="leave it out, or leave out --transport tritonclient",
-        )
-    return LINUX and own if asked is None else asked
-
-
-def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
-    """The load points and their work, from a load file or from options. Raises UsageError."""
-    from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.load.files import find_load, parse_loads, parse_work
-
-    when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
-    if name is not None:
-        if when or what:
-            first = next(iter([*when, *what]))
-            option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
-            raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
-        found = find_load(name)
-        return found.load_points, found.work
-    if not {"rate", "trace"} & set(when):
-        # Those for which the requests are enough: one request at a time always is.
-        most = when.get("requests", math.inf) / 2
-        when.setdefault("concurrency", [1, *(number for number in (4, 16) if number <= most)])
-    with _in_flags():
-        load_points = parse_loads(when, "options", Path(), UsageError, _typed)
-    return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
-
-
-def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
-    """Make `kind` of options, whose types typer has checked: a second check would take a tenth of a second."""
-    return kind(**data)
-
-
-@contextmanager
-def _in_flags() -> Iterator[None]:
-    """Name the command-line options, instead of the fields, in a UsageError."""
-    from trtpipe.engines.errors import UsageError
-
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
-
-
-def _flags(words: str) -> str:
-    for field, flag in FLAGS.items():
-        words = re.sub(rf"\b{field}\b", flag, words)
-    return words
-
-
-def _search(
-    goal: str, load_points: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int
-) -> Search:
-    from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.load.loads import Open
-    from trtpipe.pipeline.bench.search import Search
-
-    if len(load_points) != 1 or not isinstance(load_points[0], Open):
-        raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
-    return Search(goal=goal, load=load_points[0], known=known, attainment=attainment, precision=precision, repeats=most)
-
-
-def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
-    from trtpipe.configs.home import default_home
-    from trtpipe.pipeline.serving import servers
-    from trtpipe.pipeline.store.store import Store
-
-    found = servers.find_running(Store(default_home()), server)
-    return found, found.find(target)
-
-
-def _urls(server: Server) -> dict[str, str | None]:
-    openai = f"{server.gateway_url}/v1" if server.gateway_url else None
-    points = server.endpoints
-    return {"grpc": points.grpc_url, "http": points.http_url, "completions": openai, "chat": openai}
-
-
-def _targets(
-    protocols: str, urls: dict[str, str | None], model: str, openai_model: str, metrics_url: str | None
-) -> tuple[Target, ...]:
-    from trtpipe.engines.errors import UsageError
-    from trtpipe.pipeline.bench.options import Target
-
-    out = []
-    for protocol in protocols.split(","):
-        url = urls.get(protocol, "")
-        if url is None:
-            option = {"grpc": "--grpc-url", "http": "--http-url"}.get(protocol, "--openai-url")
-            raise UsageError(f"there is no address for {protocol}", remedy=f"give {option}, or another --protocol")
-        name = model if protocol in ("grpc", "http") else openai_model
-        out.append(Target(protocol=protocol, url=url, model=name, metrics_url=metrics_url))
-    return tuple(out)
-
-
-def _tokenizer(path: Path | None) -> Path:
-    from trtpipe.engines.errors import UsageError
-
-    if path is None:
-        raise UsageError(
-            "prompts of a known length need a tokenizer", remedy="give --tokenizer, the model's tokenizer.json"
-        )
-    return path
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get("TRTPIPE_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -73,10 +73,10 @@ def build(
       trtpipe build --recipe smollm2-cpu --until convert
     """
     from trtpipe.pipeline import matrix
+    from trtpipe.pipeline.api.build import build as make_target
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.registry.trust import Trust
     from trtpipe.pipeline.run_folder import RunFolder
-    from trtpipe.pipeline.runner import execute
 
     options, store = locals(), own_store()
     on_cluster = executor == "ray"
@@ -96,9 +96,11 @@ def build(
 
     def make(spec: BuildSpec) -> list[StageResult]:
         _announce(spec)
-        return execute(
-            spec, store, reporter, until=until, verify=verify, keep_failed=keep_failed, given=given, trust=trust
-        )
+        made = make_target(
+            spec, until=until, verify=verify, keep_failed=keep_failed, given=given, trust_origin=trust.origins,
+            trust_key=trust.keys, store=store, reporter=reporter,
+        )  # fmt: skip
+        return list(made.stages)
 
     outcomes = _build_on_cluster(specs, store, ray, exchange, until) if on_cluster else matrix.build_all(specs, make)
     store.digests.save()
@@ -309,15 +311,16 @@ def scrub(as_json: Json = False) -> None:
 
 
 def _plan(options: dict[str, Any]) -> BuildSpec:
-    """The spec from a command's options, weakest first: the user's configuration, the recipe, options, --set."""
+    """The spec from a command's options, and from the user's configuration, which they outrank."""
+    from trtpipe.pipeline.api.build import BuildOptions, layers
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.spec import SCALARS, recipe_layer, resolve, set_layer
+    from trtpipe.pipeline.spec import assignments, resolve
 
-    layers = [recipe_layer(options["recipe"])] if options["recipe"] else []
-    layers.append(("option", {name: options[name] for name in SCALARS if options.get(name) is not None}))
-    layers.append(set_layer(options["settings"] or []))
-    gpu = next((layer["gpu"] for _, layer in reversed(layers) if "gpu" in layer), None)
-    return resolve(layers if gpu == "cpu" else [read_config().layer, *layers])
+    given: dict[str, Any] = {name: options.get(name) for name in BuildOptions.__annotations__}
+    given["set"] = assignments(options["settings"] or [])
+    found = layers(**given)
+    gpu = next((layer["gpu"] for _, layer in reversed(found) if "gpu" in layer), None)
+    return resolve(found if gpu == "cpu" else [read_config().layer, *found])
 
 
 def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from trtpipe.configs import facts
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
@@ -98,7 +99,7 @@ def _packages(subject: str, names: tuple[str, ...], extra: str) -> Finding:
     try:
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     except importlib.metadata.PackageNotFoundError as error:
-        return Finding(subject=subject, state="missing", detail=f"no {error.name}; run `pip install trtpipe[{extra}]`")
+        return Finding(subject=subject, state="missing", detail=f"no {error.name}; run `{install_command(extra)}`")
     return Finding(subject=subject, state="ok", detail=versions)
 
 

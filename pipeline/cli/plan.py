@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from trtpipe.pipeline.api.plan import USUAL
 from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import GroupSize, Json
-
-if TYPE_CHECKING:
-    from trtpipe.pipeline.planner.advice import Question
-
-# GPUs that are compared by default: those that data centres rent out.
-USUAL = "a100,l40s,h100,h200,h20"
 
 
 def plan(
@@ -24,7 +19,7 @@ def plan(
     ],
     gpu: Annotated[
         str, typer.Option(help="GPUs to compare, of `trtpipe gpus`.", autocompletion=complete.of("gpus"))
-    ] = USUAL,
+    ] = ",".join(USUAL),
     dtype: Annotated[
         str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
     ] = "auto",
@@ -62,20 +57,20 @@ def plan(
       trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --page plan.html
     """
     from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.api.plan import plan as advise
     from trtpipe.pipeline.cli import console_plan
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.planner.advice import advise
     from trtpipe.pipeline.planner.whatif import what_ifs
 
     own = read_config()
-    runtime, prices = runtime or own.runtime or "tensorrt_llm", own.prices | _prices(price or [], gpu)
-    question = _question(
-        model, gpu, dtype, kv_cache, group_size, tp, runtime, load, input_tokens, output_tokens, rate, slo or [],
-        prices, reuse,
+    advice = advise(
+        model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
+        tp=[_whole(one) for one in _list(tp or "")], runtime=runtime or own.runtime or "tensorrt_llm", load=load,
+        input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
+        price=own.prices | _prices(price or [], gpu), reuse=reuse,
     )  # fmt: skip
-    advice = advise(question)
     best = advice.candidates[0].option
-    changes = what_ifs(best, question.demand) if what_if and best is not None else []
+    changes = what_ifs(best, advice.question.demand) if what_if and best is not None else []
     if page is not None:
         from trtpipe.pipeline.planner.page import write
 
@@ -83,35 +78,6 @@ def plan(
     console_plan.advice(advice, changes, explain=explain, as_json=as_json)
     if all(one.best is None for one in advice.candidates):
         raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
-
-
-def _question(
-    model: str, gpu: str, dtype: str, kv_cache: str | None, group_size: int | None, tp: str | None, runtime: str,
-    load: str | None, input_tokens: str | None, output_tokens: str | None, rate: float | None, slo: list[str],
-    prices: dict[str, float], reuse: bool,
-) -> Question:  # fmt: skip
-    import dataclasses
-
-    from trtpipe.configs import facts
-    from trtpipe.pipeline.bench.load.files import find_load
-    from trtpipe.pipeline.bench.load.work import Work
-    from trtpipe.pipeline.bench.results.slo import parse_objective
-    from trtpipe.pipeline.planner.advice import Question
-    from trtpipe.pipeline.planner.demand import Demand
-
-    name, shape = facts.find_shape(model)
-    work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
-    if input_tokens is not None:
-        work = dataclasses.replace(work, input_tokens=input_tokens)
-    if output_tokens is not None:
-        work = dataclasses.replace(work, output_tokens=output_tokens)
-    gpus = tuple(facts.find_gpu(one) for one in _list(gpu))
-    return Question(
-        model=name, shape=shape, gpus=gpus, demand=Demand(work, reuse=reuse), dtypes=tuple(_list(dtype)),
-        kv_cache=kv_cache, group_size=group_size, tps=tuple(_whole(one) for one in _list(tp or "")), rate=rate,
-        runtime=runtime,
-        objectives=tuple(parse_objective(one) for one in slo), prices=prices,
-    )  # fmt: skip
 
 
 def _list(text: str) -> list[str]:
@@ -138,14 +104,12 @@ def _prices(given: list[str], gpu: str) -> dict[str, float]:
 
 
 def _price(text: str) -> tuple[str, float]:
-    from trtpipe.configs import facts
     from trtpipe.engines.errors import UsageError
 
     name, _, value = text.partition("=")
     try:
-        price = float(value)
+        return name, float(value)
     except ValueError:
-        price = 0.0
-    if not 0 < price < 1e6:
-        raise UsageError(f"--price {text} is not a price", remedy="give for example h100=2.5, of one GPU an hour")
-    return facts.find_gpu(name).name, price
+        raise UsageError(
+            f"--price {text} is not a price", remedy="give for example h100=2.5, of one GPU an hour"
+        ) from None

@@ -257,24 +257,17 @@ def check(
     """
     import dataclasses
 
-    from trtpipe.configs import facts
+    from trtpipe.pipeline.api.check import check as find_faults
+    from trtpipe.pipeline.api.check import find_folder
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.execution import hardware
-    from trtpipe.pipeline.run_folder import find_run
-    from trtpipe.triton_repo.check import check_repository, require_sound
-    from trtpipe.triton_repo.check.code import foreign_code
+    from trtpipe.triton_repo.check import require_sound
 
-    run = find_run(str(repository))
-    folder = repository if run is None else run.linked("repository")
-    release = None if toolchain is None else facts.find_toolchain(toolchain)
-    faults = check_repository(folder, toolchain=release, gpus=hardware.visible_gpus() if here else None)
-    if folder.is_dir() and not allow_model_code:
-        faults += foreign_code(folder)
+    faults = find_faults(repository, toolchain=toolchain, here=here, allow_model_code=allow_model_code)
     if as_json:
         console.result_json([dataclasses.asdict(fault) for fault in faults])
     else:
         console.faults(faults)
-    require_sound(str(folder), faults)
+    require_sound(str(find_folder(repository)), faults)
 
 
 def top(
@@ -358,25 +351,19 @@ def generate(
       trtpipe generate "Why is the sky blue?"
       trtpipe generate "def fib(n):" --raw --max-tokens 64
     """
-    from trtpipe.engines.hf import chat_template
     from trtpipe.engines.sampling import SamplingParams
+    from trtpipe.pipeline.api.serve import Client, Sampling
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.serving import servers
-    from trtpipe.pipeline.serving.generate import check_options, stream
+    from trtpipe.pipeline.serving.generate import check_options
 
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, seed=seed
-    )
-    check_options(sampling, max_tokens)
-    found = servers.find_running(own_store(), server)
-    served = found.find(target)
-    template = None if raw else chat_template.read_template(served.tokenizer)
-    if template is not None:
-        prompt = chat_template.apply_template(served.tokenizer, template, [{"role": "user", "content": prompt}])
-    pieces = stream(
-        found.endpoints.grpc_url, prompt, sampling,
-        model=served.front, max_tokens=max_tokens, stop_words=stop_word or (),
-    )  # fmt: skip
+    sampling: Sampling = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }  # fmt: skip
+    check_options(SamplingParams(**sampling), max_tokens)
+    client = Client(target, server=server)
+    text = prompt if raw else client.prompt(prompt)
+    pieces = client.stream(text, max_tokens=max_tokens, stop=stop_word or (), **sampling)
     for piece in pieces:
         console.text(piece)
     console.text("\n")

@@ -16,6 +16,7 @@ from trtpipe.configs import facts as config
 from trtpipe.configs import read
 from trtpipe.configs.home import default_home
 from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.gpu import GpuSpec, Measured
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.engines.process import python_command
@@ -65,7 +66,9 @@ def _measure() -> dict[str, Any]:
             f"measuring has not ended after {SECONDS} s", remedy="see nvidia-smi for who else works"
         ) from None
     if "No module named 'torch'" in done.stderr:
-        raise HostError("measuring needs torch", remedy="pip install torch, or run in an image that has it")
+        raise HostError(
+            "measuring needs torch", remedy=f"run `{install_command('serve')}`, or run in an image that has it"
+        )
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError
+from trtpipe.engines.extras import install_command
 from trtpipe.pipeline.net.http_limits import ANSWER_SECONDS, EXTRA_SECONDS, SLOWEST
 from trtpipe.pipeline.registry.base import (
     MAX_INDEX_BYTES,
@@ -50,7 +51,7 @@ class S3Registry:
             from trtpipe.pipeline.registry.s3_session import settings
         except ModuleNotFoundError as error:
             raise HostError(
-                "s3:// is not installed", why=str(error), remedy="run `pip install trtpipe[registry]`"
+                "s3:// is not installed", why=str(error), remedy=f"run `{install_command('registry')}`"
             ) from None
         with translated(url):
             system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, config_kwargs=settings(ATTEMPTS))

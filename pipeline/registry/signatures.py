@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import ArtefactRefused, HostError, InputDataError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.json_input import parse_json, read_bounded
 
 if TYPE_CHECKING:
@@ -176,5 +177,5 @@ def _need_libraries() -> None:
         raise HostError(
             "signatures need securesystemslib and cryptography",
             why=str(error),
-            remedy="run `pip install trtpipe[sign]`",
+            remedy=f"run `{install_command('sign')}`",
         ) from None

@@ -32,6 +32,7 @@ from trtpipe import triton_repo
 from trtpipe.engines import load_backend
 from trtpipe.engines.engine_process import protocol
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.json_input import parse_json
 from trtpipe.engines.process import python_command, tail
 from trtpipe.pipeline.serving import owner_only
@@ -99,7 +100,7 @@ def find_installation() -> Installation:
         raise HostError(
             "no tritonserver in this environment",
             why="it comes with the package nvidia-pytriton",
-            remedy="run `pip install trtpipe[serve]`",
+            remedy=f"run `{install_command('serve')}`",
         )
     package = Path(spec.origin).parent
     root = package / "tritonserver"

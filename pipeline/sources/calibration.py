@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trtpipe.configs import facts, read
 from trtpipe.engines.base import CalibrationConfig
 from trtpipe.engines.errors import HostError, InputDataError, UsageError, suggestion
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.json_input import MAX_BYTES, check_values, read_bounded
 from trtpipe.engines.model_config import ModelConfig
@@ -129,7 +130,7 @@ def _column(data: DataSet) -> Iterator[str]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
-        raise HostError("pyarrow is not installed", remedy="run `pip install trtpipe[quantize]`") from None
+        raise HostError("pyarrow is not installed", remedy=f"run `{install_command('quantize')}`") from None
     for name in data.files:
         path = hub.download_data(data.repo_id, data.revision, name)
         for batch in parquet.ParquetFile(path).iter_batches(columns=[data.field]):

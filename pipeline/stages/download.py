@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import device, place, require_disk
 from trtpipe.engines.hf.folder import INDEX_NAME, TOKENIZER_FILES, locate_tensors, read_model_config, require_tokenizer
@@ -61,7 +62,7 @@ class Download(Stage):
             return {name: importlib.metadata.version(name) for name in GGUF_READERS}
         except importlib.metadata.PackageNotFoundError as error:
             raise HostError(
-                f"reading a GGUF file needs {error.name}", remedy="run `pip install trtpipe[gguf]`"
+                f"reading a GGUF file needs {error.name}", remedy=f"run `{install_command('gguf')}`"
             ) from None
 
     def check(self, spec: BuildSpec, later: Sequence[Stage], home: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `pip install trtpipe` brings, without extras: all that `trtpipe bench` needs."""
+"""What an install of trtpipe without extras brings, all that `trtpipe bench` needs; and what README says of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.support.paths import ROOT
 
 HEAVY = {"torch", "transformers", "nvidia-pytriton", "nvidia-modelopt", "accelerate", "ray", "pyarrow"}
 MOST_MB = 200
@@ -33,3 +35,9 @@ def test_the_install_for_bench_alone_is_small() -> None:
     # As the packages are; what Python compiles of them comes on top, and is a cache.
     total = sum(path.stat().st_size for path in paths if path.is_file() and path.suffix != ".pyc") / 1e6
     assert 50 < total < MOST_MB
+
+
+def test_the_readme_fits_a_terminal() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 80

@@ -22,6 +22,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
+from trtpipe.engines.extras import install_command
 from trtpipe.pipeline.bench.load.loads import Load, Replay
 from trtpipe.pipeline.bench.load.workload import Render
 from trtpipe.pipeline.bench.loop.driver import Live
@@ -55,7 +56,7 @@ def connect(address: str) -> Any:
     try:
         import ray as _ray
     except ModuleNotFoundError:
-        raise HostError("a cluster needs Ray", remedy="install it: pip install 'trtpipe[ray]'") from None
+        raise HostError("a cluster needs Ray", remedy=f"run `{install_command('ray')}`") from None
     ray: Any = _ray  # most of Ray has no types
     if not ray.is_initialized():
         _check_listening(address)

@@ -30,6 +30,7 @@ from trtpipe import __version__
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.passport import Passport
+from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.cli import app as cli
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import tritonserver
@@ -869,8 +870,8 @@ def test_a_report_s_place_is_tried_before_anything_is_measured(tmp_path: Path) -
     (tmp_path / "file").touch()
     for report in (tmp_path / "file" / "report.json", tmp_path / "file" / "deep" / "report.json"):
         with pytest.raises(HostError, match=rf"{report} cannot be written: {report.parent} is not a folder"):
-            bench._check_place(report)
-    bench._check_place(tmp_path / "new" / "deep" / "report.json")
+            api.check_place(report)
+    api.check_place(tmp_path / "new" / "deep" / "report.json")
     # A run that fails before it has figures leaves no folders behind.
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -894,7 +895,7 @@ def test_whose_stamps_a_measurement_takes(
     run: Run, monkeypatch: pytest.MonkeyPatch, linux: bool, words: list[str], kernel: bool
 ) -> None:
     taken: list[bool] = []
-    monkeypatch.setattr(bench, "LINUX", linux)
+    monkeypatch.setattr(api, "LINUX", linux)
     monkeypatch.setattr(bench, "_measure", lambda options, *rest, **more: taken.append(options.wiring.kernel_stamps))
     server = ["--protocol", "grpc", "--grpc-url", "localhost:8001", "--tokenizer", "tokenizer.json"]
     assert run("bench", *server, *words).status == 0
@@ -911,7 +912,7 @@ def test_stamps_of_the_kernel_where_there_are_none(
         "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves; "
         "leave it out, or leave out --transport tritonclient",
     )
-    monkeypatch.setattr(bench, "LINUX", False)
+    monkeypatch.setattr(api, "LINUX", False)
     done = run(*command, "--kernel-timestamps")
     assert (done.status, done.error()) == (2, "only Linux stamps what it receives; leave --kernel-timestamps out")
 

@@ -18,6 +18,7 @@ from tests.support import nvidia_smi
 from tests.support.hub_server import Hub, serving
 from tests.unit.sources.test_hub import use
 from trtpipe.engines.errors import HostError, StageFailed
+from trtpipe.engines.extras import install_command
 from trtpipe.pipeline.cli import doctor
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.servers import Server
@@ -78,8 +79,8 @@ def test_a_package_that_is_missing_names_its_extra(store: Store, monkeypatch: py
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = findings(store)
-    assert found["reference runtime"] == ("missing", "no torch; run `pip install trtpipe[serve]`")
-    assert found["GGUF reader"] == ("missing", "no torch; run `pip install trtpipe[gguf]`")
+    assert found["reference runtime"] == ("missing", f"no torch; run `{install_command('serve')}`")
+    assert found["GGUF reader"] == ("missing", f"no torch; run `{install_command('gguf')}`")
 
 
 @pytest.mark.parametrize(("error", "state"), [(HostError("no server"), "missing"), (StageFailed("odd"), "fault")])

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from trtpipe.engines.errors import HostError, UsageError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.process import LAUNCHER
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.tritonserver import (
@@ -220,13 +221,11 @@ def test_a_python_without_its_shared_library_is_refused(tmp_path: Path, monkeypa
 
 
 def test_an_environment_without_a_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HostError) as caught:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytriton" else real(name))
+    with pytest.raises(HostError, match="nvidia-pytriton") as caught:
         tritonserver.find_installation()
-    assert str(caught.value) == (
-        "no tritonserver in this environment: it comes with the package nvidia-pytriton; "
-        "run `pip install trtpipe[serve]`"
-    )
+    assert caught.value.remedy == f"run `{install_command('serve')}`"
 
 
 def test_the_backend_folder_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from tests.unit.sources.test_hub import use
 from tests.unit.test_runner import SIZES, Recorder
 from trtpipe.engines import files
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, TrtpipeError
+from trtpipe.engines.extras import install_command
 from trtpipe.engines.files import DiskFull
 from trtpipe.engines.hf import gguf_worker as gguf_import
 from trtpipe.engines.hf.folder import NotALlama, read_model_config
@@ -230,7 +231,7 @@ def test_a_host_without_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError) as error:
         DOWNLOAD.tools(GgufSource(path="x.gguf"))
     assert error.value.exit_code == 4
-    assert str(error.value) == "reading a GGUF file needs a-package-nobody-has; run `pip install trtpipe[gguf]`"
+    assert error.value.remedy == f"run `{install_command('gguf')}`"
 
 
 def test_rotary_settings_are_written_in_both_spellings(tmp_path: Path) -> None:

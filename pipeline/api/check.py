@@ -1,0 +1,42 @@
+"""Check of a model repository before Triton loads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtpipe.triton_repo.check.faults import Fault
+
+
+def find_folder(repository: str | Path) -> Path:
+    """The folder of a model repository: of a target in ./runs, or the folder itself."""
+    from trtpipe.pipeline.run_folder import find_run
+
+    run = find_run(str(repository))
+    return Path(repository) if run is None else run.linked("repository")
+
+
+def check(
+    repository: str | Path, *, toolchain: str | None = None, here: bool = False, allow_model_code: bool = False
+) -> list[Fault]:
+    """Find the faults of a model repository, errors first; empty for a sound one.
+
+    repository        a target in ./runs, or a model repository, ours or anybody's
+    toolchain         TensorRT-LLM release that will serve it; detected if left out
+    here              whether this machine's GPUs are to serve it
+    allow_model_code  whether code that is of no known template is accepted
+
+    Raises UsageError for an unknown release, HostError where the GPUs cannot be asked.
+    """
+    from trtpipe.configs import facts
+    from trtpipe.pipeline.execution import hardware
+    from trtpipe.triton_repo.check import check_repository
+    from trtpipe.triton_repo.check.code import foreign_code
+
+    folder = find_folder(repository)
+    release = None if toolchain is None else facts.find_toolchain(toolchain)
+    faults = check_repository(folder, toolchain=release, gpus=hardware.visible_gpus() if here else None)
+    if folder.is_dir() and not allow_model_code:
+        faults += foreign_code(folder)
+    return faults

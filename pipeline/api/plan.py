@@ -1,0 +1,73 @@
+"""Prediction of which GPUs serve a model, how fast and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtpipe.pipeline.planner.advice import Advice
+
+# GPUs that are compared by default: those that data centres rent out.
+USUAL = ("a100", "l40s", "h100", "h200", "h20")
+
+
+def plan(
+    model: str, *, gpu: str | Sequence[str] = USUAL, dtype: str | Sequence[str] = "auto", kv_cache: str | None = None,
+    group_size: int | None = None, tp: int | Sequence[int] = (), runtime: str = "tensorrt_llm", load: str | None = None,
+    input_tokens: int | str | None = None, output_tokens: int | str | None = None, rate: float | None = None,
+    slo: str | Sequence[str] = (), price: Mapping[str, float] | None = None, reuse: bool = False,
+) -> Advice:  # fmt: skip
+    """Compare GPUs, precisions and tensor parallelism for serving a model; nothing is downloaded.
+
+    model          a name of `trtpipe models`, or a folder
+    gpu            names of `trtpipe gpus`
+    dtype          auto, bf16, fp16, or quantization recipes such as fp8
+    group_size     number of input features that share a scale (AWQ): 64 or 128
+    tp             GPUs of one engine; 1, 2, 4 and 8 if empty
+    load           load of configs/load, or a YAML file, for its lengths
+    input_tokens, output_tokens  lengths: 512, or a distribution such as "lognormal:128,0.5"
+    rate           clients per second to serve; sizes the number of GPUs
+    slo            objectives: "ttft:500ms", "tpot:mean<50ms"
+    price          price of one GPU per hour, by name
+    reuse          whether the KV cache of shared prefixes is reused
+
+    Returns candidates, the best first; one without `best` cannot serve this, and `reason` says why. Raises UsageError.
+    """
+    import dataclasses
+
+    from trtpipe.configs import facts
+    from trtpipe.pipeline.bench.load.files import find_load
+    from trtpipe.pipeline.bench.load.work import Work
+    from trtpipe.pipeline.bench.results.slo import parse_objective
+    from trtpipe.pipeline.planner.advice import Question, advise
+    from trtpipe.pipeline.planner.demand import Demand
+
+    name, shape = facts.find_shape(model)
+    work = find_load(load).work if load else Work(input_tokens="512", output_tokens="256")
+    if input_tokens is not None:
+        work = dataclasses.replace(work, input_tokens=str(input_tokens))
+    if output_tokens is not None:
+        work = dataclasses.replace(work, output_tokens=str(output_tokens))
+    question = Question(
+        model=name, shape=shape, gpus=tuple(facts.find_gpu(one) for one in _several(gpu)),
+        demand=Demand(work, reuse=reuse), dtypes=_several(dtype), kv_cache=kv_cache, group_size=group_size,
+        tps=(tp,) if isinstance(tp, int) else tuple(tp), rate=rate, runtime=runtime,
+        objectives=tuple(parse_objective(one) for one in _several(slo)),
+        prices={facts.find_gpu(one).name: _price(one, value) for one, value in (price or {}).items()},
+    )  # fmt: skip
+    return advise(question)
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _price(name: str, price: float) -> float:
+    from trtpipe.engines.errors import UsageError
+
+    if not 0 < price < 1e6:
+        raise UsageError(
+            f"--price {name}={price:g} is not a price", remedy="give for example h100=2.5, of one GPU an hour"
+        )
+    return price

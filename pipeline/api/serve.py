@@ -1,0 +1,160 @@
+"""A server for the time of a `with` block, and the client of a served target."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trtpipe.pipeline.serving.servers import Served, Server
+
+log = logging.getLogger("trtpipe")
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen; greedily if nothing is given. One that is None counts as left out.
+
+    temperature         divides the logits; 0 is greedy
+    top_k, top_p        number of likeliest tokens, and probability mass, to sample from
+    repetition_penalty  divides the logits of tokens that were there
+    seed                equal requests with one seed get equal tokens
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+
+
+class Client:
+    """A target that is served on this machine, by `trtpipe serve` or `trtpipe.serve`; it is asked over gRPC.
+
+    For a server elsewhere use a client of OpenAI's API: `openai_url` is the address of this one's.
+    """
+
+    def __init__(self, target: str | None = None, *, server: str | None = None) -> None:
+        """Find the running server of that name, or the only one, and its target of that name, or the only one.
+
+        Raises UsageError.
+        """
+        from trtpipe.configs.home import default_home
+        from trtpipe.pipeline.serving.servers import find_running
+        from trtpipe.pipeline.store.store import Store
+
+        self._server: Server = find_running(Store(default_home()), server)
+        self._served: Served = self._server.find(target)
+
+    @property
+    def server(self) -> str:
+        """Name of the server."""
+        return self._server.name
+
+    @property
+    def target(self) -> str:
+        """Name of the target, also of the model at `openai_url`."""
+        return self._served.name
+
+    @property
+    def grpc_url(self) -> str:
+        return self._server.endpoints.grpc_url
+
+    @property
+    def http_url(self) -> str:
+        return self._server.endpoints.http_url
+
+    @property
+    def metrics_url(self) -> str:
+        return self._server.endpoints.metrics_url
+
+    @property
+    def openai_url(self) -> str | None:
+        """Base URL of the OpenAI-compatible gateway; None where none was started."""
+        return f"{self._server.gateway_url}/v1" if self._server.gateway_url else None
+
+    def generate(
+        self, prompt: str, *, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Unpack[Sampling]
+    ) -> str:
+        """The model's continuation of `prompt`, without a chat template. Raises as `stream`."""
+        return "".join(self.stream(prompt, max_tokens=max_tokens, stop=stop, **sampling))
+
+    def chat(
+        self, messages: str | Sequence[dict[str, str]], *, max_tokens: int = 128, stop: Sequence[str] = (),
+        **sampling: Unpack[Sampling],
+    ) -> str:  # fmt: skip
+        """The model's answer to a message, or to a conversation of {role, content}. Raises as `stream`."""
+        return self.generate(self.prompt(messages), max_tokens=max_tokens, stop=stop, **sampling)
+
+    def prompt(self, messages: str | Sequence[dict[str, str]]) -> str:
+        """The prompt that the model's chat template makes of a message, or of a conversation of {role, content}; a
+        model without a template gets a message as it is.
+
+        Raises InputDataError for a template that cannot be applied, UsageError for a conversation without one.
+        """
+        from trtpipe.engines.errors import UsageError
+        from trtpipe.engines.hf import chat_template
+
+        template = chat_template.read_template(self._served.tokenizer)
+        if template is None:
+            if isinstance(messages, str):
+                return messages
+            raise UsageError(f"{self.target} has no chat template", remedy="give a text")
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return chat_template.apply_template(self._served.tokenizer, template, turns)
+
+    def stream(
+        self, prompt: str, *, max_tokens: int = 128, stop: Sequence[str] = (), **sampling: Unpack[Sampling]
+    ) -> Iterator[str]:
+        """Yield the text of a continuation as it arrives, up to one of the texts in `stop`.
+
+        Raises UsageError for a value that the model cannot take, HostError where the server is gone, StageFailed where
+        it refuses the request.
+        """
+        from trtpipe.engines.sampling import SamplingParams
+        from trtpipe.pipeline.serving.generate import check_options, stream
+
+        params = SamplingParams(**sampling)
+        check_options(params, max_tokens)
+        return stream(self.grpc_url, prompt, params, model=self._served.front, max_tokens=max_tokens, stop_words=stop)
+
+
+@contextlib.contextmanager
+def serve(
+    target: str | Sequence[str] | None = None, *, server: str = "auto", host: str = "127.0.0.1", http_port: int = 0,
+    grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
+    engine_python: str = sys.executable, allow_model_code: bool = False,
+) -> Iterator[Client]:  # fmt: skip
+    """Serve a target while the `with` block runs: `with trtpipe.serve("smollm2-135m.cpu.fp32") as client:`.
+
+    target            a target in ./runs, or a model repository; several share one server; the newest run if left out
+    server            auto, local (tritonserver of this environment) or docker (the toolchain's image)
+    http_port, ...    ports; 0 takes a free one. openai_port is the gateway's, and None starts none
+    gpus              indices of the GPUs that a container gets; all if left out
+    engine_python     Python of the environment in which vLLM is installed
+    allow_model_code  whether code of unknown templates may run
+
+    Yields a client of the first target. `trtpipe serve` also repairs a server whose Python process has died, which
+    this does not. Raises UsageError, HostError, InputDataError, ArtefactRefused or StageFailed.
+    """
+    from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import serve as serving
+    from trtpipe.pipeline.store.store import Store
+
+    store = Store(default_home())
+    names = [target] if target is None or isinstance(target, str) else target
+    found = [serving.find_repository(name) for name in names]
+    options = serving.LaunchOptions(
+        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port, openai=openai_port,
+        gpus=None if gpus is None else tuple(gpus), engine_python=engine_python, allow_model_code=allow_model_code,
+    )  # fmt: skip
+    running, process = serving.launch(found, store, options, log.info)
+    try:
+        yield Client(found[0][0], server=running.name)
+    finally:
+        serving.stop(store, running.name)
+        process.wait()

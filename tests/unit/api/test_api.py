@@ -1,0 +1,137 @@
+"""What `import trtpipe` offers, without a server."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trtpipe
+from tests.support.factories import hf_folder
+from tests.support.paths import ROOT
+from trtpipe.pipeline.api.bench import choose
+from trtpipe.pipeline.bench.load.loads import Closed, Open
+from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
+from trtpipe.pipeline.spec import SCALARS
+
+
+@pytest.mark.process
+def test_the_import_loads_nothing_and_every_name_is_there() -> None:
+    script = "import sys; before = {*sys.modules}; import trtpipe; print(sorted({*sys.modules} - before))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "['trtpipe']\n"
+    assert set(trtpipe.__all__) <= set(dir(trtpipe))
+    assert all(getattr(trtpipe, name).__name__ == name for name in trtpipe.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        getattr(trtpipe, "nothing")  # noqa: B009  mypy knows that it is not there
+
+
+def test_a_type_checker_sees_what_a_program_sees() -> None:
+    tree = ast.parse((ROOT / "trtpipe" / "__init__.py").read_text())
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name != "import_module"
+    }
+    loaded = {name: f"trtpipe.{module}" for module, names in trtpipe._MODULES.items() for name in names}
+    assert typed == loaded
+    assert sorted(loaded) == trtpipe.__all__
+    assert (ROOT / "trtpipe" / "py.typed").exists()
+
+
+def test_settings_say_where_each_is_from() -> None:
+    spec = trtpipe.settings(recipe="smollm2-cpu", dtype="bf16", tp=None, set={"build.max_batch_size": 4})
+    assert spec.target == "smollm2-135m.cpu.bf16"
+    assert spec.build.max_batch_size == 4
+    sources = {value.name: value.source for value in spec.values}
+    assert (sources["model"], sources["dtype"]) == ("recipe smollm2-cpu.yaml", "option")
+    assert sources["build.max_batch_size"] == "--set"
+    assert trtpipe.BuildOptions.__annotations__.keys() == {*SCALARS, "recipe", "set"}
+
+
+def test_settings_that_contradict_each_other_leave_what_was_given_alone() -> None:
+    given = {"build": {"max_batch_size": 4}, "build.max_seq_len": 1536}
+    assert trtpipe.settings(model="smollm2", gpu="cpu", set=given).build.max_seq_len == 1536
+    assert given["build"] == {"max_batch_size": 4}
+    with pytest.raises(trtpipe.UsageError, match="contradicts"):
+        trtpipe.settings(model="smollm2", gpu="cpu", set={"build": 3, "build.max_seq_len": 1024})
+    with pytest.raises(trtpipe.UsageError, match="did you mean 'model'"):
+        trtpipe.settings(modle="smollm2", gpu="cpu")  # type: ignore[call-arg]
+
+
+@pytest.mark.process
+def test_a_build_and_what_it_made(in_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = trtpipe.settings(model=str(hf_folder(in_folder / "tiny", dtype="F32")), gpu="cpu", dtype="fp32")
+    with pytest.raises(trtpipe.UsageError, match="gpu"):
+        trtpipe.build(spec, gpu="cpu")
+    caplog.set_level(logging.INFO, "trtpipe")
+    early = trtpipe.build(spec, until="convert")
+    assert [stage.stage for stage in early.stages] == ["download", "tokenizer", "convert"]
+    with pytest.raises(trtpipe.InputDataError, match="repository"):
+        _ = early.repository
+    built = trtpipe.build(spec)
+    assert [stage.reused for stage in built.stages[:3]] == [True] * 3
+    assert "convert: reused (same inputs and settings)" in caplog.messages
+    assert built.folder == in_folder / "runs" / "tiny.cpu.fp32"
+    assert trtpipe.check(built.target) == trtpipe.check(built.repository) == []
+    (folder := in_folder / "copy").mkdir()
+    assert [fault.rule for fault in trtpipe.check(folder)] == ["no-models"]
+
+
+def test_a_plan_has_the_best_first_and_says_why_not() -> None:
+    advice = trtpipe.plan("llama3-70b", gpu=["h100"], dtype="bf16", tp=[1, 4], price={"h100": 2.5})
+    assert [(one.tp, one.best is None) for one in advice.candidates] == [(4, False)]
+    assert advice.candidates[0].hourly == 10.0
+    assert "does not fit" in trtpipe.plan("llama3-70b", gpu="h100", dtype="bf16", tp=1).candidates[0].reason
+    for price in (0, float("nan")):
+        with pytest.raises(trtpipe.UsageError, match="not a price"):
+            trtpipe.plan("llama3-8b", price={"h100": price})
+
+
+def test_arguments_of_a_benchmark() -> None:
+    server = {"grpc_url": "localhost:8001", "protocol": "grpc", "tokenizer": Path("tokenizer.json")}
+    options, served = choose(**server, concurrency=2, input_tokens=32, slo="ttft:500ms", seed=None)  # type: ignore[arg-type]
+    assert served is None
+    assert options.loads == (Closed(concurrency=2),)
+    assert (options.work.input_tokens, options.seed, options.objectives[0].limit_ms) == ("32", 0, 500)
+    options, _ = choose(**server, rate=[1.5, 3], requests=10)  # type: ignore[arg-type]
+    assert [load.rate for load in options.loads if isinstance(load, Open)] == [1.5, 3]
+    with pytest.raises(trtpipe.UsageError, match="did you mean 'concurrency'"):
+        choose(concurency=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.process
+@pytest.mark.loopback
+def test_a_benchmark_where_an_event_loop_runs_as_in_a_notebook(
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
+) -> None:
+    states: list[str] = []
+
+    async def cell() -> trtpipe.BenchReport:
+        return trtpipe.bench(
+            protocol="grpc", grpc_url=f"127.0.0.1:{known.grpc_port}", tokenizer=tokenizer, concurrency=2, requests=4,
+            output_tokens=4, report=tmp_path / "report.json",
+            progress=lambda at: states.append(at.state),
+        )  # fmt: skip
+
+    report = asyncio.run(cell())
+    assert report.results[0].requests["succeeded"] == 4
+    assert report.failures() == {}
+    assert (states[0], states[-1]) == ("begun", "ended")
+    assert (tmp_path / "report.html").exists()
+    with pytest.raises(trtpipe.UsageError, match="report"):
+        trtpipe.bench(report=tmp_path)
+
+
+def test_a_client_needs_a_server() -> None:
+    with pytest.raises(trtpipe.UsageError, match="no server is running"):
+        trtpipe.Client()
+    with pytest.raises(trtpipe.UsageError, match="no server named 'x' is running"):
+        trtpipe.Client("target", server="x")
