@@ -18,7 +18,7 @@ CMD ["trtpipe"]
 
 FROM ${BASE} AS builder
 WORKDIR /src
-ENV PIP_CONSTRAINT=/src/docker/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PIP_CONSTRAINT=/src/constraints.txt PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install -y --no-install-recommends binutils \
  && python3 -m venv /tools && python3 -m venv --without-pip /opt/venv
 COPY . .
