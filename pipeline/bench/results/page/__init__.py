@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page import figures, head, server, tables
+from trtpipe.pipeline.bench.results.page import figures, head, samples, server, tables
 from trtpipe.pipeline.bench.results.page.curves import Run, against_latency, against_load
 from trtpipe.pipeline.bench.results.page.load_points import flat, plain
 from trtpipe.pipeline.pages import render as pages
@@ -64,6 +64,7 @@ def _results(report: dict[str, Any]) -> Iterator[Section]:
     own = tables.client(report)
     if own is not None:
         yield Section(title="What the client says of itself", tables=[own])
+    yield from samples.sections(levels)
 
 
 def _folded(count: int) -> dict[str, Any]:
