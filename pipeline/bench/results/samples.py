@@ -13,17 +13,19 @@ CHARACTERS = 2000
 
 
 class Samples:
-    """Keeps the beginning of every prompt whose place among the measured requests is 0 or a power of two: few, and
-    spread over them, however many they will be."""
+    """Keeps the beginning of each prompt whose number among the measured requests is a Fibonacci number: however many
+    there will be, few are kept, and the last two lie near the middle and in the last third."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[InFlightRequest, dict[str, Any]]] = []
         self._asked = 0
+        self._next, self._after = 1, 2
 
     def note(self, request: InFlightRequest, prompt: str) -> None:
-        if self._asked & (self._asked - 1) == 0:
-            self._kept.append((request, _text("prompt", prompt)))
         self._asked += 1
+        if self._asked == self._next:
+            self._kept.append((request, _text("prompt", prompt)))
+            self._next, self._after = self._after, self._next + self._after
 
     def read(self, answer: Callable[[InFlightRequest], str]) -> list[dict[str, Any]]:
         """The first of those that were answered, and the last of them, as report.json has them. `answer` gives a text;

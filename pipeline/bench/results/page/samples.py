@@ -18,7 +18,7 @@ def sections(levels: list[Level]) -> Iterator[Section]:
     sampled = [level for level in levels if level.get("samples")]
     facts = [fact for level in sampled[:MOST] for fact in _facts(level)]
     if facts:
-        told = f"{len(facts) // 2} requests of {len(sampled[:MOST])} load points"
+        told = f"Load points: {len(sampled[:MOST])}; requests: {len(facts) // 2}"
         more = [f"report.json has those of {len(sampled) - MOST} more load points."] if len(sampled) > MOST else []
         yield Section(title="Sample prompts and answers", folded=told, facts=facts, lines=more)
 

@@ -435,7 +435,7 @@ def test_errors_by_class() -> None:
 def test_samples_are_folded_up_and_say_where_they_are_cut() -> None:
     value = full(5, samples=[sample("Line\n  two", "x" * 3000, answer_characters=4321)])
     found = Page(render(value))
-    assert "8 requests of 8 load points" in found.words
+    assert "Load points: 8; requests: 8" in found.words
     assert "report.json has those of 2 more load points." in found.words
     terms = [text for tag, text in found.texts if tag == "dt"]
     assert terms.count("Answer, its first 2,000 of 4,321 characters") == 8

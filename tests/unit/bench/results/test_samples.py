@@ -28,9 +28,9 @@ def asked(count: int, *, failed: tuple[int, ...] = (), open_ones: tuple[int, ...
         (asked(0), []),
         (asked(2), ["r0", "r1"]),
         (asked(4), ["r0", "r1", "r2"]),
-        (asked(100), ["r0", "r32", "r64"]),
-        (asked(100, failed=(0, 64), open_ones=(32,)), ["r1", "r8", "r16"]),
-        (asked(9, warm=3), ["r4", "r8"]),
+        (asked(100), ["r0", "r54", "r88"]),
+        (asked(100, failed=(0, 88), open_ones=(54,)), ["r1", "r20", "r33"]),
+        (asked(9, warm=3), ["r4", "r7"]),
         (asked(3, failed=(0, 1, 2)), []),
     ],
 )
