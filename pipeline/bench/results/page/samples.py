@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page.load_points import Level, named
+from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, named
 from trtpipe.pipeline.bench.results.samples import CHARACTERS
 from trtpipe.pipeline.pages.parts import Section
 
@@ -13,19 +13,19 @@ from trtpipe.pipeline.pages.parts import Section
 MOST = 8
 
 
-def sections(levels: list[Level]) -> Iterator[Section]:
+def sections(points: list[LoadPoint]) -> Iterator[Section]:
     """One section, folded up; none where no load point has samples."""
-    sampled = [level for level in levels if level.get("samples")]
-    facts = [fact for level in sampled[:MOST] for fact in _facts(level)]
+    sampled = [point for point in points if point.get("samples")]
+    facts = [fact for point in sampled[:MOST] for fact in _facts(point)]
     if facts:
         told = f"Load points: {len(sampled[:MOST])}; requests: {len(facts) // 2}"
         more = [f"report.json has those of {len(sampled) - MOST} more load points."] if len(sampled) > MOST else []
         yield Section(title="Sample prompts and answers", folded=told, facts=facts, lines=more)
 
 
-def _facts(level: Level) -> Iterator[tuple[str, str]]:
-    for sample in level["samples"]:
-        yield _shown(f"{named(level)}: prompt", sample, "prompt")
+def _facts(point: LoadPoint) -> Iterator[tuple[str, str]]:
+    for sample in point["samples"]:
+        yield _shown(f"{named(point)}: prompt", sample, "prompt")
         yield _shown("Answer", sample, "answer")
 
 
