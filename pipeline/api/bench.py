@@ -73,6 +73,7 @@ class BenchArguments(TypedDict, total=False):
     workers, hosts, ray  processes, machines and Ray cluster that share each load
     seed              of prompts and arrival times
     timeout, token_timeout  seconds after which a request has failed: in all, and without a token
+    log_samples       keep a few prompts and answers in the report; the default unless prompts come from a file
     """
 
     server: str | None
@@ -115,6 +116,7 @@ class BenchArguments(TypedDict, total=False):
     seed: int | None
     timeout: float | None
     token_timeout: float | None
+    log_samples: bool | None
 
 
 # What counts where an argument is left out.
@@ -254,6 +256,7 @@ def choose(target: str | None = None, **arguments: Unpack[BenchArguments]) -> tu
             seed=ask.seed,
             timeout_s=ask.timeout,
             token_timeout_s=ask.token_timeout,
+            log_samples=ask.log_samples,
         )
     tokenizer, model, openai_model, metrics_url = ask.tokenizer, ask.model, ask.openai_model, ask.metrics_url
     served: Served | None = None

@@ -61,6 +61,7 @@ class BenchOptions:
     seed             seed of prompts and arrival times
     timeout_s        a request that has not ended after this many seconds has failed
     token_timeout_s  a request that has received nothing for this many seconds has failed
+    log_samples      keep samples of prompts and answers in the report; None: unless the prompts come from a file
     """
 
     targets: tuple[Target, ...]
@@ -77,6 +78,7 @@ class BenchOptions:
     seed: int = 0
     timeout_s: float = 300.0
     token_timeout_s: float = 60.0
+    log_samples: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -114,6 +116,12 @@ class BenchOptions:
     def shares(self) -> int:
         """Number of processes among which each load is divided."""
         return self.workers * max(1, self.hosts)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether samples are kept. Prompts of a user's file are private."""
+        private = self.work.prompts is not None or self.work.sharegpt is not None
+        return not private if self.log_samples is None else self.log_samples
 
     def to_json(self) -> dict[str, Any]:
         """All options for the report, so that `from_json` can repeat the run. Without headers, which may hold a key."""

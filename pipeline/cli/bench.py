@@ -88,6 +88,13 @@ def bench(
             "-o",
         ),
     ] = None,
+    log_samples: Annotated[
+        bool | None,
+        _client(
+            "Keep a few prompts and answers in the report; the default unless prompts come from a file.",
+            "--log-samples/--no-log-samples",
+        ),
+    ] = None,
     as_json: Annotated[bool, _client("Print the report as JSON.", "--json")] = False,
 ) -> None:
     """Measure a server: TTFT, ITL, TPOT, throughput, goodput.
@@ -112,6 +119,7 @@ def bench(
         sampling=_sampling(sampling or []), natural_end=natural_end, slo=slo, find=find, attainment=attainment,
         precision=precision, transport=transport, connections=connections, kernel_timestamps=kernel_timestamps,
         workers=workers, hosts=hosts, ray=ray, seed=seed, timeout=timeout, token_timeout=token_timeout,
+        log_samples=log_samples,
     )  # fmt: skip
     _measure(options, served, report, as_json=as_json)
 

@@ -133,9 +133,14 @@ def level(
         "repeat": 0, "load": load, "requests": {**counts, "warmup": warmup, "warmup_failed": 0, "cut": 0},
         "errors": [], "window_s": 1.0, "token_count_source": "server", "wrong_length": 0,
         "metrics": metrics(requests), "slo": None, "client": None, "server": None, "verdict": GOOD,
-        "stopped": None, "interrupted": False, "series": None, "histograms": {},
+        "stopped": None, "interrupted": False, "series": None, "histograms": {}, "samples": [sample()],
     }  # fmt: skip
     return {**whole, **changes}
+
+
+def sample(prompt: str = "Say it.", answer: str = "It is said.", **changes: Any) -> dict[str, Any]:
+    lengths = {"prompt_characters": len(prompt), "answer_characters": len(answer)}
+    return {"id": "r0", "prompt": prompt, "answer": answer, **lengths, **changes}
 
 
 def report(levels: Sequence[dict[str, Any]], **changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trtpipe.pipeline.bench.loop.driver import Driver, Limits
 from trtpipe.pipeline.bench.loop.in_flight import Failure, InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
-from trtpipe.pipeline.bench.protocols.transport import Answer
+from trtpipe.pipeline.bench.protocols.transport import Answer, ReadIds
 from trtpipe.pipeline.bench.workers.share import Share
 
 MS = 1_000_000
@@ -199,7 +199,7 @@ class Letters:
     def decode(self, exchange: InFlightRequest) -> Answer:
         return Answer(list(exchange.stamps), [1] * len(exchange.stamps))
 
-    def text(self, exchange: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         return " and so on"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # Targets and numbers of repeats may differ; loads are compared per load point, tokenizers by their digest.
-_NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder")
+_NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder", "log_samples")
 # Compared facts of the machine that sent the load.
 _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more than this share are reported.

@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from time import monotonic
 from typing import Any
@@ -27,10 +28,11 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.loop.open import OpenLoop
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.monitors.server import ServerMonitor
-from trtpipe.pipeline.bench.protocols.transport import Client
+from trtpipe.pipeline.bench.protocols.transport import Client, ReadIds
 from trtpipe.pipeline.bench.results.metrics import Window, closed_window
 from trtpipe.pipeline.bench.results.records import Records, joined, settle
 from trtpipe.pipeline.bench.results.report import LoadPointResult, load_point_result
+from trtpipe.pipeline.bench.results.samples import Samples
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.bench.results.verdict import examine
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
@@ -54,6 +56,7 @@ class Driven:
                its records, and where nothing was measured
     until_ns   when the duration of a closed loop was over, by the clock; None where a number of requests ended it
     distinct   number of prompts in a file, after which it began again; None for synthetic prompts
+    samples    as `samples.Samples` gives them
     """
 
     records: Records
@@ -64,6 +67,7 @@ class Driven:
     interrupted: bool
     distinct: int | None = None
     until_ns: int | None = None
+    samples: Sequence[dict[str, Any]] = ()
 
     def shifted(self, by_ns: int) -> Driven:
         """The same results by a clock that is ahead by `by_ns`."""
@@ -89,15 +93,17 @@ class Driven:
             interrupted=any(part.interrupted for part in parts),
             distinct=parts[0].distinct,
             until_ns=min((part.until_ns for part in parts if part.until_ns is not None), default=None),
+            samples=next((part.samples for part in parts if part.samples), ()),
         )
 
 
 class LoadPointRun:
-    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` determines an open loop's times."""
+    """A share of a load over one protocol: `prepare`, `drive`, `collect`. `seed` determines an open loop's times;
+    `sampled`: keep samples of prompts and answers."""
 
     def __init__(
         self, load: Load, client: Client, asker: RequestFactory, workload: Workload, *, limits: Limits, seed: int = 0,
-        share: Share = WHOLE, watch: Callable[[Live], None] | None = None,
+        share: Share = WHOLE, watch: Callable[[Live], None] | None = None, sampled: bool = False,
     ) -> None:  # fmt: skip
         self.load = load
         self.client = client
@@ -108,6 +114,7 @@ class LoadPointRun:
         self._seed = seed
         self._share = share
         self._watch = watch
+        self._samples = Samples() if sampled else None
         self._driver: Driver | None = None
         self._interrupted = False
 
@@ -135,7 +142,7 @@ class LoadPointRun:
         if self._driver is not None:
             self._driver.interrupt()
 
-    def collect(self, count_tokens: Callable[[str], int]) -> Driven:
+    def collect(self, count_tokens: Callable[[str], int], read_ids: ReadIds | None = None) -> Driven:
         """Decode the results. Call once."""
         driver = self._driver
         assert driver is not None
@@ -144,6 +151,8 @@ class LoadPointRun:
         for request in driver.ended:
             if request.slot >= 0:  # slot number within the whole load, not within this share
                 request.slot = self._share.index + self._share.of * request.slot
+        text = partial(self.client.codec.text, read_ids=read_ids)
+        samples = self._samples.read(text) if self._samples is not None else ()  # before the bytes are freed
         records = settle(driver.ended, self.client.codec.decode, count_tokens)
         _give_back()
         return Driven(
@@ -155,6 +164,7 @@ class LoadPointRun:
             interrupted=driver.interrupted,
             distinct=self._distinct,
             until_ns=driver.deadline if isinstance(driver, ClosedLoop) else None,
+            samples=samples,
         )
 
     async def _closed(self, load: Closed) -> ClosedLoop:
@@ -168,7 +178,7 @@ class LoadPointRun:
         lengths = [load.warmup_lengths(p, length) for p in share.take(range(load.concurrency))]
         warmups = [[self._make(next(self._asks), length) for length in mine] for mine in lengths]
         # Further requests are made one at a time while the clock runs: the time shows as dispatch_delay.
-        rest = map(self._make, self._asks)
+        rest = map(self._make_measured, self._asks)
         measured = chain(ready, rest if left is None else islice(rest, left - ahead))
         fillers: Iterator[InFlightRequest] | None = None
         if load.cooldown:
@@ -194,7 +204,7 @@ class LoadPointRun:
         made: list[InFlightRequest] = []
         told = monotonic()
         while len(made) < count and not self._interrupted:
-            made += [self._make(ask) for ask in islice(self._asks, min(AT_ONCE, count - len(made)))]
+            made += [self._make_measured(ask) for ask in islice(self._asks, min(AT_ONCE, count - len(made)))]
             if len(made) == AT_ONCE:
                 check_memory(count, sum(len(request.message) for request in made) / AT_ONCE)
             if self._watch is not None and monotonic() - told > TOLD_S:
@@ -205,6 +215,12 @@ class LoadPointRun:
 
     def _make(self, ask: RequestSpec, max_tokens: int | None = None) -> InFlightRequest:
         return self._asker.make(self.client.codec, ask, max_tokens)
+
+    def _make_measured(self, ask: RequestSpec) -> InFlightRequest:
+        request = self._make(ask)
+        if self._samples is not None:
+            self._samples.note(request, ask.prompt)
+        return request
 
     def _follow(self, request: InFlightRequest) -> tuple[InFlightRequest, int] | None:
         return self._asker.follow(self.client.codec, self._asks, request)
@@ -246,6 +262,7 @@ def evaluate(
         objectives=objectives,
         stopped=driven.stopped,
         interrupted=driven.interrupted,
+        samples=driven.samples,
     )
 
 

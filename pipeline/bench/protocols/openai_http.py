@@ -14,7 +14,7 @@ from trtpipe.engines.json_input import parse_rows
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
-from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
+from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages, ReadIds
 
 # Keys under which servers put the text of a chat chunk.
 _TEXTS = ("content", "reasoning_content", "reasoning")
@@ -95,7 +95,7 @@ class OpenAiHttp:
             raise BadAnswer("TruncatedStream", f"it ended after {len(stamps)} chunks without [DONE]")
         return Answer(stamps, None, "".join(texts), usage, prompt)
 
-    def text(self, request: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         try:
             return self.decode(request).text
         except BadAnswer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,8 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 MOST_TOKENS = 1 << 30
 
 Messages = Sequence[Mapping[str, str]]
+# Text of token ids.
+ReadIds = Callable[[list[int]], str]
 
 
 class Answer(NamedTuple):
@@ -58,8 +60,8 @@ class Codec(Protocol):
     def decode(self, request: InFlightRequest) -> Answer:
         """Read the bytes of a request that ended without a failure. Raises BadAnswer."""
 
-    def text(self, request: InFlightRequest) -> str:
-        """The text of an answer, for the next turn of a conversation; empty where it cannot be read."""
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
+        """The text of an answer; empty where it cannot be read, and for token ids without `read_ids`."""
 
 
 class Sender(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from trtpipe.engines.errors import HostError, UsageError
 from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import ENGINE, Endpoint, Value, model_error
-from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Messages
+from trtpipe.pipeline.bench.protocols.transport import Answer, BadAnswer, Messages, ReadIds
 from trtpipe.pipeline.net.h2.triton import (
     MODEL_METADATA,
     REPOSITORY_INDEX,
@@ -129,14 +129,17 @@ class TritonGrpc:
             return Answer(stamps, tokens)
         return Answer(stamps, None, b"".join(texts).decode(errors="replace"))
 
-    def text(self, request: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         reader = Reader()
         try:
             outputs = [reader.read(message).outputs for message, _ in request.reads()]
-            pieces = [piece for one in outputs if self._output in one for piece in unpack_strings(one[self._output])]
+            data = [one[self._output] for one in outputs if self._output in one]
+            if self._is_engine:
+                ids = [number for one in data for (number,) in struct.iter_unpack("<i", one[: len(one) // 4 * 4])]
+                return "" if read_ids is None else read_ids(ids)
+            return b"".join(piece for one in data for piece in unpack_strings(one)).decode(errors="replace")
         except MalformedMessage:
             return ""
-        return "" if self._is_engine else b"".join(pieces).decode(errors="replace")
 
 
 async def _endpoint(ask: RequestSpec, url: str, model: str) -> Endpoint:

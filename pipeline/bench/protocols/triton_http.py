@@ -18,7 +18,7 @@ from trtpipe.pipeline.bench.loop.in_flight import InFlightRequest
 from trtpipe.pipeline.bench.protocols.endpoint import Endpoint, model_error
 from trtpipe.pipeline.bench.protocols.http_setup import Site
 from trtpipe.pipeline.bench.protocols.sse import events
-from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages
+from trtpipe.pipeline.bench.protocols.transport import MOST_TOKENS, Answer, BadAnswer, Messages, ReadIds
 
 # A quote inside a JSON string is preceded by a backslash, so these bytes are always the key.
 _ERROR = b'"error":'
@@ -72,24 +72,29 @@ class TritonHttp:
                 tokens.append(number)
         return Answer(stamps, tokens) if not texts else Answer(stamps, None, "".join(texts))
 
-    def text(self, request: InFlightRequest) -> str:
+    def text(self, request: InFlightRequest, read_ids: ReadIds | None = None) -> str:
         texts: list[str] = []
+        ids: list[Any] = []
         try:
             for event, _ in events(request):
-                self._read(event, texts)
+                self._read(event, texts, ids)
         except BadAnswer:
             return ""
-        return "".join(texts)
+        return "".join(texts) if read_ids is None or not ids else read_ids([one for one in ids if type(one) is int])
 
-    def _read(self, event: bytes, texts: list[str]) -> int:
-        """Tokens of an event without a token count: the number of ids, or 1 for a text, which is added to `texts`."""
+    def _read(self, event: bytes, texts: list[str], ids: list[Any] | None = None) -> int:
+        """Tokens of an event without a token count: the number of ids, or 1 for a text. They are added to `ids`, where
+        that is given, and `texts`."""
         try:
             value = parse_json(event)
             if "error" in value:
                 raise BadAnswer("ServerError", str(value["error"]))
             out = value[self._output]  # Triton unwraps arrays of one element
             if self._output == "output_ids":
-                return len(out) if isinstance(out, list) else 1
+                found = out if isinstance(out, list) else [out]
+                if ids is not None:
+                    ids += found
+                return len(found)
             if not isinstance(out, str):
                 raise TypeError(f"{self._output} is a {type(out).__name__}")
         except (ValueError, KeyError, TypeError) as error:

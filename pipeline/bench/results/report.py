@@ -44,6 +44,7 @@ class LoadPointResult:
     server              as `monitors.server.ServerMonitor` gives it; None where neither metrics nor GPUs are at hand
     stopped             why the load point ended early, None if it did not
     interrupted         whether Ctrl-C ended it
+    samples             as `samples.Samples` gives them; none of private prompts
     """
 
     protocol: str
@@ -64,6 +65,7 @@ class LoadPointResult:
     interrupted: bool
     series: dict[str, Any] | None
     histograms: dict[str, Any]
+    samples: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +213,7 @@ class BenchReport:
 def load_point_result(
     records: Records, window: Window | None, check: SelfCheck, *, protocol: str, label: str, load: dict[str, Any],
     repeat: int = 0, cut: int = 0, server: dict[str, Any] | None = None, objectives: Sequence[Objective] = (),
-    stopped: str | None = None, interrupted: bool = False,
+    stopped: str | None = None, interrupted: bool = False, samples: Sequence[dict[str, Any]] = (),
 ) -> LoadPointResult:  # fmt: skip
     """Evaluate the records of one load point."""
     measured, good, failed = records.measured(), records.good(), records.failed
@@ -247,6 +249,7 @@ def load_point_result(
         interrupted=interrupted,
         series=series(records),
         histograms=histograms(records),
+        samples=samples,
     )
 
 

@@ -21,11 +21,13 @@ from trtpipe.pipeline.bench.loop.load_point import OPENED, Driven, LoadPointRun
 from trtpipe.pipeline.bench.loop.request_factory import RequestFactory
 from trtpipe.pipeline.bench.options import BenchOptions
 from trtpipe.pipeline.bench.protocols.connect import connect
-from trtpipe.pipeline.bench.protocols.transport import Client
+from trtpipe.pipeline.bench.protocols.transport import Client, ReadIds
 from trtpipe.pipeline.bench.results.records import settle
 from trtpipe.pipeline.bench.workers.share import WHOLE, Share
 
 Watch = Callable[[Live], None]
+# Token ids are 32 bits wide.
+MOST_IDS = 1 << 32
 
 
 class Worker(Protocol):
@@ -60,6 +62,7 @@ class LocalWorker:
         self._share = share
         self._count = partial(count_tokens, tokenizer)
         self._tokenize: Callable[[str], list[int]] = lambda text: tokenizer.encode(text).ids
+        self._read_ids: ReadIds = lambda ids: tokenizer.decode([one for one in ids if 0 <= one < MOST_IDS])
         # One workload for the whole run: no prompt of a load point was sent, and cached, in an earlier one.
         chats = all(target.protocol == "chat" for target in options.targets)
         self._workload = Workload(options.work, tokenizer, options.seed, render or (unrendered if chats else None))
@@ -104,7 +107,7 @@ class LocalWorker:
     async def drive(self, start_ns: int) -> Driven:
         assert self._running is not None
         await self._running.drive(start_ns)
-        driven = self._running.collect(self._count)
+        driven = self._running.collect(self._count, self._read_ids)
         self._running = None
         return driven
 
@@ -131,6 +134,7 @@ class LocalWorker:
             seed=self._options.seed + repeat,
             share=share,
             watch=watch,
+            sampled=self._options.sampled,
         )
 
     def _limits(self, places: int) -> Limits:

@@ -54,6 +54,10 @@ LOAD_POINT: dict[str, tuple[type, ...]] = {
     "token_count_source": (str, _NONE), "wrong_length": (int, _NONE), "stopped": (str, _NONE), "interrupted": (bool,),
 }  # fmt: skip
 LOAD: dict[str, tuple[type, ...]] = {"kind": (str,)}
+# A load point may have samples, which a comparison does not use.
+SAMPLE: dict[str, tuple[type, ...]] = {
+    "id": (str,), "prompt": (str,), "prompt_characters": (int,), "answer": (str,), "answer_characters": (int,),
+}  # fmt: skip
 VERDICT: dict[str, tuple[type, ...]] = {"valid": (bool, _NONE), "reasons": (list,)}
 REASON: dict[str, tuple[type, ...]] = {"what": (str,), "why": (str,)}
 TOOL: dict[str, tuple[type, ...]] = {"name": (str,), "version": (str, _NONE)}
@@ -113,8 +117,12 @@ def _faults(report: Mapping[str, Any]) -> Iterator[str]:
 
 def _load_point_faults(point: Any, where: str) -> Iterator[str]:
     yield from _unlike(point, LOAD_POINT, where)
+    samples = point.get("samples", [])
+    yield from _unlike({"samples": samples}, {"samples": (list,)}, where)
     yield from _unlike(point["load"], LOAD, f"the load of {where}")
     yield from _unlike_verdict(point["verdict"], f"the verdict of {where}")
+    for sample in samples:
+        yield from _unlike(sample, SAMPLE, f"a sample of {where}")
     if len(point["metrics"]) > MOST_METRICS:
         yield f"{where} has {len(point['metrics']):,} metrics; at most {MOST_METRICS:,} are read"
     for name, entry in point["metrics"].items():

@@ -88,6 +88,7 @@ def load_point(
         "interrupted": False,
         "series": None,
         "histograms": {},
+        "samples": [],
     }
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page import figures, head, server, tables
+from trtpipe.pipeline.bench.results.page import figures, head, samples, server, tables
 from trtpipe.pipeline.bench.results.page.curves import Run, against_latency, against_load
 from trtpipe.pipeline.bench.results.page.load_points import flat, plain
 from trtpipe.pipeline.pages import render as pages
@@ -30,13 +30,13 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _results(report: dict[str, Any]) -> Iterator[Section]:
-    levels, runs = report["levels"], [Run(report=report)]
+    points, runs = report["levels"], [Run(report=report)]
     if found := against_latency(runs):
         yield Section(title="Throughput and latency", figures=found)
     if found := against_load(runs):
         yield Section(title="Against load", figures=found)
-    table = tables.levels(report)
-    yield Section(title="Load points", tables=[table] if levels else [], lines=[] if levels else ["None was measured."])
+    table = tables.load_points(report)
+    yield Section(title="Load points", tables=[table] if points else [], lines=[] if points else ["None was measured."])
     repeated = tables.repeats(report)
     if repeated is not None:
         told = "The mean over the runs, and half of its 95 % interval."
@@ -46,16 +46,16 @@ def _results(report: dict[str, Any]) -> Iterator[Section]:
     judged = tables.objectives(report)
     if judged is not None:
         yield Section(title="Objectives", tables=[judged])
-    if spreads := list(figures.distributions(levels)):
+    if spreads := list(figures.distributions(points)):
         told = "An area is the share of values; the highest place of each fills its row. Lines are p50 and p99."
         yield Section(title="Distributions", lines=[told], figures=spreads)
-    if courses := list(figures.timelines(levels)):
+    if courses := list(figures.timelines(points)):
         told = "Warm-up included. A gap is a time in which nothing ended."
         yield Section(title="Over time", lines=[told], figures=courses, **_folded(len(courses)))
     failed = tables.errors(report)
     if failed is not None:
-        yield Section(title="Errors", figures=[figures.errors(levels)], tables=[failed])
-    said, courses = server.tables(levels), list(server.timelines(levels))
+        yield Section(title="Errors", figures=[figures.errors(points)], tables=[failed])
+    said, courses = server.tables(points), list(server.timelines(points))
     if said or courses:
         told = "Of each load point alone; times are means over its requests."
         yield Section(title="What the server says", lines=[told], tables=said)
@@ -64,6 +64,7 @@ def _results(report: dict[str, Any]) -> Iterator[Section]:
     own = tables.client(report)
     if own is not None:
         yield Section(title="What the client says of itself", tables=[own])
+    yield from samples.sections(points)
 
 
 def _folded(count: int) -> dict[str, Any]:

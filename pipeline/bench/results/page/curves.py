@@ -8,7 +8,7 @@ from typing import Any
 
 from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.bench.results.page.load_points import (
-    Level,
+    LoadPoint,
     amount,
     by_load,
     gpus,
@@ -35,8 +35,8 @@ class Run:
     name: str = ""
 
     @property
-    def levels(self) -> list[Level]:
-        found: list[Level] = self.report["levels"]
+    def points(self) -> list[LoadPoint]:
+        found: list[LoadPoint] = self.report["levels"]
         return found
 
     @property
@@ -52,17 +52,17 @@ class Quantity:
     """A value of a load point; `label` has its unit."""
 
     label: str
-    of: Callable[[Run, Level], float | None]
+    of: Callable[[Run, LoadPoint], float | None]
 
 
 def _metric(runs: Sequence[Run], metric: str, statistic: str = "value", told: str = "") -> Quantity | None:
     """`told` is its label; its own if left out. None where a run has no such metric."""
-    found = shared([run.levels for run in runs], metric, statistic)
+    found = shared([run.points for run in runs], metric, statistic)
     if found is None:
         return None
     name, short = found
     return Quantity(
-        label=told or f"{capital(short)} {statistic}, ms", of=lambda _, level: value(level, name, statistic)
+        label=told or f"{capital(short)} {statistic}, ms", of=lambda _, point: value(point, name, statistic)
     )
 
 
@@ -79,8 +79,8 @@ def against_latency(runs: Sequence[Run]) -> list[Figure]:
     known = all(run.gpus for run in runs)
     what = "a GPU" if known else "the server"
 
-    def of_each(run: Run, level: Level) -> float | None:
-        rate = None if throughput is None else throughput.of(run, level)
+    def of_each(run: Run, point: LoadPoint) -> float | None:
+        rate = None if throughput is None else throughput.of(run, point)
         return None if rate is None else rate / (run.gpus if known and run.gpus else 1)
 
     share = Quantity(label=f"Output tokens/s of {what}", of=of_each)
@@ -98,10 +98,10 @@ def against_load(runs: Sequence[Run]) -> list[Figure]:
         ("Goodput", _metric(runs, "request_goodput", told="Good requests/s")),
     )
     out = []
-    for one in dict.fromkeys(kind(level) for run in runs for level in run.levels):
+    for one in dict.fromkeys(kind(point) for run in runs for point in run.points):
         x = Quantity(
             label="Requests in flight" if one == "closed loop" else "Requests/s asked for",
-            of=lambda _, level, one=one: amount(level) if kind(level) == one else None,  # type: ignore[misc]
+            of=lambda _, point, one=one: amount(point) if kind(point) == one else None,  # type: ignore[misc]
         )
         out += [_figure(f"{name} against load, {one}", runs, x, y) for name, y in quantities]
     return [figure for figure in out if figure is not None]
@@ -115,19 +115,19 @@ def _figure(
         return None
     found, good = list[plots.Curve](), list[Point]()
     for number_, (run, protocol, loop, members) in enumerate(_groups(runs)):
-        points = []
-        for level in members:
-            a, b = x.of(run, level), y.of(run, level)
+        dots = []
+        for point in members:
+            a, b = x.of(run, point), y.of(run, point)
             if a is None or b is None:
                 continue
-            told = f"{run.named(named(level))}: {x.label}: {number(a)}; {y.label}: {number(b)}"
-            told += ", INVALID" if invalid(level) else ", misses an objective" if missed(level) else ""
-            hollow = invalid(level) or missed(level)
-            points.append(Point(x=a, y=b, label=label(level), title=told, hollow=hollow))
-            good += [] if invalid(level) else [points[-1]]
-        if points:
+            told = f"{run.named(named(point))}: {x.label}: {number(a)}; {y.label}: {number(b)}"
+            told += ", INVALID" if invalid(point) else ", misses an objective" if missed(point) else ""
+            hollow = invalid(point) or missed(point)
+            dots.append(Point(x=a, y=b, label=label(point), title=told, hollow=hollow))
+            good += [] if invalid(point) else [dots[-1]]
+        if dots:
             name, style = run.named(f"{protocol}, {loop}"), number_ % plots.STYLES
-            found.append(plots.Curve(name=name, style=style, points=points, dashed=loop != "closed loop"))
+            found.append(plots.Curve(name=name, style=style, points=dots, dashed=loop != "closed loop"))
     if not found:
         return None
     if any(point.hollow for curve in found for point in curve.points):
@@ -135,9 +135,9 @@ def _figure(
     return plots.curves(title, found, x=x.label, y=y.label, band=_front(good) if front else (), note=note)
 
 
-def _groups(runs: Sequence[Run]) -> Iterator[tuple[Run, str, str, list[Level]]]:
+def _groups(runs: Sequence[Run]) -> Iterator[tuple[Run, str, str, list[LoadPoint]]]:
     for run in runs:
-        for (protocol, loop), members in by_load(run.levels).items():
+        for (protocol, loop), members in by_load(run.points).items():
             yield run, protocol, loop, members
 
 

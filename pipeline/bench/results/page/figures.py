@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtpipe.pipeline.bench.results import metrics
-from trtpipe.pipeline.bench.results.page.load_points import Level, named
+from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, named
 from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages.parts import capital, number
 from trtpipe.pipeline.pages.plots import Figure
@@ -20,13 +20,13 @@ PANELS = (
 )
 
 
-def distributions(levels: list[Level]) -> Iterator[Figure]:
-    protocols = list(dict.fromkeys(level["protocol"] for level in levels))
-    told = {metric for level in levels for metric in level["histograms"]}
+def distributions(points: list[LoadPoint]) -> Iterator[Figure]:
+    protocols = list(dict.fromkeys(point["protocol"] for point in points))
+    told = {metric for point in points for metric in point["histograms"]}
     for metric in metrics.distributions():
         if metric.instead_of in told:
             continue
-        rows = [spread for level in levels for spread in _spread(metric, level, protocols.index(level["protocol"]))]
+        rows = [spread for point in points for spread in _spread(metric, point, protocols.index(point["protocol"]))]
         if rows:
             yield plots.spreads(
                 f"{capital(metric.short)} of each load point",
@@ -36,15 +36,15 @@ def distributions(levels: list[Level]) -> Iterator[Figure]:
             )
 
 
-def _spread(metric: metrics.Distribution, level: Level, style: int) -> Iterator[plots.Spread]:
-    found = level["histograms"].get(metric.name)
-    entry = level["metrics"].get(metric.name, {})
+def _spread(metric: metrics.Distribution, point: LoadPoint, style: int) -> Iterator[plots.Spread]:
+    found = point["histograms"].get(metric.name)
+    entry = point["metrics"].get(metric.name, {})
     if found and sum(found["counts"]):
-        marks = [(point, entry[point]) for point in ("p50", "p99") if entry.get(point) is not None]
-        told = ", ".join(f"{point} {number(value)} {metric.unit}" for point, value in marks)
+        marks = [(statistic, entry[statistic]) for statistic in ("p50", "p99") if entry.get(statistic) is not None]
+        told = ", ".join(f"{statistic} {number(value)} {metric.unit}" for statistic, value in marks)
         yield plots.Spread(
-            label=named(level),
-            title=f"{named(level)}: {number(sum(found['counts']))} values; {told}",
+            label=named(point),
+            title=f"{named(point)}: {number(sum(found['counts']))} values; {told}",
             style=style % plots.STYLES,
             edges=found["edges"],
             counts=found["counts"],
@@ -52,16 +52,16 @@ def _spread(metric: metrics.Distribution, level: Level, style: int) -> Iterator[
         )
 
 
-def timelines(levels: list[Level]) -> Iterator[Figure]:
-    for level in levels:
-        series = level["series"]
+def timelines(points: list[LoadPoint]) -> Iterator[Figure]:
+    for point in points:
+        series = point["series"]
         if series and series["t_s"]:
             panels = [
                 plots.Panel(label=title, lines=_lines(series, names))
                 for title, names in PANELS
                 if any(series.get(key) for key in names)
             ]
-            yield plots.timeline(named(level), series["t_s"], panels)
+            yield plots.timeline(named(point), series["t_s"], panels)
 
 
 def _lines(series: dict[str, Any], names: dict[str, str]) -> list[plots.Line]:
@@ -72,11 +72,11 @@ def _lines(series: dict[str, Any], names: dict[str, str]) -> list[plots.Line]:
     ]
 
 
-def errors(levels: list[Level]) -> Figure:
+def errors(points: list[LoadPoint]) -> Figure:
     counts: dict[str, int] = {}
     messages: dict[str, list[str]] = {}
-    for level in levels:
-        for entry in level["errors"]:
+    for point in points:
+        for entry in point["errors"]:
             counts[entry["kind"]] = counts.get(entry["kind"], 0) + entry["count"]
             messages.setdefault(entry["kind"], []).extend(entry["messages"])
     rows = [

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page.load_points import Level, by_load, gpus, invalid, missed, named, shared, value
+from trtpipe.pipeline.bench.results.page.load_points import (
+    LoadPoint,
+    by_load,
+    gpus,
+    invalid,
+    missed,
+    named,
+    shared,
+    value,
+)
 from trtpipe.pipeline.pages.parts import Alarm, Card, Finding, capital, number, sentence
 
 # Names of Triton's models in our repositories: they do not say what is served.
@@ -34,21 +43,21 @@ def _models(report: dict[str, Any]) -> list[str]:
 def about(report: dict[str, Any]) -> str:
     """When, how and with which lengths it was measured, in one line."""
     engine = report.get("engine") or {}
-    levels = report["levels"]
-    lengths = [_mean(levels, f"{side}_sequence_length") for side in ("input", "output")]
+    points = report["levels"]
+    lengths = [_mean(points, f"{side}_sequence_length") for side in ("input", "output")]
     asked = [f"{number(mean)} tokens {way}" for mean, way in zip(lengths, ("in", "out"), strict=True) if mean]
     tool = (report.get("tool") or {}).get("name") or "trtpipe bench"
     parts = [
         f"Measured by {tool}" + (f" on {when[:16].replace('T', ' ')} UTC" if (when := report.get("started")) else ""),
-        ", ".join(dict.fromkeys(level["protocol"] for level in levels)),
+        ", ".join(dict.fromkeys(point["protocol"] for point in points)),
         " and ".join(asked) + (" on average" if asked else ""),
         f"runtime {engine['runtime']}" if engine.get("runtime") else "",
     ]
     return "; ".join(part for part in parts if part) + "."
 
 
-def _mean(levels: list[Level], metric: str) -> float | None:
-    known = [mean for level in levels if (mean := value(level, metric, "mean")) is not None]
+def _mean(points: list[LoadPoint], metric: str) -> float | None:
+    known = [mean for point in points if (mean := value(point, metric, "mean")) is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -68,15 +77,15 @@ def cards(report: dict[str, Any]) -> list[Card]:
     """Throughput and latencies at the best load point: the highest throughput that is valid and meets all objectives,
     or, where none does, the highest."""
     rate, _ = shared([report["levels"]], "output_token_throughput", "value") or ("", "")
-    able = [level for level in report["levels"] if value(level, rate) is not None]
-    good = [level for level in able if not invalid(level) and not missed(level)]
+    able = [point for point in report["levels"] if value(point, rate) is not None]
+    good = [point for point in able if not invalid(point) and not missed(point)]
     if not able:
         return []
-    best = max(good or able, key=lambda level: value(level, rate) or 0.0)
+    best = max(good or able, key=lambda point: value(point, rate) or 0.0)
     out = [Card(label="Output tokens/s", value=number(value(best, rate)), note=f"at {named(best)}")]
     for metric, statistic in _CARDS:
         name, short = shared([able], metric, statistic) or (metric, metric)
-        lowest = min((one for level in able if (one := value(level, name, statistic)) is not None), default=None)
+        lowest = min((one for point in able if (one := value(point, name, statistic)) is not None), default=None)
         out.append(
             Card(
                 label=f"{capital(short)} {statistic}",
@@ -89,18 +98,18 @@ def cards(report: dict[str, Any]) -> list[Card]:
 
 
 def findings(report: dict[str, Any]) -> Iterator[Finding]:
-    valid, levels = report["verdict"]["valid"], report["levels"]
+    valid, points = report["verdict"]["valid"], report["levels"]
     if valid is not None:
         told = "The client kept up with the load" if valid else "INVALID: the client did not keep up with the load"
         yield Finding(text=f"{told}.", good=valid)
     if report.get("partial"):
         yield Finding(text="Partial: the run did not come to its end.", good=False)
-    for level in levels:
-        if level["stopped"] or level["interrupted"]:
-            told = f"Ended early at {named(level)}: {level['stopped'] or 'interrupted'}"
+    for point in points:
+        if point["stopped"] or point["interrupted"]:
+            told = f"Ended early at {named(point)}: {point['stopped'] or 'interrupted'}"
             yield Finding(text=sentence(told), good=False)
-    yield from _objectives(levels)
-    failed, asked = (sum(level["requests"].get(key) or 0 for level in levels) for key in ("failed", "measured"))
+    yield from _objectives(points)
+    failed, asked = (sum(point["requests"].get(key) or 0 for point in points) for key in ("failed", "measured"))
     told = (
         f"{number(failed)} of {number(asked)} requests failed." if failed else f"No request of {number(asked)} failed."
     )
@@ -110,13 +119,13 @@ def findings(report: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(text=sentence(note))
 
 
-def _objectives(levels: list[Level]) -> Iterator[Finding]:
+def _objectives(points: list[LoadPoint]) -> Iterator[Finding]:
     """The highest load of each curve that meets all objectives."""
-    if levels and not any(level.get("slo") for level in levels):
+    if points and not any(point.get("slo") for point in points):
         yield Finding(text="No objective was given (--slo).")
-    for (protocol, kind), members in by_load(levels).items():
-        judged = [level for level in members if level.get("slo") and level["verdict"]["valid"]]
-        met = [level for level in judged if level["slo"]["met"]]
+    for (protocol, kind), members in by_load(points).items():
+        judged = [point for point in members if point.get("slo") and point["verdict"]["valid"]]
+        met = [point for point in judged if point["slo"]["met"]]
         if judged:
             where = f"up to {met[-1]['label']}" if met else "at no load"
             all_of_them = len(met) == len(judged)

@@ -9,56 +9,56 @@ from trtpipe.pipeline.bench.compare.rows import alternatives
 from trtpipe.pipeline.bench.results import metrics
 from trtpipe.pipeline.pages.parts import UNKNOWN, number
 
-Level = dict[str, Any]
+LoadPoint = dict[str, Any]
 
 
-def named(level: Level) -> str:
-    number = level.get("repeat")
+def named(point: LoadPoint) -> str:
+    number = point.get("repeat")
     repeat = f", repeat {number + 1}" if number and isinstance(number, int) else ""
-    return f"{level['protocol']}, {level['label']}{repeat}"
+    return f"{point['protocol']}, {point['label']}{repeat}"
 
 
-def amount(level: Level) -> float | None:
+def amount(point: LoadPoint) -> float | None:
     """Requests in flight of a closed loop, requests/s of an open one; None where another tool does not say."""
-    load = level["load"]
+    load = point["load"]
     value = load.get("concurrency") if load["kind"] == "closed" else load.get("rate")
     return value if isinstance(value, (int, float)) else None
 
 
-def label(level: Level) -> str:
+def label(point: LoadPoint) -> str:
     """Label of a load beside a point: 16, or 20/s."""
-    value = amount(level)
+    value = amount(point)
     if value is None:
-        return str(level["label"])
-    return f"{value:g}" if level["load"]["kind"] == "closed" else f"{value:g}/s"
+        return str(point["label"])
+    return f"{value:g}" if point["load"]["kind"] == "closed" else f"{value:g}/s"
 
 
-def kind(level: Level) -> str:
-    load = level["load"]
+def kind(point: LoadPoint) -> str:
+    load = point["load"]
     return "closed loop" if load["kind"] == "closed" else f"{load.get('arrivals')} arrivals"
 
 
-def by_load(levels: Sequence[Level]) -> dict[tuple[str, str], list[Level]]:
+def by_load(points: Sequence[LoadPoint]) -> dict[tuple[str, str], list[LoadPoint]]:
     """Load points of each protocol and kind of load, the lowest load first."""
-    out: dict[tuple[str, str], list[Level]] = {}
-    for level in levels:
-        out.setdefault((level["protocol"], kind(level)), []).append(level)
+    out: dict[tuple[str, str], list[LoadPoint]] = {}
+    for point in points:
+        out.setdefault((point["protocol"], kind(point)), []).append(point)
     for members in out.values():
         members.sort(key=lambda member: amount(member) or 0.0)
     return out
 
 
-def value(level: Level, metric: str, statistic: str = "value") -> float | None:
-    found: float | None = (level["metrics"].get(metric) or {}).get(statistic)
+def value(point: LoadPoint, metric: str, statistic: str = "value") -> float | None:
+    found: float | None = (point["metrics"].get(metric) or {}).get(statistic)
     return found
 
 
-def shared(runs: Sequence[Sequence[Level]], metric: str, statistic: str) -> tuple[str, str] | None:
+def shared(runs: Sequence[Sequence[LoadPoint]], metric: str, statistic: str) -> tuple[str, str] | None:
     """(name, short name) of the metric, or else of the one that other tools have in its place, that some load point of
     each run has; None if there is none."""
     ours = metrics.find(metric)
     for name, short in ({} if ours is None else alternatives(ours)).items():
-        if all(any(value(level, name, statistic) is not None for level in levels) for levels in runs):
+        if all(any(value(point, name, statistic) is not None for point in points) for points in runs):
             return name, short
     return None
 
@@ -70,20 +70,20 @@ def gpus(report: dict[str, Any]) -> int | None:
     return tp * pp if isinstance(tp, int) and isinstance(pp, int) and tp * pp > 0 else None
 
 
-def invalid(level: Level) -> bool:
-    return level["verdict"]["valid"] is False
+def invalid(point: LoadPoint) -> bool:
+    return point["verdict"]["valid"] is False
 
 
-def missed(level: Level) -> bool:
+def missed(point: LoadPoint) -> bool:
     """Whether objectives were given, and not all of them are met."""
-    slo = level.get("slo")
+    slo = point.get("slo")
     return isinstance(slo, dict) and slo.get("met") is False
 
 
-def faults(level: Level) -> str:
+def faults(point: LoadPoint) -> str:
     """Why a load point's figures need caution."""
-    told = [f"INVALID: {reason['what']}: {reason['why']}" for reason in level["verdict"]["reasons"]]
-    told += [f"ended early: {level['stopped'] or 'interrupted'}"] if level["stopped"] or level["interrupted"] else []
+    told = [f"INVALID: {reason['what']}: {reason['why']}" for reason in point["verdict"]["reasons"]]
+    told += [f"ended early: {point['stopped'] or 'interrupted'}"] if point["stopped"] or point["interrupted"] else []
     return "; ".join(told)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtpipe.pipeline.bench.results.page.load_points import Level, named
+from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, named
 from trtpipe.pipeline.bench.results.page.tables import HEAD
 from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages.parts import Cell, Row, Table, number
@@ -41,11 +41,11 @@ _SERIES = {
 }  # fmt: skip
 
 
-def tables(levels: list[Level]) -> list[Table]:
+def tables(points: list[LoadPoint]) -> list[Table]:
     """Triton's models, the engines, the GPUs, and tokens and energy; those of which anything is known."""
     models, engines, gpus, totals = list[Row](), list[Row](), list[Row](), list[Row]()
-    for level in levels:
-        server, name = level["server"] or {}, named(level)
+    for point in points:
+        server, name = point["server"] or {}, named(point)
         nvml = server.get("nvml") or {}
         models += [_row(name, str(one.get("model")), one, _MODELS) for one in server.get("models") or []]
         engines += [_row(name, str(one.get("model")), one, _ENGINES) for one in server.get("engines") or []]
@@ -90,9 +90,9 @@ def _known(rows: list[Row], columns: list[str]) -> Table | None:
     return Table(head=HEAD, columns=[columns[at] for at in kept], rows=told)
 
 
-def timelines(levels: list[Level]) -> Iterator[Figure]:
-    for level in levels:
-        for seconds, series in _series(level["server"] or {}):
+def timelines(points: list[LoadPoint]) -> Iterator[Figure]:
+    for point in points:
+        for seconds, series in _series(point["server"] or {}):
             panels: dict[tuple[str, float], list[plots.Line]] = {}
             for key, values in series.items():
                 gpu = re.fullmatch(r"gpu (\d+) (\w+)", key)
@@ -105,7 +105,7 @@ def timelines(levels: list[Level]) -> Iterator[Figure]:
                     )
                 )  # fmt: skip
             made = [plots.Panel(label=label, lines=lines) for (label, _), lines in panels.items()]
-            yield plots.timeline(named(level), seconds, made)
+            yield plots.timeline(named(point), seconds, made)
 
 
 def _series(value: dict[str, Any]) -> Iterator[tuple[list[float], dict[str, list[float | None]]]]:

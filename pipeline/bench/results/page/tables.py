@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtpipe.pipeline.bench.results import metrics
-from trtpipe.pipeline.bench.results.page.load_points import Level, faults, named
+from trtpipe.pipeline.bench.results.page.load_points import LoadPoint, faults, named
 from trtpipe.pipeline.pages.parts import UNKNOWN, Cell, Row, Table, number
 
 HEAD = "Load point"
@@ -14,10 +14,10 @@ HEAD = "Load point"
 POINTS = ("p50", "p90", "p99")
 
 
-def levels(report: dict[str, Any]) -> Table:
+def load_points(report: dict[str, Any]) -> Table:
     groups, columns = _headings()
     groups, columns = [("", 1), *groups, ("", 1)], ["requests", *columns, "failed"]
-    rows = [Row(name=named(level), cells=list(_cells(report, level)), bad=faults(level)) for level in report["levels"]]
+    rows = [Row(name=named(point), cells=list(_cells(report, point)), bad=faults(point)) for point in report["levels"]]
     return Table(head=HEAD, columns=columns, rows=rows, groups=groups)
 
 
@@ -38,8 +38,8 @@ def _headings() -> tuple[list[tuple[str, int]], list[str]]:
     return groups, columns
 
 
-def _cells(report: dict[str, Any], level: Level) -> Iterator[Cell]:
-    requests, found = level["requests"], level["metrics"]
+def _cells(report: dict[str, Any], point: LoadPoint) -> Iterator[Cell]:
+    requests, found = point["requests"], point["metrics"]
     yield Cell(text=number(requests["measured"]))
     for metric, statistic in _figures():
         yield _cell(report, found, metric.name, statistic)
@@ -95,22 +95,22 @@ def searches(report: dict[str, Any]) -> Iterator[tuple[str, Table]]:
 
 
 def objectives(report: dict[str, Any]) -> Table | None:
-    asked = next((level["slo"]["objectives"] for level in report["levels"] if level["slo"]), None)
+    asked = next((point["slo"]["objectives"] for point in report["levels"] if point["slo"]), None)
     if asked is None:
         return None
     columns = [f"{_short(one['metric'])} {one['statistic']} < {number(one['limit'])} {one['unit']}" for one in asked]
     rows = []
-    for level in report["levels"]:
-        told = level["slo"]
+    for point in report["levels"]:
+        told = point["slo"]
         judged = told["objectives"] if told else []
         cells = [
             Cell(text=f"{'✓' if one['met'] else '✗'} {number(one['value'])}", kind="good" if one["met"] else "bad")
             for one in judged
         ]
-        goodput = _cell(report, level["metrics"], "request_goodput", "value")
+        goodput = _cell(report, point["metrics"], "request_goodput", "value")
         verdict = Cell(text=UNKNOWN if told is None else "met" if told["met"] else "missed")
         blank = [Cell(text=UNKNOWN)] * (len(columns) - len(cells))
-        rows.append(Row(name=named(level), cells=[verdict, *cells, *blank, goodput], bad=faults(level)))
+        rows.append(Row(name=named(point), cells=[verdict, *cells, *blank, goodput], bad=faults(point)))
     return Table(head=HEAD, columns=["all", *columns, "goodput requests/s"], rows=rows)
 
 
@@ -126,15 +126,15 @@ def _short(name: str) -> str:
 def errors(report: dict[str, Any]) -> Table | None:
     rows = [
         Row(
-            name=named(level),
+            name=named(point),
             cells=[
                 Cell(text=entry["kind"]),
                 Cell(text=number(entry["count"])),
                 Cell(text="; ".join(entry["messages"]), words=True),
             ],
         )
-        for level in report["levels"]
-        for entry in level["errors"]
+        for point in report["levels"]
+        for entry in point["errors"]
     ]
     return Table(head=HEAD, columns=["class", "count", "messages"], rows=rows) if rows else None
 
@@ -142,8 +142,8 @@ def errors(report: dict[str, Any]) -> Table | None:
 def client(report: dict[str, Any]) -> Table | None:
     """Measurements of the client itself."""
     rows = []
-    for level in report["levels"]:
-        own = level["client"]
+    for point in report["levels"]:
+        own = point["client"]
         if own:
             lateness, delay, flight = own["loop_lateness_ms"], own["dispatch_delay_ms"], own["in_flight"]
             share = own["cpu_share"]
@@ -152,7 +152,7 @@ def client(report: dict[str, Any]) -> Table | None:
             ]  # fmt: skip
             cells = [*map(number, figures), UNKNOWN if share is None else f"{100 * share:.0f} %"]
             cells.append(number(own["cpu_s_per_1000_tokens"]))
-            rows.append(Row(name=named(level), cells=[Cell(text=cell) for cell in cells], bad=faults(level)))
+            rows.append(Row(name=named(point), cells=[Cell(text=cell) for cell in cells], bad=faults(point)))
     groups = [("loop lateness ms", 2), ("dispatch delay ms", 2), ("in flight", 2), ("CPU", 2)]
     columns = ["p99", "max", "p99", "max", "asked", "reached", "of a core", "s/1000 tokens"]
     return Table(head=HEAD, columns=columns, rows=rows, groups=groups) if rows else None

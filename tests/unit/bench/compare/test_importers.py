@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bench_reports import level, lines, report, save
+from tests.support.bench_reports import level, lines, report, sample, save
 from tests.support.paths import DATA
 from trtpipe.engines.errors import InputDataError
 from trtpipe.pipeline.bench.compare import request_files
@@ -291,6 +291,23 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, content: str, says: str) -
         read_report(path)
     assert says in str(caught.value)
     assert "result.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ({"prompt": "x"}, "samples of load point 0 is"),
+        (None, "samples of load point 0 is null"),
+        (["x"], "a sample of load point 0 is not a mapping"),
+        ([{"id": "r0", "prompt": "x"}], "a sample of load point 0 has no prompt_characters"),
+        ([sample(answer_characters="many")], "answer_characters of a sample of load point 0"),
+        ([sample(), {**sample(), "prompt": ["x"]}], "prompt of a sample of load point 0"),
+    ],
+)
+def test_samples_that_are_none_are_refused(tmp_path: Path, samples: Any, says: str) -> None:
+    value = report([level(lines(2, seed=1), samples=samples)])
+    with pytest.raises(InputDataError, match=says):
+        read_report(save(tmp_path / "a", value))
 
 
 def test_a_file_that_is_not_there_and_a_folder_without_one(tmp_path: Path) -> None:

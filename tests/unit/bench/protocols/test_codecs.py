@@ -262,6 +262,8 @@ def test_triton_s_answers_over_grpc() -> None:
     assert read(plain, received(last)) == Answer([], None, "")
     assert plain.text(received(text("a"), last, text("b"))) == "ab"
     assert plain.text(received(text("a"), b"\xff\xff\xff")) == ""
+    ids = infer({"output_ids": struct.pack("<2i", 7, -1)})
+    assert engine.text(received(ids, infer({"output_ids": b"12345"}), last), str) == "[7, -1, 875770417]"
     assert counted.text(received(text("a", 1), text("", 0), text("\U0001f600", 2), last)) == "a\U0001f600"
 
 
@@ -318,6 +320,8 @@ def test_triton_s_answers_over_http() -> None:
     assert read(counted, sse()) == Answer([], [])
     assert counted.text(sse(one, one)) == plain.text(sse(one, one)) == "aa"
     assert counted.text(sse(one, {"error": "x"})) == engine.text(sse({"output_ids": 5})) == ""
+    assert engine.text(sse({"output_ids": 5}, {"output_ids": [6, "7", None, 8]}), str) == "[5, 6, 8]"
+    assert counted.text(sse(one), str) == "a"
 
 
 def test_openai_s_answers() -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.bench_reports import LATE, level, lines, report
+from tests.support.bench_reports import LATE, level, lines, report, sample
 from tests.support.chromium import PROGRAM, Chromium
 from tests.unit.bench.compare.test_importers import ALL
 from trtpipe.pipeline.bench.compare.importers import read_report
@@ -29,7 +29,12 @@ HOSTILE = """</script><img src=x onerror=alert(1)>"'&<b>{{ 7 * 7 }}</title></svg
 
 
 def full(
-    count: int = 4, protocols: Sequence[str] = ("grpc", "openai"), *, steps: int = 60, **changes: Any
+    count: int = 4,
+    protocols: Sequence[str] = ("grpc", "openai"),
+    *,
+    steps: int = 60,
+    samples: Any = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """A report with everything a page can show."""
     levels = []
@@ -64,6 +69,7 @@ def full(
                     "energy_j_per_token": 0.5, "series": {"t_s": [0.0, 1.0], "gpu 0 memory": [2**30, 2**31]},
                 },
             }  # fmt: skip
+            found["samples"] = [sample()] if samples is None else samples
             found["errors"] = [{"kind": "grpc UNAVAILABLE", "count": 3, "messages": ["queue is full"]}]
             levels.append(found)
     return report(levels, **changes)
@@ -225,7 +231,7 @@ def test_the_page_has_every_part() -> None:
     headings = [text for tag, text in found.texts if tag == "h2"]
     assert headings == [
         "Throughput and latency", "Against load", "Load points", "Objectives", "Distributions", "Over time", "Errors",
-        "What the server says", "What the client says of itself", "Facts",
+        "What the server says", "What the client says of itself", "Sample prompts and answers", "Facts",
     ]  # fmt: skip
     assert {"trtpipe bench --concurrency 1,4", "H100", "64", "localhost:8001"} <= {
         word for text in found.words for word in (text, *re.split(r"url |, ", text))
@@ -424,6 +430,20 @@ def test_errors_by_class() -> None:
     for found in value["levels"]:
         found["errors"] = []
     assert "Errors" not in Page(render(value)).words
+
+
+def test_samples_are_folded_up_and_say_where_they_are_cut() -> None:
+    value = full(5, samples=[sample("Line\n  two", "x" * 3000, answer_characters=4321)])
+    found = Page(render(value))
+    assert "Load points: 8; requests: 8" in found.words
+    assert "report.json has those of 2 more load points." in found.words
+    terms = [text for tag, text in found.texts if tag == "dt"]
+    assert terms.count("Answer, its first 2,000 of 4,321 characters") == 8
+    assert "grpc, 1 in flight: prompt" in terms
+    assert found.words.count("x" * 2000) == 8
+    assert "x" * 2001 not in " ".join(found.words)
+    assert "Line\n  two" in found.words
+    assert "Sample prompts and answers" not in Page(render(full(samples=[]))).words
 
 
 def test_every_metric_is_defined_at_the_end() -> None:

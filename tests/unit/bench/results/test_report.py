@@ -18,9 +18,11 @@ import pytest
 
 from trtpipe.engines.errors import HostError, InputDataError, StageFailed, UsageError
 from trtpipe.pipeline.bench.load.loads import Closed, Load, Open, Replay, Stage, Staged
+from trtpipe.pipeline.bench.load.texts import load_tokenizer
 from trtpipe.pipeline.bench.load.work import Sessions, SharedPrefix, Work
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
+from trtpipe.pipeline.bench.mock_server.triton import TOKEN_ID
 from trtpipe.pipeline.bench.options import BenchOptions, Progress, Target
 from trtpipe.pipeline.bench.protocols.connect import Wiring
 from trtpipe.pipeline.bench.results import verdict
@@ -72,6 +74,22 @@ def test_a_run_measures_every_protocol_under_every_load(known: MockServerProcess
         first = result.metrics["time_to_first_token"]["min"]
         assert first >= 10.0, "the server answered before it was due"
         assert len(set(records.ids)) == len(records)
+        assert len(result.samples) == 3
+        assert {one["id"] for one in result.samples} <= {
+            name for name, warmup in zip(records.ids, records.warmup.tolist(), strict=True) if not warmup
+        }
+        assert {one["answer"] for one in result.samples} == {" the" * 6}
+        assert len({one["prompt"] for one in result.samples}) == 3
+        assert all(one["prompt"] for one in result.samples)
+
+
+def test_samples_of_a_model_that_answers_in_ids_are_text(known: MockServerProcess, tokenizer: Path) -> None:
+    work = Work(input_tokens=8, output_tokens=6)
+    engine = (target(known, "grpc", "tensorrt_llm"),)
+    report = run(BenchOptions(targets=engine, tokenizer=tokenizer, loads=(TWO,), work=work), None, None)
+    answer = load_tokenizer(tokenizer).decode([TOKEN_ID] * 6)
+    assert answer
+    assert [one["answer"] for one in report.results[0].samples] == [answer] * 3
 
 
 def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
@@ -155,8 +173,10 @@ def test_a_report_is_enough_to_measure_once_more(known: MockServerProcess, token
     first = measure(known, tokenizer, loads=(load,), work=Work(prompts=prompts, output_tokens=4, shuffle=True), seed=3)
     assert first.to_json()["distinct_prompts"] == 3
     assert str(first.said_again()).startswith("3 different prompts were asked ")
+    assert first.results[0].samples == (), "a user's prompts are private"
     place = tmp_path / "report.json"
     write_report(first, place)
+    assert "hello" not in place.read_text() + place.with_suffix(".html").read_text()
     second = run(read_again(place), None, None)
     for column in ("due", "input_tokens", "max_tokens"):
         both = (first.records[0], second.records[0])
@@ -167,6 +187,20 @@ def test_a_report_is_enough_to_measure_once_more(known: MockServerProcess, token
     prompts.write_text("hello\n", encoding="utf-8")
     with pytest.raises(InputDataError, match=r"prompts.txt is not what it was in .*report.json; bring it back"):
         read_again(place)
+
+
+def test_samples_of_a_user_s_prompts_are_kept_where_that_is_asked_for(
+    known: MockServerProcess, tokenizer: Path, tmp_path: Path
+) -> None:
+    prompts, place = tmp_path / "prompts.txt", tmp_path / "report.json"
+    prompts.write_text("hello <world>\n", encoding="utf-8")
+    work = Work(prompts=prompts, output_tokens=2)
+    write_report(measure(known, tokenizer, work=work, log_samples=True), place)
+    found = json.loads(place.read_text())["levels"][0]["samples"]
+    assert {(one["prompt"], one["answer"]) for one in found} == {("hello <world>", " the the")}
+    assert "hello &lt;world&gt;" in place.with_suffix(".html").read_text()
+    assert len(run(read_again(place), None, None).results[0].samples) == 3
+    assert measure(known, tokenizer, log_samples=False).results[0].samples == ()
 
 
 @pytest.mark.parametrize(

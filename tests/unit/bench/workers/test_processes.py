@@ -65,6 +65,7 @@ def test_a_closed_loop_keeps_its_places_and_its_window(known: MockServerProcess,
     assert result.client["processes"] == 2
     assert result.client["in_flight"] == {"asked": 5, "reached": 5}
     assert report.to_json()["options"]["workers"] == 2
+    assert [bool(one["prompt"]) and bool(one["answer"]) for one in result.samples] == [True] * 3
     # Measured lengths are those that one process draws, whoever asks them.
     alone = measure(known, tokenizer, Closed(concurrency=5, requests=23), workers=1).records[0]
     for column in ("input_tokens", "max_tokens"):

@@ -63,12 +63,14 @@ def test_two_machines_ask_what_one_would(
     load = Open(rate=50, requests=20)
     # Long enough that both are at it together on a busy machine too: what is measured is where their windows overlap.
     closed = Closed(concurrency=4, requests=120)
-    asked = options(known, tokenizer, load, closed, work=Work(prompts=prompts), ray=cluster)
+    asked = options(known, tokenizer, load, closed, work=Work(prompts=prompts), ray=cluster, log_samples=True)
     report = run(asked, None, None)
     alone = run(replace(asked, hosts=0), None, None)
     assert report.hosts == ["127.0.0.2", "127.0.0.3"]
     assert [result.errors for result in report.results] == [[], []]
     assert report.results[1].client["processes"] == 2
+    said = [one["prompt"] for result in report.results for one in result.samples]
+    assert (len(said), set(said)) == (6, {"hello", "world", "hello world"})
     both, one = report.records[0], alone.records[0]
     order, again = np.argsort(one.due), np.argsort(both.due)
     assert (one.input_tokens[order] == both.input_tokens[again]).all()
