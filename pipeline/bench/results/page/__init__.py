@@ -23,8 +23,9 @@ def render(report: dict[str, Any], files: Sequence[str] = ()) -> str:
     title = head.title(report)
     return pages.render(
         Page(
-            kind="Benchmark", title=title, about=head.about(report), files=files, alarm=head.alarm(report), cards=head.cards(report),
-            findings=list(head.findings(report)), sections=[*_results(report), *_facts(report)],
+            kind="Benchmark", title=title, about=head.about(report), files=files, alarm=head.alarm(report),
+            cards=head.cards(report), findings=list(head.findings(report)),
+            sections=[*_results(report), *_facts(report)],
         )
     )  # fmt: skip
 
