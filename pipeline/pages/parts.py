@@ -85,11 +85,13 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page: what it is about, its summary, and its sections. `kind` is the line above the title."""
+    """A page: what it is about, its summary, and its sections. `kind` is the line above the title; `files` are names of
+    files beside the page, which it links."""
 
     kind: str
     title: str
     about: str = ""
+    files: Sequence[str] = ()
     alarm: Alarm | None = None
     cards: Sequence[Card] = ()
     findings: Sequence[Finding] = ()

@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trtpipe.engines.errors import UsageError
+from trtpipe.pipeline.bench.results.slo import Objective
+
 # Targets and numbers of repeats may differ; loads are compared per load point, tokenizers by their digest.
 _NOT_COMPARED = ("targets", "loads", "tokenizer", "seed", "repeat", "report", "work.folder", "log_samples")
 # Compared facts of the machine that sent the load.
 _HOST = ("cpu", "usable_cores")
 # Mean lengths that differ by more than this share are reported.
 LENGTH_SHARE = 0.01
-_LONGEST = 60
+_LONGEST = 100
 # Most characters of a dotted name: each value under it has its own copy.
 LONGEST_NAME = 200
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -84,7 +87,11 @@ def _measured(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
 
 def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     options = {
-        letter: {key: value for key, value in _flat(report["options"]).items() if key not in _NOT_COMPARED}
+        letter: {
+            key: _objectives(value) if key == "objectives" else value
+            for key, value in _flat(report["options"]).items()
+            if key not in _NOT_COMPARED
+        }
         for letter, report in reports.items()
     }
     # Tools name their options differently, so an option that only one tool has is no difference.
@@ -93,6 +100,14 @@ def _settings(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     hosts = {letter: report.get("host") or {} for letter, report in reports.items()}
     for key in _HOST:
         yield from _differing(f"client's {key}", {letter: host.get(key) for letter, host in hosts.items()})
+
+
+def _objectives(value: Any) -> Any:
+    """Objectives as `--slo` takes them; a value that is none, unchanged."""
+    try:
+        return " ".join(str(Objective(**one)) for one in value) or "none"
+    except (TypeError, UsageError):
+        return value
 
 
 def _notes(reports: Mapping[str, dict[str, Any]]) -> Iterator[str]:

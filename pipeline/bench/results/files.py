@@ -30,10 +30,11 @@ def write_report(report: BenchReport, path: Path) -> list[Path]:
     requests = path.with_suffix(".requests.jsonl")
     lines = "".join(f"{line}\n" for line in _lines(report))
     value = report.to_json(requests.name, hashlib.sha256(lines.encode()).hexdigest())
+    table = path.with_suffix(".csv")
     texts = {
         requests: lines,
-        path.with_suffix(".csv"): _table(report),
-        path.with_suffix(".html"): render(value),
+        table: _table(report),
+        path.with_suffix(".html"): render(value, [path.name, table.name, requests.name]),
         path: json.dumps(value, indent=1, allow_nan=False) + "\n",
     }
     try:

@@ -40,6 +40,11 @@ class Objective:
         if not 0 <= self.limit_ms < math.inf:
             raise UsageError(f"the limit of {self.metric} is {self.limit_ms:g}", remedy="give a positive number")
 
+    def __str__(self) -> str:
+        """As `--slo` takes it."""
+        alias = next((alias for alias, metric in aliases().items() if metric == self.metric), self.metric)
+        return f"{alias}:{self.statistic}<{self.limit_ms:.10g}ms"
+
     @property
     def percent(self) -> float | None:
         return float(self.statistic[1:]) if self.statistic.startswith("p") else None

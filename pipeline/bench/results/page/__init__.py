@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtpipe.pipeline.bench.results.page import figures, head, samples, server, tables
@@ -18,13 +18,14 @@ __all__ = ["UNKNOWN", "render"]
 FOLDED = 8
 
 
-def render(report: dict[str, Any]) -> str:
-    """The page of a report."""
+def render(report: dict[str, Any], files: Sequence[str] = ()) -> str:
+    """The page of a report; `files` are names of files beside it."""
     title = head.title(report)
     return pages.render(
         Page(
-            kind="Benchmark", title=title, about=head.about(report), alarm=head.alarm(report), cards=head.cards(report),
-            findings=list(head.findings(report)), sections=[*_results(report), *_facts(report)],
+            kind="Benchmark", title=title, about=head.about(report), files=files, alarm=head.alarm(report),
+            cards=head.cards(report), findings=list(head.findings(report)),
+            sections=[*_results(report), *_facts(report)],
         )
     )  # fmt: skip
 

@@ -414,6 +414,28 @@ def test_every_difference_of_the_runs_is_said(tmp_path: Path, changes: dict[str,
 
 
 @pytest.mark.parametrize(
+    ("objectives", "says"),
+    [
+        ([], "none"),
+        ([{"metric": "inter_token_latency", "statistic": "mean", "limit_ms": 30.5}], "itl:mean<30.5ms"),
+        (
+            [{"metric": "time_of_day", "statistic": "p99", "limit_ms": 1}],
+            '[{"metric": "time_of_day", "statistic": "p99"',
+        ),
+        ([{"metric": ["itl"], "statistic": "p99", "limit_ms": 1}], '[{"metric": ["itl"], "statistic": "p99"'),
+        (["itl:30ms"], '["itl:30ms"]'),
+        (7, "7"),
+    ],
+)
+def test_objectives_that_differ_are_said_as_options(tmp_path: Path, objectives: Any, says: str) -> None:
+    base = [{"metric": f"{name}_from_due", "statistic": "p99", "limit_ms": 200.0} for name in
+            ("time_to_first_token", "request_latency")]  # fmt: skip
+    found = [report([level(lines(20, seed=1))], options={"objectives": value}) for value in (base, objectives)]
+    (told,) = compare([save(tmp_path / name, one) for name, one in zip("ab", found, strict=True)]).warnings
+    assert told.startswith(f"option objectives: A ttft:p99<200ms latency:p99<200ms, B {says}")
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"token_count_source": "tokenizer"}, "tokens counted by: A server, B tokenizer"),

@@ -508,6 +508,15 @@ def test_nothing_that_comes_from_outside_becomes_markup() -> None:
         assert {part.tag for part in figure.iter()} <= {"svg", "path", "text", "tspan", "title"}
 
 
+def test_files_beside_the_page_are_links_that_lead_nowhere_else() -> None:
+    names = ["report.json", "javascript:a #1?.csv", HOSTILE.replace("/", "")]
+    found = Page(render(full(1), names))
+    links = [value for tag, name, value in found.attributes if (tag, name) == ("a", "href")]
+    assert links[:2] == ["report.json", "javascript%3Aa%20%231%3F.csv"]
+    assert [text for tag, text in found.texts if tag == "a" and text in names] == names
+    assert set(re.findall(r"[^\w.%~-]", "".join(map(str, links)))) == set()
+
+
 def test_the_page_needs_nothing_but_itself() -> None:
     page = render(full())
     found = Page(page)

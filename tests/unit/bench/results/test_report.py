@@ -106,6 +106,9 @@ def test_the_file_has_all_it_takes_to_judge_a_run_and_to_repeat_it(
     assert value["endpoints"][0]["model"] == "ensemble"
     assert set(value["client"]) >= {"trtpipe", "uvloop", "tokenizers"}
     assert value["host"]["usable_cores"] >= 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    for name in ("report.json", "report.csv", "report.requests.jsonl"):
+        assert f'<a href="{name}">{name}</a>' in page
     (level,) = value["levels"]
     assert set(level["metrics"]) <= set(value["metrics"])
     assert level["slo"]["met"] is True

@@ -40,6 +40,12 @@ def judged(records: Records, *objectives: str, window: Window | None = SECOND) -
 )
 def test_the_grammar(text: str, objective: Objective) -> None:
     assert parse_objective(text) == objective
+    assert parse_objective(str(objective)) == objective
+
+
+def test_an_objective_is_written_as_it_is_given() -> None:
+    assert str(parse_objective("ttft:0.2s")) == "ttft:p99<200ms"
+    assert str(parse_objective("time_to_first_token:mean<12345.678s")) == "time_to_first_token:mean<12345678ms"
 
 
 @pytest.mark.parametrize(
