@@ -59,7 +59,7 @@ def build(
     exchange: Annotated[
         str | None, typer.Option(help="Registry for artefacts of a Ray cluster whose machines share no TRTPIPE_HOME.")
     ] = None,
-    trust_origin: TrustOrigin = None, trust_key: TrustKey = None,
+    trust_origin: TrustOrigin = None, trust_key: TrustKey = None, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Make a model repository from a model, stage by stage.
 
@@ -82,7 +82,7 @@ def build(
     on_cluster = executor == "ray"
     _check_cluster_options(options, on_cluster)
     trust = Trust(tuple(trust_origin or ()), tuple(trust_key or ()))
-    for name in ("ray", "exchange", "trust_origin", "trust_key"):
+    for name in ("ray", "exchange", "trust_origin", "trust_key", "as_json"):
         del options[name]
     if on_cluster:
         options["executor"] = None  # each machine chooses its own executor
@@ -104,7 +104,9 @@ def build(
 
     outcomes = _build_on_cluster(specs, store, ray, exchange, until) if on_cluster else matrix.build_all(specs, make)
     store.digests.save()
-    if len(specs) > 1:
+    if as_json:
+        console.result_json([_facts(one) for one in outcomes])
+    elif len(specs) > 1:
         console.table(("target", "state", "next"), [(o.spec.target, o.state, o.next_step) for o in outcomes])
     elif outcomes[0].error is None:
         run = RunFolder.of(specs[0].target).path
@@ -112,6 +114,22 @@ def build(
         whole = outcomes[0].results[-1].stage == "package"
         console.result(f"next: {_next(specs[0].target) if whole else 'the same command without --until'}")
     matrix.raise_failures(outcomes)
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    """A target as `build --json` prints it."""
+    from trtpipe.pipeline.run_folder import RunFolder
+
+    return {
+        "target": outcome.spec.target,
+        "folder": RunFolder.of(outcome.spec.target).path.absolute(),
+        "state": outcome.state,
+        "stages": [
+            {"stage": one.stage, "makes": one.makes, "reused": one.reused, "reason": one.reason}
+            for one in outcome.results
+        ],
+        "error": None if outcome.error is None else str(outcome.error),
+    }
 
 
 def _next(target: str) -> str:

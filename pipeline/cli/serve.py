@@ -341,6 +341,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text without the chat template.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Stream an answer from a running server.
 
@@ -364,6 +365,9 @@ def generate(
     client = Client(target, server=server)
     text = prompt if raw else client.prompt(prompt)
     pieces = client.stream(text, max_tokens=max_tokens, stop=stop_word or (), **sampling)
+    if as_json:
+        console.result_json({"prompt": text, "text": "".join(pieces)})
+        return
     for piece in pieces:
         console.text(piece)
     console.text("\n")

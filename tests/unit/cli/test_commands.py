@@ -1004,6 +1004,15 @@ def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run:
     assert run("ps").out == "no server is running\n"
 
 
+def test_a_build_says_what_it_made_as_json(build: Run, model: Path) -> None:
+    (made,) = json.loads(build(model, "--until", "convert", "--json").out)
+    assert (made["target"], made["folder"]) == ("tiny.cpu.fp32", str(Path("runs/tiny.cpu.fp32").absolute()))
+    assert (made["state"], made["error"]) == ("made up to convert", None)
+    assert [(one["stage"], one["reused"]) for one in made["stages"]][-1] == ("convert", False)
+    (again,) = json.loads(build(model, "--json").out)
+    assert (again["state"], again["stages"][0]["reused"]) == ("ready", True)
+
+
 def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store: Store, monkeypatch: Any) -> None:
     build(model)
     failed = Path("runs/tiny.cpu.bf16")
