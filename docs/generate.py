@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import METRICS
 from trtpipe.pipeline.cli import app
+from trtpipe.pipeline.cli.help import COMMON
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
 from trtpipe.pipeline.spec import GROUPS, SCALARS
@@ -77,15 +79,13 @@ def _command(path: str, command: Any) -> Iterator[str]:
     yield f"### {path}\n\n{text(about)}"
     if examples:
         yield f"```\n{inspect.cleandoc(examples)}\n```\n"
-    import click
-
-    with click.Context(command, info_name=path) as context:
-        rows = [
-            (code(record[0]), text(record[1]))
-            for parameter in command.params
-            if getattr(parameter, "rich_help_panel", None) != "Common options"
-            if (record := parameter.get_help_record(context)) is not None
-        ]
+    context = command.make_context(path, [], resilient_parsing=True)
+    rows = [
+        (code(record[0]), text(record[1]))
+        for parameter in command.params
+        if getattr(parameter, "rich_help_panel", None) != COMMON
+        if (record := parameter.get_help_record(context)) is not None
+    ]
     yield from table(("option", "meaning"), rows) if rows else ()
     for name, inner in getattr(command, "commands", {}).items():
         yield from _command(f"{path} {name}", inner)
@@ -147,8 +147,10 @@ def api_fields() -> Iterator[str]:
     yield "## Accepted without an effect\n"
     yield ", ".join(map(code, requests._IGNORED)) + ".\n"
     yield "## Refused\n"
-    rows = [(code(name), ", ".join(map(code, values))) for name, values in requests._UNSUPPORTED.items()]
-    yield from table(("field", "accepted all the same, since it changes nothing"), rows)
+    rows = [
+        (code(name), ", ".join(code(json.dumps(one)) for one in sent)) for name, sent in requests._UNSUPPORTED.items()
+    ]
+    yield from table(("field", "but for these values, which change nothing, and null"), rows)
 
 
 def _values(schema: dict[str, Any] | None) -> str:
@@ -175,7 +177,7 @@ def _values(schema: dict[str, Any] | None) -> str:
 def failures(where: Where) -> Iterator[str]:
     for one in load_failures(where):
         words = re.sub(r"\(\?P<(\w+)>(?:[^()\\]|\\.|\([^()]*\))*\)", r"{\1}", one.pattern).replace("(?i)", "")
-        words = re.sub(r"\\([^\w\s])", r"\1", words.replace("(?:", "("))
+        words = re.sub(r"\\([^\w\s])", r"\1", words.replace("(?:", "(")).replace(r"\d+", "N")
         yield f"### {one.name}\n\n```text\n{words.strip()}\n```\n"
         yield f"{text(one.cause[:1].upper() + one.cause[1:])}. What to do: {text(one.remedy)}.\n"
 
