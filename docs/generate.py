@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
+    from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -136,7 +137,7 @@ def errors() -> Iterator[str]:
 
 def api_fields() -> Iterator[str]:
     """Fields of the two kinds of request that the gateway accepts; those it ignores; those it refuses."""
-    kinds = {"chat": requests.ChatRequest, "completions": requests.CompletionRequest}
+    kinds: dict[str, type[BaseModel]] = {"chat": requests.ChatRequest, "completions": requests.CompletionRequest}
     fields = {kind: model.model_json_schema()["properties"] for kind, model in kinds.items()}
     yield "## Accepted\n"
     names = dict.fromkeys(name for properties in fields.values() for name in properties)
