@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
-    from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -137,21 +136,22 @@ def errors() -> Iterator[str]:
 
 def api_fields() -> Iterator[str]:
     """Fields of the two kinds of request that the gateway accepts; those it ignores; those it refuses."""
-    kinds: dict[str, type[BaseModel]] = {"chat": requests.ChatRequest, "completions": requests.CompletionRequest}
-    fields = {kind: model.model_json_schema()["properties"] for kind, model in kinds.items()}
+    chat, completion = (kind.model_json_schema() for kind in (requests.ChatRequest, requests.CompletionRequest))
+    names = dict.fromkeys([*chat["properties"], *completion["properties"]])
+    rows = [(code(name), *(_values(kind["properties"].get(name)) for kind in (chat, completion))) for name in names]
     yield "## Accepted\n"
-    names = dict.fromkeys(name for properties in fields.values() for name in properties)
-    yield from table(
-        ("field", *(code(f"/v1/{kind}") for kind in ("chat/completions", "completions"))),
-        [(code(name), *(_values(fields[kind].get(name)) for kind in kinds)) for name in names],
-    )
+    yield from table(("field", "`/v1/chat/completions`", "`/v1/completions`"), rows)
+    for name, kind in chat["$defs"].items():
+        yield f"### {name}\n"
+        yield from table(("field", "values"), [(code(one), _values(of)) for one, of in kind["properties"].items()])
     yield "## Accepted without an effect\n"
     yield ", ".join(map(code, requests._IGNORED)) + ".\n"
     yield "## Refused\n"
-    rows = [
-        (code(name), ", ".join(code(json.dumps(one)) for one in sent)) for name, sent in requests._UNSUPPORTED.items()
-    ]
-    yield from table(("field", "but for these values, which change nothing, and null"), rows)
+    harmless = {name: ", ".join(code(json.dumps(one)) for one in sent) for name, sent in requests._UNSUPPORTED.items()}
+    yield from table(
+        ("field", "but for these values, which change nothing, and null"),
+        [(code(name), sent) for name, sent in harmless.items()],
+    )
 
 
 def _values(schema: dict[str, Any] | None) -> str:
@@ -162,17 +162,15 @@ def _values(schema: dict[str, Any] | None) -> str:
         return " or ".join(_values(one) for one in schema["anyOf"] if one.get("type") != "null")
     if "$ref" in schema:
         return code(schema["$ref"].rpartition("/")[2])
+    if "enum" in schema or "const" in schema:
+        return ", ".join(code(json.dumps(one)) for one in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"list of {_values(schema['items'])}"
     if "type" not in schema:
         return "string, token ids, or a list of either"
-    signs = {"minimum": "≥", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [
-        f"{sign} {schema[name]:g}" if abs(schema[name]) < 2**31 else ""
-        for name, sign in signs.items()
-        if name in schema
-    ]
-    return " ".join([schema["type"], ", ".join(filter(None, limits))]).strip()
+    signs = {"minimum": "≥", "maximum": "≤"}
+    limits = [f"{sign} {schema[name]:g}" for name, sign in signs.items() if abs(schema.get(name, 2**63)) < 2**31]
+    return " ".join([schema["type"], ", ".join(limits)]).strip()
 
 
 def failures(where: Where) -> Iterator[str]:
