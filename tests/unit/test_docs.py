@@ -92,6 +92,19 @@ def test_generated_parts_say_what_the_code_says() -> None:
     assert not re.search(r"<(?!/?code)[a-z]+>", re.sub(r"(?s)```.*?```|`[^`]*`", "", "\n".join(said.values())))
 
 
+def test_the_first_errors_have_the_words_of_the_code() -> None:
+    """A quoted error's parts, without what `...` stands for, are in the sources."""
+    table = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## When")[0]
+    sources = "\n".join(
+        path.read_text() for room in ("pipeline", "engines", "configs") for path in (ROOT / room).rglob("*.py")
+    )
+    quoted = [words for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for words in re.findall("`(.+?)`", row)]
+    assert len(quoted) > 10
+    for words in quoted:
+        for part in words.replace("runs/TARGET/", "").split("..."):
+            assert part.strip() in sources, words
+
+
 def build_site(config: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir"]
     return subprocess.run([*command, str(config.parent / "site")], capture_output=True, text=True, check=False)
