@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden clean
+.PHONY: help setup check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -94,6 +94,10 @@ gpu-e2e: $(READY) ## everything claimed of GPUs, measured on one: `make gpu-e2e 
 golden: $(READY) ## write the golden files again; review the difference
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/unit/test_spec.py tests/unit/triton_repo/test_render.py tests/unit/test_golden_keys.py \
 	    tests/unit/cli/test_commands.py
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(READY) ## the documentation's site in .scratch/site; a broken link or anchor fails
+	$(BIN)/mkdocs build
 
 clean: ## remove what make and the tests made here (the store in TRTPIPE_HOME stays)
 	rm -rf .venv .scratch runs reports .mypy_cache .ruff_cache .pytest_cache .hypothesis
