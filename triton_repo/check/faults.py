@@ -6,9 +6,12 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 ERROR = "error"
 WARNING = "warning"
+# A file or folder, or what in it.
+Location: TypeAlias = "Path | tuple[Path, str]"
 
 # Identifier of each rule -> what it requires. Scripts use the identifiers, which must not change.
 RULES: dict[str, str] = {
@@ -132,11 +135,11 @@ class Report:
     returning: set[str] = field(default_factory=set)
     _blamed: set[tuple[str, str]] = field(default_factory=set)
 
-    def error(self, rule: str, path: Path, where: str, what: str, why: str = "", remedy: str = "") -> None:
-        self._add(ERROR, rule, path, where, what, why, remedy)
+    def error(self, rule: str, at: Location, what: str, why: str = "", remedy: str = "") -> None:
+        self._add(ERROR, rule, at, what, why, remedy)
 
-    def warning(self, rule: str, path: Path, where: str, what: str, why: str = "", remedy: str = "") -> None:
-        self._add(WARNING, rule, path, where, what, why, remedy)
+    def warning(self, rule: str, at: Location, what: str, why: str = "", remedy: str = "") -> None:
+        self._add(WARNING, rule, at, what, why, remedy)
 
     def blame(self, model: str, *tensors: str) -> None:
         self._blamed.update((model, tensor) for tensor in tensors)
@@ -147,7 +150,8 @@ class Report:
     def sorted(self) -> list[Fault]:
         return sorted(dict.fromkeys(self.faults), key=lambda fault: (fault.severity != ERROR, fault.path))
 
-    def _add(self, severity: str, rule: str, path: Path, where: str, what: str, why: str, remedy: str) -> None:
+    def _add(self, severity: str, rule: str, at: Location, what: str, why: str, remedy: str) -> None:
+        path, where = (at, "") if isinstance(at, Path) else at
         try:
             name = path.relative_to(self.repository).as_posix()
         except ValueError:
