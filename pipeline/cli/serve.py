@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
-from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
+from trtpipe.pipeline.cli.options import (
+    AllowModelCode,
+    Json,
+    ServerName,
+    Target,
+    TargetName,
+    Targets,
+    numbers,
+    own_store,
+)
 
 ServedModelName = Annotated[
     list[str] | None,
@@ -75,7 +84,7 @@ def serve(
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
-        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+        gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
@@ -427,12 +436,3 @@ def k8s(
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
     console.table(("written",), [(path,) for path in paths])
     console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    from trtpipe.engines.errors import UsageError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"'{text}' is not a list of numbers", remedy="write for example 1,4,16") from None
