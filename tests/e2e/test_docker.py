@@ -28,7 +28,6 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 
 if TYPE_CHECKING:
     from docker import DockerClient
-
     from tests.e2e.dockerd import Daemon, Registry
 
 pytestmark = [
