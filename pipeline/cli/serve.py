@@ -198,7 +198,7 @@ def logs(
 
 
 def reload(
-    target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
+    target: Annotated[str | None, typer.Argument(help="Target to load; the server's own if left out.")] = None,
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
     as_json: Json = False,
@@ -339,14 +339,14 @@ def monitoring(
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt.")],
     server: ServerName = None,
     target: TargetName = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; greedy if 0 or left out.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of likeliest tokens to sample from.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Penalty of tokens that were there.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Penalty of tokens that occurred before.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text without the chat template.")] = False,

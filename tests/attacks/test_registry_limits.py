@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Images, Request, Talk, quiet, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Images, Request, Talk, changing, serving
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.registry import oci, oci_client, streams
@@ -60,17 +60,8 @@ def images() -> Images:
     return found
 
 
-def talking(changed: Callable[[Request], Iterable[bytes] | Answer | None], base: Images | Bucket | None = None) -> Talk:
-    """As `base`, but for the requests for which `changed` has an answer."""
-    base = base or images()
-
-    def talk(request: Request) -> Iterable[bytes]:
-        told = changed(request)
-        if told is None:
-            told = base.answer(request)
-        return [quiet(told, request).wire()] if isinstance(told, Answer) else told
-
-    return talk
+def talking(changed: Change, base: Images | Bucket | None = None) -> Talk:
+    return changing(base or images(), changed)
 
 
 def of_blob(told: Callable[[Request], Iterable[bytes] | Answer | None]) -> Talk:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Request, Talk, quiet, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Request, Talk, changing, serving
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Asked, Hub
 from tests.support.hub_server import serving as hub_serving
@@ -76,16 +76,8 @@ def bucket() -> Bucket:
     return found
 
 
-def talking(changed: Callable[[Request], Iterable[bytes] | Answer | None], base: Bucket | None = None) -> Talk:
-    base = base or bucket()
-
-    def talk(request: Request) -> Iterable[bytes]:
-        told = changed(request)
-        if told is None:
-            told = base.answer(request)
-        return [quiet(told, request).wire()] if isinstance(told, Answer) else told
-
-    return talk
+def talking(changed: Change) -> Talk:
+    return changing(bucket(), changed)
 
 
 def opened(address: str, monkeypatch: pytest.MonkeyPatch) -> Registry:

@@ -18,7 +18,8 @@ LONGROPE = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4
 
 
 def config(scaling: dict[str, Any] | None, base: float = 10000.0, limit: int = 256) -> CheckpointConfig:
-    return replace(CHECKPOINT, head_size=16, max_position_embeddings=limit, rotary_base=base, rotary_scaling=scaling)
+    sizes = {"hidden_size": 64, "head_size": 16, "max_position_embeddings": limit}
+    return replace(CHECKPOINT, **sizes, rotary_base=base, rotary_scaling=scaling)
 
 
 @pytest.mark.parametrize(
