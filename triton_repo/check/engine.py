@@ -19,7 +19,7 @@ from trtpipe.engines.quantization import FP8_SMS, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights
-from trtpipe.triton_repo.check.faults import Location, Report
+from trtpipe.triton_repo.check.faults import ERROR, WARNING, Location, Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.paths import locate, tell_not_here
 from trtpipe.triton_repo.check.release import Release, release_key
@@ -32,6 +32,8 @@ _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 _SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
 _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
+_UNPAGED = "is on, and the engine's prompt attention does not read a paged KV cache"
+_PAGE = "turn it off, or build the engine with --use_paged_context_fmha enable"
 # From this release on the executor refuses static batching.
 STATIC_UNTIL = "0.20.0"
 # Smallest share of an engine's vocabulary that its own tokenizer has.
@@ -205,6 +207,13 @@ def check_engine(model: Model, engine: EngineFolder, release: Release, report: R
     _check_logits(model, engine, report)
 
 
+def _tell(model: Model, report: Report, findings: Sequence[tuple[bool, str, str, str, str, str, str]]) -> None:
+    """Report the findings whose first value is true; then follow severity, rule, parameter, what, why and remedy."""
+    for wrong, severity, rule, name, what, why, remedy in findings:
+        if wrong:
+            report.add(severity, rule, model.at_parameter(name), what, why, remedy)
+
+
 def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
     for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width"):
         value = engine.build.get(name)
@@ -223,108 +232,62 @@ def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
             remedy=f"give {limit}, or build the engine for more",
         )
     beams, most = _number(model, "max_beam_width"), engine.size("max_beam_width")
-    if beams is not None and most is not None and beams > most:
-        report.error(
-            "beam-width",
-            model.at_parameter("max_beam_width"),
-            f"is {beams}, above the engine's max_beam_width {most}",
-            why="the model does not load",
-            remedy=f"give {most}, or build the engine with --max_beam_width {beams}",
-        )
     tokens, prompt = engine.size("max_num_tokens"), engine.size("max_input_len")
-    if tokens is not None and prompt is not None and prompt > tokens and not _flag(model, "enable_chunked_context"):
-        report.error(
-            "prompt-limit",
-            model.at_parameter("enable_chunked_context"),
-            f"is off, and the engine takes prompts of {prompt} tokens in steps of {tokens}",
-            why="prompts that do not fit one step are refused",
-            remedy="set enable_chunked_context true, or build the engine with a larger max_num_tokens",
-        )
+    whole = tokens is None or prompt is None or prompt <= tokens or _flag(model, "enable_chunked_context")
+    # fmt: off
+    _tell(model, report, (
+        (beams is not None and most is not None and beams > most, ERROR, "beam-width", "max_beam_width",
+         f"is {beams}, above the engine's max_beam_width {most}", "the model does not load",
+         f"give {most}, or build the engine with --max_beam_width {beams}"),
+        (not whole, ERROR, "prompt-limit", "enable_chunked_context",
+         f"is off, and the engine takes prompts of {prompt} tokens in steps of {tokens}",
+         "prompts that do not fit one step are refused",
+         "set enable_chunked_context true, or build the engine with a larger max_num_tokens"),
+    ))
+    # fmt: on
 
 
 def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
     paged = engine.plugins.get("use_paged_context_fmha")
-    for name, effect in (
-        ("enable_chunked_context", "the model does not load"),
-        ("enable_kv_cache_reuse", "the backend turns it off again"),
-    ):
-        if paged is False and _flag(model, name):
-            report.error(
-                "paged-attention",
-                model.at_parameter(name),
-                "is on, and the engine's prompt attention does not read a paged KV cache",
-                why=effect,
-                remedy="turn it off, or build the engine with --use_paged_context_fmha enable",
-            )
-    sinks = _number(model, "sink_token_length") or 0
-    if sinks > 0 and _flag(model, "enable_kv_cache_reuse"):
-        report.error(
-            "paged-attention",
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is on, and sink_token_length has a value",
-            why="blocks of a prompt with attention sinks are not shared",
-            remedy="turn one of them off",
-        )
-    host = _number(model, "kv_cache_host_memory_bytes", values.SIZE)
-    if host and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
-        report.warning(
-            "paged-attention",
-            model.at_parameter("kv_cache_host_memory_bytes"),
-            f"is {host}, and enable_kv_cache_reuse is off",
-            why="host memory keeps blocks for reuse only",
-            remedy="turn enable_kv_cache_reuse on, or leave it out",
-        )
-    if engine.build.get("gather_context_logits") is True and _flag(model, "enable_kv_cache_reuse"):
-        report.warning(
-            "paged-attention",
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is on, and the engine returns the logits of prompts",
-            why="the backend turns reuse off for such an engine",
-            remedy="turn it off",
-        )
+    chunks, reuse = _flag(model, "enable_chunked_context"), _flag(model, "enable_kv_cache_reuse")
+    no_reuse = model.value("enable_kv_cache_reuse") in values.CPP_FALSE
+    no_onboarding = model.value("kv_cache_onboard_blocks") in values.CPP_FALSE
     external = engine.build.get("speculative_decoding_mode") in (2, "draft_tokens_external")
-    if external and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
-        report.error(
-            "engine-feature",
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is off, and the engine checks another model's drafts",
-            why="the model does not load",
-            remedy="turn it on",
-        )
-    if paged is True and model.value("kv_cache_onboard_blocks") in values.CPP_FALSE:
-        report.error(
-            "paged-attention",
-            model.at_parameter("kv_cache_onboard_blocks"),
-            "is off, and the engine's prompt attention reads a paged KV cache",
-            why="the model does not load",
-            remedy="leave it out",
-        )
+    host = _number(model, "kv_cache_host_memory_bytes", values.SIZE)
+    sinks = (_number(model, "sink_token_length") or 0) > 0
     cap, longest = _number(model, "max_tokens_in_paged_kv_cache"), engine.size("max_seq_len")
     windows, read = values.read_ints(model.value("max_attention_window_size") or "")
-    if longest is not None and read and windows and max(windows) > longest:
-        report.warning(
-            "attention-window",
-            model.at_parameter("max_attention_window_size"),
-            f"is {max(windows)}, above the engine's max_seq_len {longest}",
-            why="the backend takes the smaller one",
-        )
-    if sinks > 0 and model.value("max_attention_window_size") is None:
-        report.warning(
-            "attention-window",
-            model.at_parameter("sink_token_length"),
-            "is given, and max_attention_window_size is not",
-            why="without a window every token stays in sight",
-            remedy="give both, or leave it out",
-        )
-    seen = min(longest, max(windows)) if longest is not None and read and windows else longest
-    if cap is not None and seen is not None and 0 < cap < seen:
-        report.error(
-            "kv-cache-tokens",
-            model.at_parameter("max_tokens_in_paged_kv_cache"),
-            f"is {cap}, and one sequence may have {seen} tokens",
-            why="the cache has to hold one whole sequence",
-            remedy=f"give at least {seen}, or leave it out",
-        )
+    widest = max(windows) if read and windows else None
+    seen = longest if longest is None or widest is None else min(longest, widest)
+    # fmt: off
+    _tell(model, report, (
+        (paged is False and chunks, ERROR, "paged-attention", "enable_chunked_context", _UNPAGED,
+         "the model does not load", _PAGE),
+        (paged is False and reuse, ERROR, "paged-attention", "enable_kv_cache_reuse", _UNPAGED,
+         "the backend turns it off again", _PAGE),
+        (sinks and reuse, ERROR, "paged-attention", "enable_kv_cache_reuse", "is on, and sink_token_length has a value",
+         "blocks of a prompt with attention sinks are not shared", "turn one of them off"),
+        (bool(host) and no_reuse, WARNING, "paged-attention", "kv_cache_host_memory_bytes",
+         f"is {host}, and enable_kv_cache_reuse is off", "host memory keeps blocks for reuse only",
+         "turn enable_kv_cache_reuse on, or leave it out"),
+        (engine.build.get("gather_context_logits") is True and reuse, WARNING, "paged-attention",
+         "enable_kv_cache_reuse", "is on, and the engine returns the logits of prompts",
+         "the backend turns reuse off for such an engine", "turn it off"),
+        (external and no_reuse, ERROR, "engine-feature", "enable_kv_cache_reuse",
+         "is off, and the engine checks another model's drafts", "the model does not load", "turn it on"),
+        (paged is True and no_onboarding, ERROR, "paged-attention", "kv_cache_onboard_blocks",
+         "is off, and the engine's prompt attention reads a paged KV cache", "the model does not load", "leave it out"),
+        (longest is not None and widest is not None and widest > longest, WARNING, "attention-window",
+         "max_attention_window_size", f"is {widest}, above the engine's max_seq_len {longest}",
+         "the backend takes the smaller one", ""),
+        (sinks and model.value("max_attention_window_size") is None, WARNING, "attention-window", "sink_token_length",
+         "is given, and max_attention_window_size is not", "without a window every token stays in sight",
+         "give both, or leave it out"),
+        (cap is not None and seen is not None and 0 < cap < seen, ERROR, "kv-cache-tokens",
+         "max_tokens_in_paged_kv_cache", f"is {cap}, and one sequence may have {seen} tokens",
+         "the cache has to hold one whole sequence", f"give at least {seen}, or leave it out"),
+    ))
+    # fmt: on
 
 
 def _check_strategy(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
@@ -385,31 +348,22 @@ def check_static(model: Model, release: Release, report: Report) -> None:
 
 def _check_features(model: Model, engine: EngineFolder, report: Report) -> None:
     share = values.read_float(model.value("gpu_weights_percent") or "").value
-    if share is not None and share < 1 and engine.build.get("weight_streaming") is False:
-        report.error(
-            "engine-feature",
-            model.at_parameter("gpu_weights_percent"),
-            f"is {share:g}, and the engine was built without weight streaming",
-            remedy="leave it out, or build the engine with --weight_streaming",
-        )
-    if model.value("lora_prefetch_dir") and engine.plugins.get("lora_plugin", "") is None:
-        report.error(
-            "engine-feature",
-            model.at_parameter("lora_prefetch_dir"),
-            "is given, and the engine was built without LoRA",
-            why="the backend passes it over",
-            remedy="leave it out, or build the engine with --lora_plugin",
-        )
+    streamed = share is not None and share < 1 and engine.build.get("weight_streaming") is False
     architecture = engine.pretrained.get("architecture")
     decoder_alone = isinstance(architecture, str) and not any(word in architecture for word in _ENCODERS)
-    if model.value("cross_kv_cache_fraction") and decoder_alone and not model.value("encoder_model_path"):
-        report.error(
-            "engine-feature",
-            model.at_parameter("cross_kv_cache_fraction"),
-            "is given, and the engine has no encoder",
-            why="the model does not load",
-            remedy="leave it out",
-        )
+    crossed = bool(model.value("cross_kv_cache_fraction")) and not model.value("encoder_model_path")
+    adapters = bool(model.value("lora_prefetch_dir")) and engine.plugins.get("lora_plugin", "") is None
+    # fmt: off
+    _tell(model, report, (
+        (streamed, ERROR, "engine-feature", "gpu_weights_percent",
+         f"is {share or 0:g}, and the engine was built without weight streaming", "",
+         "leave it out, or build the engine with --weight_streaming"),
+        (adapters, ERROR, "engine-feature", "lora_prefetch_dir", "is given, and the engine was built without LoRA",
+         "the backend passes it over", "leave it out, or build the engine with --lora_plugin"),
+        (crossed and decoder_alone, ERROR, "engine-feature", "cross_kv_cache_fraction",
+         "is given, and the engine has no encoder", "the model does not load", "leave it out"),
+    ))
+    # fmt: on
 
 
 def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:

@@ -18,8 +18,10 @@ LONGROPE = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4
 
 
 def config(scaling: dict[str, Any] | None, base: float = 10000.0, limit: int = 256) -> CheckpointConfig:
-    sizes = {"hidden_size": 64, "head_size": 16, "max_position_embeddings": limit}
-    return replace(CHECKPOINT, **sizes, rotary_base=base, rotary_scaling=scaling)
+    return replace(
+        CHECKPOINT, hidden_size=64, head_size=16, max_position_embeddings=limit, rotary_base=base,
+        rotary_scaling=scaling,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
