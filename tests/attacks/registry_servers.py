@@ -14,6 +14,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -236,3 +237,9 @@ def changing(base: Images | Bucket, changed: Change) -> Talk:
         return [quiet(told, request).wire()] if isinstance(told, Answer) else told
 
     return talk
+
+
+def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        time.sleep(seconds)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Change, Images, Request, Talk, changing, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Images, Request, Talk, changing, drip, serving
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.registry import oci, oci_client, streams
@@ -136,12 +136,6 @@ def test_files_that_are_not_what_was_asked_for(answer: Answer, kind: type[Trtpip
 
 
 # Time
-
-
-def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        time.sleep(seconds)
 
 
 def bytewise(data: bytes) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Change, Request, Talk, changing, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Request, Talk, changing, drip, serving
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Asked, Hub
 from tests.support.hub_server import serving as hub_serving
@@ -59,12 +59,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def head(*lines: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
-
-
-def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        time.sleep(seconds)
 
 
 # S3
