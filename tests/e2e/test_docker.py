@@ -28,6 +28,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 
 if TYPE_CHECKING:
     from docker import DockerClient
+
     from tests.e2e.dockerd import Daemon, Registry
 
 pytestmark = [

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import docker
 import pytest
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound
 from urllib3.exceptions import ProtocolError
 
-import docker
 from trtpipe.engines.errors import HostError, StageFailed, TrtpipeError, UsageError
 from trtpipe.engines.executor import Executor, Task
 from trtpipe.pipeline.execution.executors import DockerExecutor, Layers, LocalExecutor
