@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,23 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
             child.wait(timeout=GRACE_SECONDS)
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
+
+
+def words_of(pid: int) -> list[bytes]:
+    """The command line of a running process, by which it is known from a later one with its id; else nothing."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return []
+
+
+def terminate(pid: int, alive: Callable[[int], bool], seconds: float) -> bool:
+    """Send SIGTERM to a process, and wait; whether it has ended, by `alive`, within `seconds`."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
 
 
 def describe_status(status: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.factories import write_tokenizer
+from trtpipe.configs import facts as configs
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
 from trtpipe.pipeline.bench.mock_server.clock import Timing
 
@@ -102,6 +104,15 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of configs/ that a test may spoil."""
+    folder = tmp_path / "configs"
+    shutil.copytree(configs.CONFIGS, folder)
+    monkeypatch.setattr(configs, "CONFIGS", folder)
     return folder
 
 

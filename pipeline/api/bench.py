@@ -292,13 +292,9 @@ def check_place(report: Path) -> None:
 
 
 def _several(value: Any) -> list[Any] | None:
-    return (
-        value
-        if value is None or isinstance(value, list)
-        else [value]
-        if isinstance(value, str | float | int)
-        else list(value)
-    )
+    if value is None:
+        return None
+    return [value] if isinstance(value, str | float | int) else list(value)
 
 
 def _text(length: int | str | None) -> str | None:

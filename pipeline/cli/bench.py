@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup, in_section
+from trtpipe.pipeline.cli.options import Json, numbers
 
 if TYPE_CHECKING:
     from trtpipe.pipeline.bench.options import BenchOptions
@@ -104,23 +105,21 @@ def bench(
       trtpipe bench --concurrency 1,4,16 --slo 'ttft:p99<500ms'
       trtpipe bench --rate 2,4,8 --duration 60 --protocol grpc
     """
-    from trtpipe.pipeline.api.bench import choose
+    from trtpipe.pipeline.api.bench import BenchArguments, choose
 
+    arguments: dict[str, Any] = locals()
     if context.invoked_subcommand is not None:
         return
     gc.disable()  # collections during the imports would delay the first request by 60 ms
     context.call_on_close(gc.enable)
     options, served = choose(
-        target, server=server, protocol=protocol, model=model, grpc_url=grpc_url, http_url=http_url,
-        openai_url=openai_url, openai_model=openai_model, tokenizer=tokenizer, metrics_url=metrics_url, load=load,
-        concurrency=_list(concurrency, whole=True), rate=_list(rate), arrivals=arrivals, burstiness=burstiness,
-        max_in_flight=max_in_flight, trace=trace, speedup=speedup, requests=requests, duration=duration, ramp=ramp,
-        repeat=repeat, input_tokens=input_tokens, output_tokens=output_tokens, prompts=prompts, sharegpt=sharegpt,
-        sampling=_sampling(sampling or []), natural_end=natural_end, slo=slo, find=find, attainment=attainment,
-        precision=precision, transport=transport, connections=connections, kernel_timestamps=kernel_timestamps,
-        workers=workers, hosts=hosts, ray=ray, seed=seed, timeout=timeout, token_timeout=token_timeout,
-        log_samples=log_samples,
-    )  # fmt: skip
+        **{name: arguments[name] for name in ("target", *BenchArguments.__annotations__)}
+        | {
+            "concurrency": numbers(concurrency, whole=True),
+            "rate": numbers(rate),
+            "sampling": _sampling(sampling or []),
+        }
+    )
     _measure(options, served, report, as_json=as_json)
 
 
@@ -137,7 +136,7 @@ def again(
     ] = None,
     metrics_url: Annotated[str | None, typer.Option(help="URL of the server's metrics now.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Path of the tokenizer.json now.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Repeat a measurement from its report.
 
@@ -195,7 +194,7 @@ def selftest(
     rows = []
     wiring = Wiring(transport=transport, kernel_stamps=choose_timestamps(kernel_timestamps, transport))
     for one in protocol.split(","):
-        for count in _list(streams) or ():
+        for count in numbers(streams) or ():
             found = measure(one, int(count), itl / 1e3, wiring)
             rows.append(
                 (one, found.streams, f"{found.ttft_p50:.2f}", f"{found.ttft_p99:.2f}", f"{found.itl_mean:.3f}",
@@ -224,7 +223,7 @@ def compare(
         str | None,
         typer.Option(help="Price of an hour, of all reports or one each: 2.5,3.9; the GPU file's if left out."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page of the comparison, with charts, to this file.")
     ] = None,
@@ -243,7 +242,7 @@ def compare(
     compared = compare_reports(
         reports or folders.last_two(),
         fail_if=fail_if or (),
-        price_per_hour=_list(price_per_hour) or (),
+        price_per_hour=numbers(price_per_hour) or (),
         own_price=_price_of,
     )
     console_bench.comparison(compared, as_json=as_json)
@@ -306,19 +305,6 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
     refusal = summary.refusal(measured, place)
     if refusal is not None:
         raise refusal
-
-
-def _list(text: str | None, *, whole: bool = False) -> list[float] | None:
-    """Numbers separated by commas; whole ones are ints, and `whole` accepts only those. Raises UsageError."""
-    from trtpipe.engines.errors import UsageError
-
-    if text is None:
-        return None
-    try:
-        return [int(word) if whole or word.strip().isdigit() else float(word) for word in text.split(",")]
-    except ValueError:
-        kind = "whole numbers" if whole else "numbers"
-        raise UsageError(f"'{text}' is not a list of {kind}", remedy="give for example 1,4,16") from None
 
 
 def _sampling(words: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from trtpipe.pipeline.cli.options import ServerName, TargetName, own_store
 def chat(
     server: ServerName = None,
     target: TargetName = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer; as many as the model takes if left out.")
     ] = None,

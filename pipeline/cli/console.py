@@ -278,12 +278,7 @@ class BuildReporter:
             yield progress
 
     def finished(self, result: StageResult) -> None:
-        manifest = result.artefact.manifest
-        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        line = f"{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})"
-        _say(line, None if result.reused else "green")
-        for notice in manifest.notes.get("notices", ()):
-            self.note(f"note: {notice}")
+        _finished(result, style=None if result.reused else "green")
 
     def line(self, text: str) -> None:
         note(f"  {text}")
@@ -304,11 +299,7 @@ class ClusterReporter:
         yield lambda done, total: None
 
     def finished(self, result: StageResult) -> None:
-        manifest = result.artefact.manifest
-        made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
-        _say(f"{self._target}: {result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})")
-        for notice in manifest.notes.get("notices", ()):
-            self.note(f"note: {notice}")
+        _finished(result, f"{self._target}: ")
 
     def line(self, text: str) -> None:
         note(f"{self._target}:   {text}")
@@ -328,6 +319,14 @@ class ClusterReporter:
             note(f"{target}: {stage:<9} running  {size(done)} of {size(total)}")
         else:
             note(f"{target}:   {text}")
+
+
+def _finished(result: StageResult, target: str = "", style: str | None = None) -> None:
+    manifest = result.artefact.manifest
+    made = "reused" if result.reused else f"{manifest.seconds:.1f} s"
+    _say(f"{target}{result.stage:<9} {made:<8} {size(manifest.size):>9}  ({result.reason})", style)
+    for notice in manifest.notes.get("notices", ()):
+        note(f"{target}note: {notice}")
 
 
 @contextlib.contextmanager

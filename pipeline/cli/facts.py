@@ -33,7 +33,7 @@ def models(as_json: Json = False) -> None:
 def gpus(
     name: Annotated[
         str | None,
-        typer.Argument(help="One of them: every figure with its source.", autocompletion=complete.of("gpus")),
+        typer.Argument(help="GPU to print with the source of each figure.", autocompletion=complete.of("gpus")),
     ] = None,
     as_json: Json = False,
 ) -> None:

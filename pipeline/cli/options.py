@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -131,3 +131,16 @@ def own_store() -> Store:
     from trtpipe.pipeline.store.store import Store
 
     return Store(default_home())
+
+
+def numbers(text: str | None, *, whole: bool = False) -> list[Any] | None:
+    """Numbers separated by commas; whole ones are ints, and `whole` accepts only those. Raises UsageError."""
+    from trtpipe.engines.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        return [int(word) if whole or word.strip().isdigit() else float(word) for word in text.split(",")]
+    except ValueError:
+        kind = "whole numbers" if whole else "numbers"
+        raise UsageError(f"'{text}' is not a list of {kind}", remedy="give for example 1,4,16") from None

@@ -60,7 +60,7 @@ def push(
 
 
 def pull(
-    target: Annotated[str, typer.Argument(help="A target's name there; see `trtpipe search`.")],
+    target: Annotated[str, typer.Argument(help="Name of a target in the registry; see `trtpipe search`.")],
     url: Url = None,
     only: Only = None,
     any_machine: Annotated[

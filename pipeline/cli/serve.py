@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from trtpipe.pipeline.cli.help import SectionedCommand, SectionedGroup
-from trtpipe.pipeline.cli.options import AllowModelCode, Json, ServerName, Target, TargetName, Targets, own_store
+from trtpipe.pipeline.cli.options import (
+    AllowModelCode,
+    Json,
+    ServerName,
+    Target,
+    TargetName,
+    Targets,
+    numbers,
+    own_store,
+)
 
 ServedModelName = Annotated[
     list[str] | None,
@@ -75,7 +84,7 @@ def serve(
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
-        gpus=None if gpus is None else _numbers(gpus), shm_size=shm_size,
+        gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
         engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
@@ -189,7 +198,7 @@ def logs(
 
 
 def reload(
-    target: Annotated[str | None, typer.Argument(help="What to load; the server's own target if left out.")] = None,
+    target: Annotated[str | None, typer.Argument(help="Target to load; the server's own if left out.")] = None,
     server: ServerName = None,
     allow_model_code: AllowModelCode = False,
     as_json: Json = False,
@@ -330,14 +339,14 @@ def monitoring(
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt.")],
     server: ServerName = None,
     target: TargetName = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; greedy if 0 or left out.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Number of likeliest tokens to sample from.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Probability mass to sample from.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Penalty of tokens that were there.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Penalty of tokens that occurred before.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     stop_word: Annotated[list[str] | None, typer.Option("--stop", help="Stop at this text; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text without the chat template.")] = False,
@@ -427,12 +436,3 @@ def k8s(
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
     console.table(("written",), [(path,) for path in paths])
     console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    from trtpipe.engines.errors import UsageError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"'{text}' is not a list of numbers", remedy="write for example 1,4,16") from None

@@ -32,7 +32,7 @@ def _by_options(**options: str) -> Iterator[None]:
 
 def convert(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
-    out_dir: Annotated[Path, typer.Argument(help="Where the checkpoint goes; must not exist, or be empty.")],
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     dtype: Annotated[str, typer.Option(help="Type of the weights: auto, bfloat16, float16 or float32.")] = "auto",
     tp: Annotated[int, typer.Option("--tp", help="Number of tensor-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="Number of pipeline-parallel stages.")] = 1,
@@ -86,7 +86,7 @@ def convert(
 
 def quantize(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face model folder.")],
-    out_dir: Annotated[Path, typer.Argument(help="Where the result goes; must not exist, or be empty.")],
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     quant: Annotated[str, typer.Option(help="Recipe, of `trtpipe quants`: fp8, int8-sq, int4-awq, ...")],
     kv_cache: KvCache = None,
     calib: Annotated[
@@ -238,7 +238,7 @@ def inspect(
 
 def restore(
     checkpoint_dir: Annotated[Path, typer.Argument(help="An unquantized TensorRT-LLM checkpoint.")],
-    out_dir: Annotated[Path, typer.Argument(help="Where the folder goes; must not exist, or be empty.")],
+    out_dir: Annotated[Path, typer.Argument(help="Folder to write: new or empty.")],
     as_json: Json = False,
 ) -> None:
     """Convert a TensorRT-LLM checkpoint back to Hugging Face.

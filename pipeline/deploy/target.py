@@ -54,12 +54,12 @@ class Target:
 
     @property
     def secret(self) -> str | None:
-        """Of the pods of a group."""
+        """Name of the secret that the pods of a group share."""
         return f"{self.name}-rendezvous" if self.grouped else None
 
     @property
     def keys_secret(self) -> str | None:
-        """Of the gateway's API keys."""
+        """Name of the secret with the gateway's API keys; None where it asks for none."""
         if self.gateway_image is None or not self.config.api_keys:
             return None
         return self.config.api_keys_secret or f"{self.name}-api-keys"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +47,6 @@ def main(spec: dict[str, Any]) -> int:
         known = translate(error) or HostError("the gateway cannot listen", why=str(error))
         _tell(spec["ready"], json.dumps(error_to_json(known)))
         return 1
-    threading.Thread(target=_follow, args=(spec["life"],), daemon=True).start()
     server.run(sockets=[listening])
     forks.stop()
     return 0
@@ -59,12 +56,6 @@ def _tell(pipe: int, words: str) -> None:
     with contextlib.suppress(OSError):  # nobody reads the pipe of a restarted worker
         os.write(pipe, words.encode())
     os.close(pipe)
-
-
-def _follow(life: int) -> None:
-    """End with the supervisor: nobody writes to this pipe, so that a read returns when the supervisor has ended."""
-    os.read(life, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

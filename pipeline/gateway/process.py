@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trtpipe.engines.errors import StageFailed, TrtpipeError
 from trtpipe.engines.json_input import parse_json
-from trtpipe.engines.process import error_from_json, error_to_json, python_command, tail
+from trtpipe.engines.process import error_from_json, error_to_json, python_command, tail, terminate, words_of
 from trtpipe.pipeline.gateway.options import GatewayOptions
 
 READY_SECONDS = 60.0
@@ -54,14 +54,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
 
 def end(pid: int) -> None:
     """End the gateway and its workers: they are asked first, and killed after STOP_SECONDS."""
-    if not alive(pid):
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if alive(pid):
+    if alive(pid) and not terminate(pid, alive, STOP_SECONDS):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # its workers follow it
 
@@ -70,11 +63,7 @@ def alive(pid: int) -> bool:
     """Whether `pid` is a gateway, and not another program with that process id."""
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return b"trtpipe.pipeline.gateway.process" in command.split(b"\0")
+    return b"trtpipe.pipeline.gateway.process" in words_of(pid)
 
 
 def main() -> None:

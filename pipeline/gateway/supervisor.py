@@ -5,7 +5,6 @@ The supervisor binds the port without listening, which reserves it for the worke
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -42,8 +41,6 @@ class Gateway:
         self._log = log
         self._workers: list[subprocess.Popen[bytes]] = []
         self._stopping = threading.Event()
-        # Workers hold the other end of this pipe: they end when this process ends in any way.
-        self._life, self._alive = os.pipe()
 
     @classmethod
     def start(cls, options: GatewayOptions, log: Path | None = None) -> Gateway:
@@ -113,20 +110,10 @@ class Gateway:
                 process.wait()
         self._counters.unlink(missing_ok=True)
         self._port.close()
-        for descriptor in (self._life, self._alive):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        self._life = self._alive = -1
 
     def _spawn(self, index: int) -> tuple[subprocess.Popen[bytes], int]:
         ready, tell = os.pipe()
-        spec = {
-            "options": self.options.to_json(),
-            "index": index,
-            "counters": str(self._counters),
-            "ready": tell,
-            "life": self._life,
-        }
+        spec = {"options": self.options.to_json(), "index": index, "counters": str(self._counters), "ready": tell}
         log = self._log.open("ab") if self._log else None
         try:
             process = subprocess.Popen(
@@ -134,7 +121,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
-                pass_fds=(tell, self._life),
+                pass_fds=(tell,),
                 start_new_session=True,  # the supervisor decides whether to pass on a Ctrl-C
             )
         finally:

@@ -9,6 +9,8 @@ import select
 import time
 from pathlib import Path
 
+from trtpipe.engines.process import words_of
+
 _INSTANCE = re.compile(rb"([^\0]+)_\d+_\d+")
 # Interval of the search for newly started processes.
 _LOOK_SECONDS = 0.5
@@ -95,9 +97,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 def _model(pid: int) -> str | None:
     """The model of a stub, from the name of the instance on its command line; None for another process."""
-    words: list[bytes] = []
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    words = words_of(pid)
     if not words or not words[0].endswith(b"triton_python_backend_stub"):
         return None
     return next((found[1].decode() for word in words[1:] if (found := _INSTANCE.fullmatch(word))), None)

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trtpipe.engines.errors import InputDataError, UsageError, suggestion
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.process import terminate, words_of
 from trtpipe.pipeline.gateway import process
 from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -143,21 +143,15 @@ def read_server(path: Path) -> Server:
 
 def watched(server: Server) -> bool:
     """Whether the server's `trtpipe serve` process runs, and not another program with the same process id."""
-    with contextlib.suppress(OSError):
-        return b"serve" in Path(f"/proc/{server.watcher}/cmdline").read_bytes().split(b"\0")
-    return False
+    return server.watcher is not None and b"serve" in words_of(server.watcher)
 
 
 def end_watcher(server: Server) -> None:
     """Ask the `trtpipe serve` process of a server to end it, and wait; kill that process when it does not."""
     if server.watcher is None or not watched(server):
         return
-    deadline = time.monotonic() + WATCHER_SECONDS
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(server.watcher, signal.SIGTERM)
-        while watched(server) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if watched(server):
+    if not terminate(server.watcher, lambda pid: watched(server), WATCHER_SECONDS):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(server.watcher, signal.SIGKILL)
 
 

@@ -34,7 +34,7 @@ from trtpipe.engines.engine_process import protocol
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.json_input import parse_json
-from trtpipe.engines.process import python_command, tail
+from trtpipe.engines.process import python_command, tail, terminate, words_of
 from trtpipe.pipeline.serving import owner_only
 from trtpipe.pipeline.serving.environment import without_secrets
 from trtpipe.triton_repo.launch import ServerOptions, region_prefix, server_command
@@ -405,12 +405,7 @@ def failure(log: Path) -> str:
 
 def end(pid: int) -> bool:
     """End a server started here, and all it started. True when it ended by itself, False when it was killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = not alive(pid)
+    left = terminate(pid, alive, STOP_SECONDS)
     # A stub or an engine process that outlived its server is still in the server's process group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -465,9 +460,5 @@ def alive(pid: int) -> bool:
     """Whether `pid` is a running tritonserver or its stand-in, and not another program with that process id."""
     with contextlib.suppress(ChildProcessError):  # another process started it
         os.waitpid(pid, os.WNOHANG)  # ours: collect it, or it stays as a zombie
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    words = command.split(b"\0")
+    words = words_of(pid) or [b""]
     return words[0].rpartition(b"/")[2] == b"tritonserver" or b"trtpipe.pipeline.serving.docker_server" in words

@@ -14,6 +14,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -55,6 +56,7 @@ class Answer:
 
 # The bytes of an answer, piece by piece, without end if need be; the connection is closed after them.
 Talk = Callable[[Request], Iterable[bytes]]
+Change = Callable[[Request], "Iterable[bytes] | Answer | None"]
 
 
 @contextlib.contextmanager
@@ -223,3 +225,21 @@ def quiet(answer: Answer, request: Request) -> Answer:
     if request.method == "HEAD" and answer.body:
         return Answer(answer.status, {**answer.headers, "Content-Length": str(len(answer.body))})
     return answer
+
+
+def changing(base: Images | Bucket, changed: Change) -> Talk:
+    """As `base`, but for the requests for which `changed` has an answer."""
+
+    def talk(request: Request) -> Iterable[bytes]:
+        told = changed(request)
+        if told is None:
+            told = base.answer(request)
+        return [quiet(told, request).wire()] if isinstance(told, Answer) else told
+
+    return talk
+
+
+def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
+    for piece in pieces:
+        yield piece
+        time.sleep(seconds)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Images, Request, Talk, quiet, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Images, Request, Talk, changing, drip, serving
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.registry import oci, oci_client, streams
@@ -60,17 +60,8 @@ def images() -> Images:
     return found
 
 
-def talking(changed: Callable[[Request], Iterable[bytes] | Answer | None], base: Images | Bucket | None = None) -> Talk:
-    """As `base`, but for the requests for which `changed` has an answer."""
-    base = base or images()
-
-    def talk(request: Request) -> Iterable[bytes]:
-        told = changed(request)
-        if told is None:
-            told = base.answer(request)
-        return [quiet(told, request).wire()] if isinstance(told, Answer) else told
-
-    return talk
+def talking(changed: Change, base: Images | Bucket | None = None) -> Talk:
+    return changing(base or images(), changed)
 
 
 def of_blob(told: Callable[[Request], Iterable[bytes] | Answer | None]) -> Talk:
@@ -145,12 +136,6 @@ def test_files_that_are_not_what_was_asked_for(answer: Answer, kind: type[Trtpip
 
 
 # Time
-
-
-def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        time.sleep(seconds)
 
 
 def bytewise(data: bytes) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.registry_servers import Answer, Bucket, Request, Talk, quiet, serving
+from tests.attacks.registry_servers import Answer, Bucket, Change, Request, Talk, changing, drip, serving
 from tests.support.factories import hf_folder
 from tests.support.hub_server import Asked, Hub
 from tests.support.hub_server import serving as hub_serving
@@ -61,12 +61,6 @@ def head(*lines: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        time.sleep(seconds)
-
-
 # S3
 
 
@@ -76,16 +70,8 @@ def bucket() -> Bucket:
     return found
 
 
-def talking(changed: Callable[[Request], Iterable[bytes] | Answer | None], base: Bucket | None = None) -> Talk:
-    base = base or bucket()
-
-    def talk(request: Request) -> Iterable[bytes]:
-        told = changed(request)
-        if told is None:
-            told = base.answer(request)
-        return [quiet(told, request).wire()] if isinstance(told, Answer) else told
-
-    return talk
+def talking(changed: Change) -> Talk:
+    return changing(bucket(), changed)
 
 
 def opened(address: str, monkeypatch: pytest.MonkeyPatch) -> Registry:

@@ -36,6 +36,26 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# The same as it is read.
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    dtype=DataType.BFLOAT16,
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_size=8,
+    hidden_act="silu",
+    norm_epsilon=1e-5,
+    max_position_embeddings=256,
+    rotary_base=10000.0,
+    rotary_scaling=None,
+    tie_word_embeddings=False,
+    attn_bias=False,
+    mlp_bias=False,
+)
 # A checkpoint's config of much the same model.
 CHECKPOINT = CheckpointConfig(
     architecture="LlamaForCausalLM",

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import yaml
 from tests.support.factories import hf_folder, write_passport, write_safetensors, write_tokenizer
 from tests.support.triton_repositories import ENGINE_CONFIG, MODEL_YAML, Repository
 from trtpipe.engines.base import Engine
+from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.render import render
 from trtpipe.triton_repo.serving import ServingConfig
 
 Change = Callable[[Repository], object]
+H100 = Gpu(index=0, name="NVIDIA H100", sm=90, driver="590.44.01", total_mib=81920, used_mib=0)
+A100 = replace(H100, name="NVIDIA A100", sm=80)
 
 
 def edit(model: str, old: str, new: str) -> Change:

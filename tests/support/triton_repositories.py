@@ -102,6 +102,7 @@ total_draft_tokens INT32 1 - 0.19.0
 num_input_tokens INT32 1 - 0.20.0
 num_output_tokens INT32 1 - 0.20.0
 """
+INNER = ("output_ids ", "sequence_length ", "context_phase_params ")
 PREPROCESSING_INPUTS = """
 QUERY STRING 1 required 0.5.0
 DECODER_QUERY STRING 1 optional 0.11.0
@@ -180,27 +181,10 @@ lora_config INT32 -1,3 optional,ragged 0.15.0
 guided_decoding_guide_type STRING 1 optional,ragged 0.19.0
 guided_decoding_guide STRING 1 optional,ragged 0.19.0
 """
-CLIENT_OUTPUTS = """
-text_output STRING -1 - 0.5.0
-cum_log_probs FP32 -1 - 0.6.0
-output_log_probs FP32 -1,-1 - 0.6.0
-context_logits LOGITS -1,-1 - 0.8.0
-generation_logits LOGITS -1,-1,-1 - 0.8.0
-batch_index INT32 1 - 0.12.0
-sequence_index INT32 1 - 0.14.0
-kv_cache_alloc_new_blocks INT32 1 - 0.16.0
-kv_cache_reused_blocks INT32 1 - 0.16.0
-kv_cache_alloc_total_blocks INT32 1 - 0.16.0
-arrival_time_ns INT64 1 - 0.19.0
-first_scheduled_time_ns INT64 1 - 0.19.0
-first_token_time_ns INT64 1 - 0.19.0
-last_token_time_ns INT64 1 - 0.19.0
-acceptance_rate FP32 1 - 0.19.0
-total_accepted_draft_tokens INT32 1 - 0.19.0
-total_draft_tokens INT32 1 - 0.19.0
-num_input_tokens INT32 1 - 0.20.0
-num_output_tokens INT32 1 - 0.20.0
-"""
+# The engine's, but for those that another model takes.
+CLIENT_OUTPUTS = "\n".join(
+    ("text_output STRING -1 - 0.5.0", *(row for row in ENGINE_OUTPUTS.split("\n")[1:-1] if not row.startswith(INNER)))
+)
 BLS_INPUTS = """
 text_input STRING 1 required 0.7.0
 decoder_text_input STRING 1 optional 0.11.0

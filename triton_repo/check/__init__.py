@@ -68,7 +68,7 @@ def check_repository(
     """
     report = Report(repository=folder)
     if not folder.is_dir():
-        report.error("no-models", folder, "", "is not a folder", remedy="give a model repository")
+        report.error("no-models", folder, "is not a folder", remedy="give a model repository")
         return report.faults
     models = read_models(folder, report)
     engines = _engines(models, report)
@@ -81,7 +81,7 @@ def check_repository(
         absent = not (engine.path / PASSPORT).exists()
         if absent and any(script.own for script in scripts.values()):
             report.warning(
-                "passport", engine.path / PASSPORT, "", "is missing", "`trtpipe serve` and `deploy` refuse the engine",
+                "passport", engine.path / PASSPORT, "is missing", "`trtpipe serve` and `deploy` refuse the engine",
                 "copy the whole folder that trtpipe built",
             )  # fmt: skip
         check_release(model, engine, release, toolchain, report)
@@ -127,7 +127,7 @@ def check_configs(repository: Path, models: Iterable[str]) -> None:
     found = read_models(repository, report)
     for name in set(models) - set(found):
         if not any(fault.path.split("/")[0] == name for fault in report.faults):
-            report.error("config-missing", repository / name, "", "is missing")
+            report.error("config-missing", repository / name, "is missing")
     scripts = _check_models(found, _release(found, {}, None), report)
     check_callers(found, scripts, report)
     _check_graphs(found, report)
@@ -147,7 +147,7 @@ def _engines(models: dict[str, Model], report: Report) -> dict[str, EngineFolder
                 encoder = find_engine(model, "encoder_model_path", models, report)
                 if encoder is not None and engine is not None and encoder.path.samefile(engine.path):
                     report.error(
-                        "engine-folder", model.path, model.at_parameter("encoder_model_path"),
+                        "engine-folder", model.at_parameter("encoder_model_path"),
                         "is the decoder's folder too", "an encoder is an engine of its own", "name it, or leave it out",
                     )  # fmt: skip
             if engine is not None:
@@ -196,7 +196,6 @@ def _check_runtime(model: Model, engine: EngineFolder | None, toolchain: Toolcha
         return
     report.error(
         "release-runtime",
-        model.path,
         model.at_field("backend"),
         f"is served by '{ENGINE_BACKEND if model.role == 'engine' else 'the LLM API'}', which TensorRT-LLM "
         f"{toolchain.name} does not have",

@@ -38,7 +38,7 @@ def foreign_code(repository: Path) -> list[Fault]:
     for path in _files(repository):
         if (path.suffix.lower() in SUFFIXES or path in scripts) and not _is_known(path):
             report.warning(
-                RULE, path, "", "is not a file of a known template", "the server runs what it holds", "read it first"
+                RULE, path, "is not a file of a known template", "the server runs what it holds", "read it first"
             )
     for model in models:
         _check_settings(model, report)
@@ -55,18 +55,18 @@ def _check_settings(model: Model, report: Report) -> None:
         value = model.value(name)
         if value is not None and value not in usual:
             report.warning(
-                RULE, model.folder / "config.pbtxt", model.at_parameter(name), f"names {value}",
+                RULE, model.at_parameter(name), f"names {value}",
                 "the server starts it", "see what it is first",
             )  # fmt: skip
     for path in model.version_files("model.yaml"):
         try:
             asked = b"trust_remote_code" in read_bounded(path, MAX_SCRIPT_BYTES)
         except (OSError, ValueError) as error:
-            report.warning(RULE, path, "", f"cannot be read: {error}", "it may bring code", "see what it is first")
+            report.warning(RULE, path, f"cannot be read: {error}", "it may bring code", "see what it is first")
             continue
         if asked:
             report.warning(
-                RULE, path, "trust_remote_code", "lets the model's folder bring code", "the server runs it", "drop it"
+                RULE, (path, "trust_remote_code"), "lets the model's folder bring code", "the server runs it", "drop it"
             )
 
 

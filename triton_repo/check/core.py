@@ -22,12 +22,11 @@ def check_core(model: Model, report: Report) -> None:
     if config is None:
         return
     if config.max_batch_size < 0:
-        report.error("batch-size", model.path, model.at_field("max_batch_size"), "is negative", remedy="give 0 or more")
+        report.error("batch-size", model.at_field("max_batch_size"), "is negative", remedy="give 0 or more")
     scalars = [tensor.name for tensor in config.input if tensor.HasField("reshape") and not tensor.reshape.shape]
     if scalars and config.max_batch_size == 0:
         report.error(
             "tensor",
-            model.path,
             model.at_tensor("input", scalars[0]),
             "is reshaped to a scalar, and the model takes no batches",
             why="Triton refuses the model",
@@ -45,7 +44,6 @@ def check_core(model: Model, report: Report) -> None:
     if config.model_transaction_policy.decoupled and config.response_cache.enable:
         report.error(
             "response-cache",
-            model.path,
             model.at_field("response_cache"),
             "is on for a decoupled model",
             why="Triton caches single responses only",
@@ -54,7 +52,6 @@ def check_core(model: Model, report: Report) -> None:
     if model.role == "engine" and config.HasField("sequence_batching"):
         report.warning(
             "queue-policy",
-            model.path,
             model.at_field("sequence_batching"),
             "batches sequences of requests",
             why="the backend batches by itself",
@@ -63,7 +60,7 @@ def check_core(model: Model, report: Report) -> None:
 
 
 def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
-    where = model.at_tensor(kind, tensor.name) if tensor.name else kind
+    where = model.at_tensor(kind, tensor.name) if tensor.name else (model.path, kind)
     told = None
     if not tensor.name:
         told = "has no name"
@@ -84,7 +81,7 @@ def _check_tensor(model: Model, kind: str, tensor: Any, report: Report) -> None:
         elif not _same_size(list(tensor.dims), list(shape)):
             told = f"has the dims {list(tensor.dims)} and is reshaped to {list(shape)}, of another size"
     if told:
-        report.error("tensor", model.path, where, told, why="Triton refuses the model")
+        report.error("tensor", where, told, why="Triton refuses the model")
         report.blame(model.name, tensor.name)
 
 
@@ -116,9 +113,7 @@ def _check_duplicates(model: Model, report: Report) -> None:
             why = "Triton takes the first, and they differ"
         else:
             continue
-        report.error(
-            "duplicate-tensor", model.path, model.at_tensor("input", tensor.name), "is declared twice", why, "drop one"
-        )
+        report.error("duplicate-tensor", model.at_tensor("input", tensor.name), "is declared twice", why, "drop one")
         report.blame(model.name, tensor.name)
 
 
@@ -130,13 +125,10 @@ def _check_batching(model: Model, report: Report) -> None:
     batching, where = config.dynamic_batching, model.at_field("preferred_batch_size")
     for size in batching.preferred_batch_size:
         if size <= 0:
-            report.error(
-                "batch-size", model.path, where, f"is {size}", why="Triton refuses it", remedy="give 1 or more"
-            )
+            report.error("batch-size", where, f"is {size}", why="Triton refuses it", remedy="give 1 or more")
         elif size > config.max_batch_size:
             report.error(
                 "batch-size",
-                model.path,
                 where,
                 f"is {size}, above the max_batch_size {config.max_batch_size}",
                 why="Triton refuses the model",
@@ -145,7 +137,6 @@ def _check_batching(model: Model, report: Report) -> None:
     if batching.max_queue_delay_microseconds >= _LONG_DELAY:
         report.warning(
             "queue-policy",
-            model.path,
             model.at_field("max_queue_delay_microseconds"),
             f"is {batching.max_queue_delay_microseconds / 1e6:g} s",
             why="a request waits that long for others to fill its batch",
@@ -167,7 +158,7 @@ def _check_batching(model: Model, report: Report) -> None:
     ):
         told = "preserve_ordering does not go with the timeout action DELAY"
     if told:
-        report.error("queue-policy", model.path, model.at_field("dynamic_batching"), told, why="Triton refuses it")
+        report.error("queue-policy", model.at_field("dynamic_batching"), told, why="Triton refuses it")
 
 
 def _check_instances(model: Model, report: Report) -> None:
@@ -179,48 +170,38 @@ def _check_instances(model: Model, report: Report) -> None:
         for name in ("instance_group", "optimization", "model_warmup"):
             given = config.HasField(name) if name == "optimization" else len(getattr(config, name)) > 0
             if given:
-                report.error(
-                    "ensemble",
-                    model.path,
-                    model.at_field(name),
-                    "stands in an ensemble",
-                    why="Triton refuses the model",
-                )
+                report.error("ensemble", model.at_field(name), "stands in an ensemble", why="Triton refuses the model")
         return
     if model.role == "engine" and not config.instance_group and not model.python_runtime:
         report.warning(
             "instance-group",
-            model.path,
-            "instance_group",
+            (model.path, "instance_group"),
             "is missing",
             why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
             remedy="add instance_group [ { count: 1 kind: KIND_CPU } ]",
         )
     if config.instance_group and all(group.passive for group in config.instance_group):
-        report.error(
-            "instance-group", model.path, where, "is passive", "no instance takes requests", "leave passive out"
-        )
+        report.error("instance-group", where, "is passive", "no instance takes requests", "leave passive out")
     for group in config.instance_group:
         if group.count < 0 or (group.count == 0 and _ZERO.search(model.text)):
             report.warning(
-                "instance-group", model.path, model.at_field("count"), f"is {group.count}", "Triton makes one instance",
+                "instance-group", model.at_field("count"), f"is {group.count}", "Triton makes one instance",
                 "give the number you mean",
             )  # fmt: skip
         if len(set(group.gpus)) < len(group.gpus):
             report.warning(
-                "instance-group", model.path, where, "names a GPU twice", "Triton makes its instances there twice",
+                "instance-group", where, "names a GPU twice", "Triton makes its instances there twice",
                 "name each once, and raise count",
             )  # fmt: skip
         if any(number < 0 for number in group.gpus):
-            report.error("instance-group", model.path, where, "names a negative GPU", "Triton refuses the model")
+            report.error("instance-group", where, "names a negative GPU", "Triton refuses the model")
         if group.kind not in groups.Kind.values():
-            report.error("instance-group", model.path, where, f"has the kind {group.kind}", why="Triton knows none")
+            report.error("instance-group", where, f"has the kind {group.kind}", why="Triton knows none")
             continue
         kind = groups.Kind.Name(group.kind)
         if group.gpus and kind in ("KIND_CPU", "KIND_MODEL"):
             report.error(
                 "instance-group",
-                model.path,
                 where,
                 f"names GPUs for {kind}",
                 why="Triton refuses the model",
@@ -229,13 +210,10 @@ def _check_instances(model: Model, report: Report) -> None:
                 else "leave gpus out, and give the parameter gpu_device_ids",
             )
         elif group.profile:
-            report.error(
-                "instance-group", model.path, where, "names a profile", why="only TensorRT plans have profiles"
-            )
+            report.error("instance-group", where, "names a profile", why="only TensorRT plans have profiles")
         if model.role == "engine" and kind in ("KIND_GPU", "KIND_AUTO") and not model.python_runtime:
             report.warning(
                 "instance-group",
-                model.path,
                 where,
                 f"is of {kind}",
                 why="Triton then makes one engine for each GPU, and the backend chooses GPUs by itself",
@@ -264,5 +242,5 @@ def _check_warmup(model: Model, report: Report) -> None:
             told = f"names '{tensor.input_data_file}', which is not in the model's folder warmup"
         if told:
             remedy = "mend the sample, or leave it out"
-            report.error("warmup", model.path, where, told, "Triton does not load the model", remedy)
+            report.error("warmup", where, told, "Triton does not load the model", remedy)
             return

@@ -19,7 +19,7 @@ from trtpipe.engines.quantization import FP8_SMS, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.triton_repo.check import values
 from trtpipe.triton_repo.check.engine_files import check_agreement, check_mapping, check_rank_files, check_weights
-from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.faults import ERROR, WARNING, Location, Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.paths import locate, tell_not_here
 from trtpipe.triton_repo.check.release import Release, release_key
@@ -32,6 +32,8 @@ _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 _SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
 _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
+_UNPAGED = "is on, and the engine's prompt attention does not read a paged KV cache"
+_PAGE = "turn it off, or build the engine with --use_paged_context_fmha enable"
 # From this release on the executor refuses static batching.
 STATIC_UNTIL = "0.20.0"
 # Smallest share of an engine's vocabulary that its own tokenizer has.
@@ -94,7 +96,6 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
     if place.absent:
         report.error(
             "engine-folder",
-            model.path,
             where,
             f"is '{text}', which is not there",
             why=place.why,
@@ -103,24 +104,21 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
         return None
     folder = place.path
     if folder is None:
-        tell_not_here(model.path, where, text, report)
+        tell_not_here(where, text, report)
         return None
     if not folder.is_dir():
-        report.error(
-            "engine-folder", model.path, where, f"is '{text}', which is not a folder", remedy="name the folder it is in"
-        )
+        report.error("engine-folder", where, f"is '{text}', which is not a folder", remedy="name the folder it is in")
         return None
     passport = _passport(folder, report)
     files = {path.name for path in folder.iterdir() if path.is_file()}
     ranks = any(re.fullmatch(r"rank\d+\.(engine|safetensors)", file) for file in files)
     if place.mapped and "config.json" not in files and not ranks:
-        tell_not_here(model.path, where, text, report)
+        tell_not_here(where, text, report)
         return None
     if "config.json" not in files:
         inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
         report.error(
             "engine-folder",
-            model.path,
             where,
             f"is '{text}', which has no config.json",
             why="the backend reads the engine's sizes from it",
@@ -133,20 +131,20 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
 
 
 def _read(
-    folder: Path, model: Model, where: str, text: str, passport: Passport | None, report: Report
+    folder: Path, model: Model, where: Location, text: str, passport: Passport | None, report: Report
 ) -> EngineFolder | None:
     try:
         raw = read_json(folder / "config.json", "engine config")
     except TrtpipeError as error:
         report.error(
-            "engine-config", folder / "config.json", "", "cannot be read", why=error.why or error.what,
+            "engine-config", folder / "config.json", "cannot be read", why=error.why or error.what,
             remedy="copy it from the build again",
         )  # fmt: skip
         return None
     backend = None if passport is None else find_backend(passport.runtime)
     if passport is not None and backend is None:
         report.warning(
-            "passport", folder / PASSPORT, "runtime", f"is {passport.runtime}, which this version does not know",
+            "passport", (folder / PASSPORT, "runtime"), f"is {passport.runtime}, which this version does not know",
             why="the engine is not checked", remedy="check it with the version that built it",
         )  # fmt: skip
         return EngineFolder(path=folder, version=None, pretrained={}, build={}, passport=passport)
@@ -159,7 +157,7 @@ def _read(
         kind = "a TensorRT-LLM checkpoint, not an engine" if "architecture" in raw else kind
         if kind is None:
             report.error(
-                "engine-config", model.path, where, f"is '{text}', whose config.json has no sizes",
+                "engine-config", where, f"is '{text}', whose config.json has no sizes",
                 "it has no build_config", "build the engine with trtllm-build, and name its folder",
             )  # fmt: skip
             return None
@@ -167,7 +165,7 @@ def _read(
         kind = "no Hugging Face model folder: its config.json names no architecture"
     if kind is not None:
         remedy = "build the engine again, and name its folder"
-        report.error("engine-folder", model.path, where, f"is '{text}', which is {kind}", remedy=remedy)
+        report.error("engine-folder", where, f"is '{text}', which is {kind}", remedy=remedy)
         return None
     if folder_of_hf:
         check_weights(folder, report)
@@ -195,9 +193,7 @@ def _passport(folder: Path, report: Report) -> Passport | None:
     try:
         return read_passport(folder)
     except TrtpipeError as error:
-        report.error(
-            "passport", folder / PASSPORT, "", "cannot be read", why=error.why or error.what, remedy=error.remedy
-        )
+        report.error("passport", folder / PASSPORT, "cannot be read", why=error.why or error.what, remedy=error.remedy)
         return None
 
 
@@ -211,138 +207,87 @@ def check_engine(model: Model, engine: EngineFolder, release: Release, report: R
     _check_logits(model, engine, report)
 
 
+def _tell(model: Model, report: Report, findings: Sequence[tuple[bool, str, str, str, str, str, str]]) -> None:
+    """Report the findings whose first value is true; then follow severity, rule, parameter, what, why and remedy."""
+    for wrong, severity, rule, name, what, why, remedy in findings:
+        if wrong:
+            report.add(severity, rule, model.at_parameter(name), what, why, remedy)
+
+
 def _check_sizes(model: Model, engine: EngineFolder, report: Report) -> None:
     for name in ("max_batch_size", "max_seq_len", "max_num_tokens", "max_beam_width"):
         value = engine.build.get(name)
         if value is not None and _whole(value) is None:
             report.error(
-                "engine-config", engine.config, name, f"is {value!r}", "the backend reads a number",
+                "engine-config", (engine.config, name), f"is {value!r}", "the backend reads a number",
                 "copy it from the build again",
             )  # fmt: skip
     limit = engine.size("max_batch_size")
     if limit is not None and model.batch > limit:
         report.error(
             "batch-above-engine",
-            model.path,
             model.at_field("max_batch_size"),
             f"is {model.batch}, above the engine's max_batch_size {limit}",
             why="the engine runs no more requests at once",
             remedy=f"give {limit}, or build the engine for more",
         )
     beams, most = _number(model, "max_beam_width"), engine.size("max_beam_width")
-    if beams is not None and most is not None and beams > most:
-        report.error(
-            "beam-width",
-            model.path,
-            model.at_parameter("max_beam_width"),
-            f"is {beams}, above the engine's max_beam_width {most}",
-            why="the model does not load",
-            remedy=f"give {most}, or build the engine with --max_beam_width {beams}",
-        )
     tokens, prompt = engine.size("max_num_tokens"), engine.size("max_input_len")
-    if tokens is not None and prompt is not None and prompt > tokens and not _flag(model, "enable_chunked_context"):
-        report.error(
-            "prompt-limit",
-            model.path,
-            model.at_parameter("enable_chunked_context"),
-            f"is off, and the engine takes prompts of {prompt} tokens in steps of {tokens}",
-            why="prompts that do not fit one step are refused",
-            remedy="set enable_chunked_context true, or build the engine with a larger max_num_tokens",
-        )
+    whole = tokens is None or prompt is None or prompt <= tokens or _flag(model, "enable_chunked_context")
+    # fmt: off
+    _tell(model, report, (
+        (beams is not None and most is not None and beams > most, ERROR, "beam-width", "max_beam_width",
+         f"is {beams}, above the engine's max_beam_width {most}", "the model does not load",
+         f"give {most}, or build the engine with --max_beam_width {beams}"),
+        (not whole, ERROR, "prompt-limit", "enable_chunked_context",
+         f"is off, and the engine takes prompts of {prompt} tokens in steps of {tokens}",
+         "prompts that do not fit one step are refused",
+         "set enable_chunked_context true, or build the engine with a larger max_num_tokens"),
+    ))
+    # fmt: on
 
 
 def _check_cache(model: Model, engine: EngineFolder, report: Report) -> None:
     paged = engine.plugins.get("use_paged_context_fmha")
-    for name, effect in (
-        ("enable_chunked_context", "the model does not load"),
-        ("enable_kv_cache_reuse", "the backend turns it off again"),
-    ):
-        if paged is False and _flag(model, name):
-            report.error(
-                "paged-attention",
-                model.path,
-                model.at_parameter(name),
-                "is on, and the engine's prompt attention does not read a paged KV cache",
-                why=effect,
-                remedy="turn it off, or build the engine with --use_paged_context_fmha enable",
-            )
-    sinks = _number(model, "sink_token_length") or 0
-    if sinks > 0 and _flag(model, "enable_kv_cache_reuse"):
-        report.error(
-            "paged-attention",
-            model.path,
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is on, and sink_token_length has a value",
-            why="blocks of a prompt with attention sinks are not shared",
-            remedy="turn one of them off",
-        )
-    host = _number(model, "kv_cache_host_memory_bytes", values.SIZE)
-    if host and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
-        report.warning(
-            "paged-attention",
-            model.path,
-            model.at_parameter("kv_cache_host_memory_bytes"),
-            f"is {host}, and enable_kv_cache_reuse is off",
-            why="host memory keeps blocks for reuse only",
-            remedy="turn enable_kv_cache_reuse on, or leave it out",
-        )
-    if engine.build.get("gather_context_logits") is True and _flag(model, "enable_kv_cache_reuse"):
-        report.warning(
-            "paged-attention",
-            model.path,
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is on, and the engine returns the logits of prompts",
-            why="the backend turns reuse off for such an engine",
-            remedy="turn it off",
-        )
+    chunks, reuse = _flag(model, "enable_chunked_context"), _flag(model, "enable_kv_cache_reuse")
+    no_reuse = model.value("enable_kv_cache_reuse") in values.CPP_FALSE
+    no_onboarding = model.value("kv_cache_onboard_blocks") in values.CPP_FALSE
     external = engine.build.get("speculative_decoding_mode") in (2, "draft_tokens_external")
-    if external and model.value("enable_kv_cache_reuse") in values.CPP_FALSE:
-        report.error(
-            "engine-feature",
-            model.path,
-            model.at_parameter("enable_kv_cache_reuse"),
-            "is off, and the engine checks another model's drafts",
-            why="the model does not load",
-            remedy="turn it on",
-        )
-    if paged is True and model.value("kv_cache_onboard_blocks") in values.CPP_FALSE:
-        report.error(
-            "paged-attention",
-            model.path,
-            model.at_parameter("kv_cache_onboard_blocks"),
-            "is off, and the engine's prompt attention reads a paged KV cache",
-            why="the model does not load",
-            remedy="leave it out",
-        )
+    host = _number(model, "kv_cache_host_memory_bytes", values.SIZE)
+    sinks = (_number(model, "sink_token_length") or 0) > 0
     cap, longest = _number(model, "max_tokens_in_paged_kv_cache"), engine.size("max_seq_len")
     windows, read = values.read_ints(model.value("max_attention_window_size") or "")
-    if longest is not None and read and windows and max(windows) > longest:
-        report.warning(
-            "attention-window",
-            model.path,
-            model.at_parameter("max_attention_window_size"),
-            f"is {max(windows)}, above the engine's max_seq_len {longest}",
-            why="the backend takes the smaller one",
-        )
-    if sinks > 0 and model.value("max_attention_window_size") is None:
-        report.warning(
-            "attention-window",
-            model.path,
-            model.at_parameter("sink_token_length"),
-            "is given, and max_attention_window_size is not",
-            why="without a window every token stays in sight",
-            remedy="give both, or leave it out",
-        )
-    seen = min(longest, max(windows)) if longest is not None and read and windows else longest
-    if cap is not None and seen is not None and 0 < cap < seen:
-        report.error(
-            "kv-cache-tokens",
-            model.path,
-            model.at_parameter("max_tokens_in_paged_kv_cache"),
-            f"is {cap}, and one sequence may have {seen} tokens",
-            why="the cache has to hold one whole sequence",
-            remedy=f"give at least {seen}, or leave it out",
-        )
+    widest = max(windows) if read and windows else None
+    seen = longest if longest is None or widest is None else min(longest, widest)
+    # fmt: off
+    _tell(model, report, (
+        (paged is False and chunks, ERROR, "paged-attention", "enable_chunked_context", _UNPAGED,
+         "the model does not load", _PAGE),
+        (paged is False and reuse, ERROR, "paged-attention", "enable_kv_cache_reuse", _UNPAGED,
+         "the backend turns it off again", _PAGE),
+        (sinks and reuse, ERROR, "paged-attention", "enable_kv_cache_reuse", "is on, and sink_token_length has a value",
+         "blocks of a prompt with attention sinks are not shared", "turn one of them off"),
+        (bool(host) and no_reuse, WARNING, "paged-attention", "kv_cache_host_memory_bytes",
+         f"is {host}, and enable_kv_cache_reuse is off", "host memory keeps blocks for reuse only",
+         "turn enable_kv_cache_reuse on, or leave it out"),
+        (engine.build.get("gather_context_logits") is True and reuse, WARNING, "paged-attention",
+         "enable_kv_cache_reuse", "is on, and the engine returns the logits of prompts",
+         "the backend turns reuse off for such an engine", "turn it off"),
+        (external and no_reuse, ERROR, "engine-feature", "enable_kv_cache_reuse",
+         "is off, and the engine checks another model's drafts", "the model does not load", "turn it on"),
+        (paged is True and no_onboarding, ERROR, "paged-attention", "kv_cache_onboard_blocks",
+         "is off, and the engine's prompt attention reads a paged KV cache", "the model does not load", "leave it out"),
+        (longest is not None and widest is not None and widest > longest, WARNING, "attention-window",
+         "max_attention_window_size", f"is {widest}, above the engine's max_seq_len {longest}",
+         "the backend takes the smaller one", ""),
+        (sinks and model.value("max_attention_window_size") is None, WARNING, "attention-window", "sink_token_length",
+         "is given, and max_attention_window_size is not", "without a window every token stays in sight",
+         "give both, or leave it out"),
+        (cap is not None and seen is not None and 0 < cap < seen, ERROR, "kv-cache-tokens",
+         "max_tokens_in_paged_kv_cache", f"is {cap}, and one sequence may have {seen} tokens",
+         "the cache has to hold one whole sequence", f"give at least {seen}, or leave it out"),
+    ))
+    # fmt: on
 
 
 def _check_strategy(model: Model, engine: EngineFolder, release: Release, report: Report) -> None:
@@ -365,7 +310,6 @@ def _check_strategy(model: Model, engine: EngineFolder, release: Release, report
     if lacks and strategy is not None and strategy not in _STATIC:
         report.error(
             "batching-strategy",
-            model.path,
             model.at_parameter("gpt_model_type"),
             f"is {strategy}, and the engine was built without {' and '.join(lacks)}",
             why="the model does not load",
@@ -374,8 +318,7 @@ def _check_strategy(model: Model, engine: EngineFolder, release: Release, report
     elif kind == "disabled" and not lacks:
         report.warning(
             "batching-strategy",
-            engine.config,
-            "kv_cache_type",
+            (engine.config, "kv_cache_type"),
             "is disabled",
             why="such an engine gives one token for each request",
             remedy="build the engine with --kv_cache_type paged",
@@ -383,7 +326,6 @@ def _check_strategy(model: Model, engine: EngineFolder, release: Release, report
     elif strategy in _STATIC and not lacks and not release.reaches(STATIC_UNTIL):  # else `check_static` reports it
         report.warning(
             "static-batching",
-            model.path,
             model.at_parameter("gpt_model_type"),
             f"is {strategy}",
             why="a batch then runs to its end before others join, and the engine could do better",
@@ -397,7 +339,6 @@ def check_static(model: Model, release: Release, report: Report) -> None:
     if strategy.upper() == _STATIC[0] and release.reaches(STATIC_UNTIL):
         report.error(
             "static-batching",
-            model.path,
             model.at_parameter("gpt_model_type"),
             f"is {strategy}",
             why=f"{release.told()} has no static batching, and the model does not load",
@@ -407,34 +348,22 @@ def check_static(model: Model, release: Release, report: Report) -> None:
 
 def _check_features(model: Model, engine: EngineFolder, report: Report) -> None:
     share = values.read_float(model.value("gpu_weights_percent") or "").value
-    if share is not None and share < 1 and engine.build.get("weight_streaming") is False:
-        report.error(
-            "engine-feature",
-            model.path,
-            model.at_parameter("gpu_weights_percent"),
-            f"is {share:g}, and the engine was built without weight streaming",
-            remedy="leave it out, or build the engine with --weight_streaming",
-        )
-    if model.value("lora_prefetch_dir") and engine.plugins.get("lora_plugin", "") is None:
-        report.error(
-            "engine-feature",
-            model.path,
-            model.at_parameter("lora_prefetch_dir"),
-            "is given, and the engine was built without LoRA",
-            why="the backend passes it over",
-            remedy="leave it out, or build the engine with --lora_plugin",
-        )
+    streamed = share is not None and share < 1 and engine.build.get("weight_streaming") is False
     architecture = engine.pretrained.get("architecture")
     decoder_alone = isinstance(architecture, str) and not any(word in architecture for word in _ENCODERS)
-    if model.value("cross_kv_cache_fraction") and decoder_alone and not model.value("encoder_model_path"):
-        report.error(
-            "engine-feature",
-            model.path,
-            model.at_parameter("cross_kv_cache_fraction"),
-            "is given, and the engine has no encoder",
-            why="the model does not load",
-            remedy="leave it out",
-        )
+    crossed = bool(model.value("cross_kv_cache_fraction")) and not model.value("encoder_model_path")
+    adapters = bool(model.value("lora_prefetch_dir")) and engine.plugins.get("lora_plugin", "") is None
+    # fmt: off
+    _tell(model, report, (
+        (streamed, ERROR, "engine-feature", "gpu_weights_percent",
+         f"is {share or 0:g}, and the engine was built without weight streaming", "",
+         "leave it out, or build the engine with --weight_streaming"),
+        (adapters, ERROR, "engine-feature", "lora_prefetch_dir", "is given, and the engine was built without LoRA",
+         "the backend passes it over", "leave it out, or build the engine with --lora_plugin"),
+        (crossed and decoder_alone, ERROR, "engine-feature", "cross_kv_cache_fraction",
+         "is given, and the engine has no encoder", "the model does not load", "leave it out"),
+    ))
+    # fmt: on
 
 
 def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
@@ -453,7 +382,6 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
         if tree and values.is_tree(tree) and word not in (built, mode):
             report.warning(
                 "decoding-mode",
-                model.path,
                 model.at_parameter(f"{word}_choices"),
                 f"is given, and the engine was not built for {word}",
                 why="nothing reads it",
@@ -465,7 +393,6 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
     if built != (mode if mode in _SPECULATIVE else None):
         report.error(
             "decoding-mode",
-            model.path,
             where,
             f"is {mode}, and the engine was built {'for ' + built if built else 'without speculative decoding'}",
             why="the backend takes the engine's",
@@ -474,7 +401,6 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
     elif mode == "beam_search" and (_number(model, "max_beam_width") or 1) == 1:
         report.error(
             "decoding-mode",
-            model.path,
             where,
             "is beam_search, and max_beam_width is 1",
             why="the backend then samples",
@@ -490,7 +416,6 @@ def _check_logits(model: Model, engine: EngineFolder, report: Report) -> None:
     if wrong and not report.blames(model.name, wrong[0]):
         report.error(
             "logits-type",
-            model.path,
             model.at_tensor("input" if wrong[0] in model.inputs() else "output", wrong[0]),
             f"is {found[wrong[0]]}, and the engine's logits are {expected}",
             why="a request for them ends in an assertion",
@@ -511,8 +436,7 @@ def check_release(
     if made is None and engine.compiles:
         report.warning(
             "engine-release",
-            engine.config,
-            "version",
+            (engine.config, "version"),
             "is missing" if engine.version is None else f"is '{engine.version}', which is no release",
             why="builders before 0.8 wrote none, and an engine runs on the release that built it",
             remedy="build the engine again",
@@ -526,8 +450,7 @@ def check_release(
             if key is not None and key != asked:
                 report.error(
                     "engine-release",
-                    path,
-                    "version" if path == engine.config else "toolchain",
+                    (path, "version" if path == engine.config else "toolchain"),
                     f"is {name}, and the repository is for TensorRT-LLM {toolchain.name}",
                     why="an engine runs on the release that built it",
                     remedy=f"build it with {toolchain.name}, or serve it with {name}",
@@ -536,8 +459,7 @@ def check_release(
     elif made is not None and stamped is not None and made != stamped:
         report.error(
             "passport",
-            engine.path / PASSPORT,
-            "toolchain",
+            (engine.path / PASSPORT, "toolchain"),
             f"is {engine.passport.toolchain if engine.passport else ''}, and config.json says {engine.version}",
             remedy="build the engine again",
         )
@@ -549,7 +471,7 @@ def check_gpus(
     """Check whether this machine can run the engine."""
     if engine.passport is not None:
         told = _objections(engine.passport, gpus, toolchain)
-        _tell_objections(model.path, model.at_parameter("gpt_model_path"), told, report)
+        _tell_objections(model.at_parameter("gpt_model_path"), told, report)
         return
     where = model.at_parameter("gpt_model_path")
     quantization = _mapping(engine.pretrained.get("quantization"))
@@ -557,26 +479,25 @@ def check_gpus(
     fp8 = (algo is not None and algo.row.operands == "fp8") or quantization.get("kv_cache_quant_algo") == "FP8"
     if fp8 and gpus and all(gpu.sm < min(FP8_SMS) for gpu in gpus):
         report.error(
-            "engine-gpu", model.path, where, f"names an engine in FP8, and this machine has {gpus[0].describe()}",
+            "engine-gpu", where, f"names an engine in FP8, and this machine has {gpus[0].describe()}",
             f"SM{min(FP8_SMS)} and newer have FP8", "serve it elsewhere, or build it in another precision",
         )  # fmt: skip
     elif engine.world_size is not None and engine.world_size > len(gpus):
         report.error(
             "engine-gpu",
-            model.path,
             where,
             f"names an engine of {engine.world_size} rank(s), and this machine has {len(gpus)} GPU(s)",
             remedy="serve it elsewhere, or build it for fewer",
         )
     elif not (engine.version or "").startswith("reference"):
         report.warning(
-            "engine-gpu", model.path, where, "names an engine of which nothing says for which GPU it was built",
+            "engine-gpu", where, "names an engine of which nothing says for which GPU it was built",
             f"it has no {PASSPORT}, and an engine runs on its own compute capability only", "see where it was built",
         )  # fmt: skip
 
 
 def check_passport(
-    path: Path, where: str, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
+    where: Location, folder: Path, gpus: Sequence[Gpu] | None, toolchain: Toolchain | None, report: Report
 ) -> Passport | None:
     """Check the passport of an LLM API model's folder, and return it; only folders of this project have one."""
     passport = _passport(folder, report)
@@ -585,13 +506,12 @@ def check_passport(
     if toolchain is not None and release_key(passport.toolchain) not in (None, release_key(toolchain.name)):
         report.error(
             "engine-release",
-            folder / PASSPORT,
-            "toolchain",
+            (folder / PASSPORT, "toolchain"),
             f"is {passport.toolchain}, and the repository is for TensorRT-LLM {toolchain.name}",
             remedy=f"build it with {toolchain.name}, or serve it with {passport.toolchain}",
         )
     if gpus is not None:
-        _tell_objections(path, where, _objections(passport, gpus, toolchain), report)
+        _tell_objections(where, _objections(passport, gpus, toolchain), report)
     return passport
 
 
@@ -600,11 +520,10 @@ def _objections(passport: Passport, gpus: Sequence[Gpu], toolchain: Toolchain | 
     return objections(passport, gpus, floor=floor)
 
 
-def _tell_objections(path: Path, where: str, told: list[str], report: Report) -> None:
+def _tell_objections(where: Location, told: list[str], report: Report) -> None:
     for objection in told:
         report.error(
             "engine-gpu",
-            path,
             where,
             "names an engine that this machine cannot run",
             why=objection,
@@ -621,21 +540,21 @@ def check_vocabulary(engine: EngineFolder, vocabularies: list[Vocabulary], repor
         why, remedy = "it is another model's tokenizer", "copy that of the engine's model"
         if vocabulary.size > most:
             told = f"has {vocabulary.size:,} tokens, and the engine {most:,}"
-            report.error("tokenizer-vocabulary", vocabulary.path, "", told, why, remedy)
+            report.error("tokenizer-vocabulary", vocabulary.path, told, why, remedy)
         elif vocabulary.ids < _LEAST_VOCABULARY * most:
             told = f"has {vocabulary.ids:,} tokens, and the engine {most:,}"
-            report.warning("tokenizer-vocabulary", vocabulary.path, "", told, why, remedy)
+            report.warning("tokenizer-vocabulary", vocabulary.path, told, why, remedy)
         elif vocabulary.ids > most:
             told = f"adds tokens up to the id {vocabulary.ids - 1:,}, and the engine has {most:,}"
-            report.warning("tokenizer-vocabulary", vocabulary.path, "", told, "a prompt with one fails", remedy)
+            report.warning("tokenizer-vocabulary", vocabulary.path, told, "a prompt with one fails", remedy)
         for name, number in vocabulary.named.items():
             if number >= most:
-                path, told = (
-                    vocabulary.path.with_name(GENERATION),
+                at, told = (
+                    (vocabulary.path.with_name(GENERATION), name),
                     f"names {number:,}, and the engine has {most:,} tokens",
                 )
                 add = report.error if name == "eos_token_id" else report.warning
-                add("tokenizer-end", path, name, told, why, remedy)
+                add("tokenizer-end", at, told, why, remedy)
 
 
 def _number(model: Model, name: str, bounds: tuple[int, int] = values.INT32) -> int | None:

@@ -12,7 +12,7 @@ from trtpipe.engines.hf.folder import INDEX_NAME, MOST_INDEX_BYTES, MOST_NAMES, 
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
-from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.faults import Location, Report
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.whole import check_leftovers, check_whole
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SIZES = ("max_batch_size", "max_seq_len", "max_beam_width")
 
 
-def check_rank_files(engine: EngineFolder, model: Model, where: str, report: Report) -> None:
+def check_rank_files(engine: EngineFolder, model: Model, where: Location, report: Report) -> None:
     """Check that each rank has its file, and that each file is whole."""
     files = [path for path in engine.path.iterdir() if path.is_file()]
     reference = (engine.version or "").startswith("reference")
@@ -46,7 +46,6 @@ def check_rank_files(engine: EngineFolder, model: Model, where: str, report: Rep
         more = f" ({missing} of {wanted} are missing)" if missing > 1 else ""
         report.error(
             "engine-ranks",
-            model.path,
             where,
             f"names an engine of {wanted} rank(s), and rank{first}.{suffix} is not in its folder{more}",
             why="each rank loads its own file",
@@ -55,7 +54,6 @@ def check_rank_files(engine: EngineFolder, model: Model, where: str, report: Rep
     elif world is not None and len(there) > world:
         report.warning(
             "engine-ranks",
-            model.path,
             where,
             f"names an engine of {world} rank(s), and its folder has {len(there)} rank files",
             why="some are of another build",
@@ -75,10 +73,10 @@ def _check_rank_sizes(engine: EngineFolder, files: list[Path], report: Report) -
     remedy = "fetch or copy it again"
     if most < weights / 2:  # a warning, since an engine may be built without its weights
         told = f"has {most:,} bytes, and its weights {weights:,}"
-        report.warning("engine-file", files[-1], "", told, "an engine holds its weights", remedy)
+        report.warning("engine-file", files[-1], told, "an engine holds its weights", remedy)
     elif least < most / 2 and engine.world_size == engine.mapping.get("tp_size"):
         told = f"has {least:,} bytes, and {files[-1].name} has {most:,}"
-        report.error("engine-file", files[0], "", told, "ranks have equal shares of the model", remedy)
+        report.error("engine-file", files[0], told, "ranks have equal shares of the model", remedy)
 
 
 def check_mapping(engine: EngineFolder, report: Report) -> None:
@@ -86,12 +84,12 @@ def check_mapping(engine: EngineFolder, report: Report) -> None:
     stated = engine.mapping.get("world_size")
     if engine.pretrained and engine.world_size is None:
         report.warning(
-            "engine-config", engine.config, "mapping", "does not say how many ranks the engine has",
+            "engine-config", (engine.config, "mapping"), "does not say how many ranks the engine has",
             "its files and GPUs are not counted", "copy it from the build again",
         )  # fmt: skip
     elif stated is not None and engine.world_size is not None and stated != engine.world_size:
         report.error(
-            "engine-config", engine.config, "mapping", f"says world_size {stated}, and sizes of {engine.world_size}",
+            "engine-config", (engine.config, "mapping"), f"says world_size {stated}, and sizes of {engine.world_size}",
             "the server waits for another number of ranks than the engine has", "copy it from the build again",
         )  # fmt: skip
 
@@ -123,8 +121,7 @@ def check_agreement(engine: EngineFolder, report: Report) -> None:
 def _tell_passport(folder: Path, name: str, told: Any, found: Any, report: Report) -> None:
     report.error(
         "passport",
-        folder / PASSPORT,
-        name,
+        (folder / PASSPORT, name),
         f"is {told}, and the engine's config.json says {found}",
         why="one of the two is of another engine",
         remedy="build the engine again",
@@ -141,8 +138,7 @@ def check_precision(folder: Path, config: dict[str, Any], passport: Passport, re
     if quantized != (passport.quant_algo is not None or passport.kv_cache_quant_algo is not None):
         report.error(
             "passport",
-            folder / PASSPORT,
-            "quant_algo",
+            (folder / PASSPORT, "quant_algo"),
             f"is {passport.quant_algo}, and the model's files are {'' if quantized else 'not '}quantized",
             why="one of the two is of another model",
             remedy="build it again",
@@ -159,24 +155,24 @@ def check_weights(folder: Path, report: Report) -> None:
         try:
             named = read_json(index, "weight index", max_bytes=MOST_INDEX_BYTES, max_values=MOST_NAMES)
         except InputDataError as error:
-            report.error("engine-file", index, "", "cannot be read", error.why or error.what, remedy)
+            report.error("engine-file", index, "cannot be read", error.why or error.what, remedy)
             return
         weights = named.get("weight_map")
         if not isinstance(weights, dict):
-            report.error("engine-file", index, "weight_map", "is missing", "it names the files of weights", remedy)
+            report.error("engine-file", (index, "weight_map"), "is missing", "it names the files of weights", remedy)
             return
         names = {str(name) for name in weights.values()}
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
-            report.error("engine-file", index, "", f"names {missing[0]}, which{more} not there", "", remedy)
+            report.error("engine-file", index, f"names {missing[0]}, which{more} not there", "", remedy)
             return
     elif any((found := re.fullmatch(r"model-\d+-of-(\d+)\.safetensors", path.name)) for path in shards) and found:
         if len(shards) < int(found[1]):
             told = f"has {len(shards)} of {int(found[1])} files of weights"
-            report.error("engine-file", folder, "", told, f"there is no {INDEX_NAME} either", remedy)
+            report.error("engine-file", folder, told, f"there is no {INDEX_NAME} either", remedy)
             return
     elif not shards and not any(path for pattern in PICKLE_PATTERNS for path in folder.glob(pattern)):
-        report.error("engine-file", folder, "", "has no weights", "a model needs its safetensors files", remedy)
+        report.error("engine-file", folder, "has no weights", "a model needs its safetensors files", remedy)
         return
     check_leftovers("engine-file", folder, report)

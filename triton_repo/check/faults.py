@@ -6,9 +6,12 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 ERROR = "error"
 WARNING = "warning"
+# A file or folder, or what in it.
+Location: TypeAlias = "Path | tuple[Path, str]"
 
 # Identifier of each rule -> what it requires. Scripts use the identifiers, which must not change.
 RULES: dict[str, str] = {
@@ -132,11 +135,21 @@ class Report:
     returning: set[str] = field(default_factory=set)
     _blamed: set[tuple[str, str]] = field(default_factory=set)
 
-    def error(self, rule: str, path: Path, where: str, what: str, why: str = "", remedy: str = "") -> None:
-        self._add(ERROR, rule, path, where, what, why, remedy)
+    def error(self, rule: str, at: Location, what: str, why: str = "", remedy: str = "") -> None:
+        self.add(ERROR, rule, at, what, why, remedy)
 
-    def warning(self, rule: str, path: Path, where: str, what: str, why: str = "", remedy: str = "") -> None:
-        self._add(WARNING, rule, path, where, what, why, remedy)
+    def warning(self, rule: str, at: Location, what: str, why: str = "", remedy: str = "") -> None:
+        self.add(WARNING, rule, at, what, why, remedy)
+
+    def add(self, severity: str, rule: str, at: Location, what: str, why: str, remedy: str) -> None:
+        path, where = (at, "") if isinstance(at, Path) else at
+        try:
+            name = path.relative_to(self.repository).as_posix()
+        except ValueError:
+            name = str(path)
+        self.faults.append(
+            Fault(severity=severity, path=name, where=where, what=what, why=why, remedy=remedy, rule=rule)
+        )
 
     def blame(self, model: str, *tensors: str) -> None:
         self._blamed.update((model, tensor) for tensor in tensors)
@@ -146,15 +159,6 @@ class Report:
 
     def sorted(self) -> list[Fault]:
         return sorted(dict.fromkeys(self.faults), key=lambda fault: (fault.severity != ERROR, fault.path))
-
-    def _add(self, severity: str, rule: str, path: Path, where: str, what: str, why: str, remedy: str) -> None:
-        try:
-            name = path.relative_to(self.repository).as_posix()
-        except ValueError:
-            name = str(path)
-        self.faults.append(
-            Fault(severity=severity, path=name, where=where, what=what, why=why, remedy=remedy, rule=rule)
-        )
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.8) -> str | None:

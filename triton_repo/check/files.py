@@ -26,14 +26,13 @@ def check_files(model: Model, models: dict[str, Model], report: Report) -> None:
             guided = name != "lora_prefetch_dir"
             report.error(
                 "guided-decoding" if guided else "engine-feature",
-                model.path,
                 model.at_parameter(name),
                 f"is '{text}', which is not there",
                 why="the model does not load without it" if guided else "no adapter is loaded",
                 remedy="name a path of the server's",
             )
         elif place.path is None and not place.absent:
-            tell_not_here(model.path, model.at_parameter(name), text, report)
+            tell_not_here(model.at_parameter(name), text, report)
         elif place.path is not None and name == "xgrammar_tokenizer_info_path":
             _check_info(model, place.path, report)
 
@@ -46,11 +45,11 @@ def check_environment(model: Model, models: dict[str, Model], report: Report) ->
     place = locate(text.replace("$$TRITON_MODEL_DIRECTORY", str(model.folder.resolve())), report.repository, models)
     if place.absent:
         report.error(
-            "script-environment", model.path, where, f"is '{text}', which is not there", "the model does not load",
+            "script-environment", where, f"is '{text}', which is not there", "the model does not load",
             "copy the archive of conda-pack there",
         )  # fmt: skip
     elif place.path is None:
-        tell_not_here(model.path, where, text, report)
+        tell_not_here(where, text, report)
 
 
 def _check_info(model: Model, path: Path, report: Report) -> None:
@@ -66,7 +65,6 @@ def _check_info(model: Model, path: Path, report: Report) -> None:
         report.error(
             "guided-decoding",
             path,
-            "",
             told,
             why=f"{model.name} does not load without it",
             remedy="make it with TensorRT-LLM's generate_xgrammar_tokenizer_info.py",

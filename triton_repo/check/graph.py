@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtpipe.triton_repo.check.core import ANY
-from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.faults import Location, Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.text import line_of_word, type_name
 
@@ -31,7 +31,7 @@ def check_graph(ensemble: Model, models: dict[str, Model], report: Report) -> No
     if config is None:
         return
     if not config.HasField("ensemble_scheduling") or not config.ensemble_scheduling.step:
-        report.error("ensemble", ensemble.path, "ensemble_scheduling", "has no step", why="Triton refuses the model")
+        report.error("ensemble", (ensemble.path, "ensemble_scheduling"), "has no step", why="Triton refuses the model")
         return
     tensors: dict[str, _Tensor] = {}
     for tensor in config.input:
@@ -62,17 +62,17 @@ def _check_step(
     number: int, step: Any, ensemble: Model, models: dict[str, Model], tensors: dict[str, _Tensor], report: Report
 ) -> list[tuple[int, Model, str]]:
     """Add a step to `tensors`; return its required inputs that have no source."""
-    where = f"step {number} ({step.model_name})" + line_of_word(ensemble.text, "model_name", step.model_name)
+    line = line_of_word(ensemble.text, "model_name", step.model_name)
+    where = ensemble.path, f"step {number} ({step.model_name})" + line
     for name in ("model_name", "input_map", "output_map"):
         if not getattr(step, name):
-            report.error("ensemble", ensemble.path, where, f"has no {name}", why="Triton refuses the model")
+            report.error("ensemble", where, f"has no {name}", why="Triton refuses the model")
     model = models.get(step.model_name)
     if step.model_name and model is None and (ensemble.folder.parent / step.model_name).is_dir():
         model = Model(name=step.model_name, folder=ensemble.folder.parent / step.model_name, text="", config=None)
     if step.model_name and model is None:
         report.error(
             "ensemble-model",
-            ensemble.path,
             where,
             f"uses the model '{step.model_name}', which is not in the repository",
             remedy=did_you_mean(nearest(step.model_name, models, 0.6)),
@@ -86,11 +86,10 @@ def _check_step(
     return unfed
 
 
-def _check_model(step: Any, model: Model, ensemble: Model, where: str, report: Report) -> None:
+def _check_model(step: Any, model: Model, ensemble: Model, where: Location, report: Report) -> None:
     if model.versions and step.model_version not in (-1, *model.versions):
         report.error(
             "ensemble-model",
-            ensemble.path,
             where,
             f"asks for version {step.model_version} of {model.name}, which is not loaded"
             if step.model_version
@@ -101,7 +100,6 @@ def _check_model(step: Any, model: Model, ensemble: Model, where: str, report: R
     if 0 < model.batch < ensemble.batch:
         report.error(
             "batch-size",
-            ensemble.path,
             ensemble.at_field("max_batch_size"),
             f"is {ensemble.batch}, and its model {model.name} takes {model.batch}",
             why="Triton refuses the ensemble",
@@ -110,7 +108,7 @@ def _check_model(step: Any, model: Model, ensemble: Model, where: str, report: R
 
 
 def _take(
-    number: int, step: Any, model: Model | None, ensemble: Model, where: str, tensors: dict[str, _Tensor],
+    number: int, step: Any, model: Model | None, ensemble: Model, where: Location, tensors: dict[str, _Tensor],
     report: Report,
 ) -> list[tuple[int, Model, str]]:  # fmt: skip
     declared = model.inputs() if model is not None else {}
@@ -133,7 +131,6 @@ def _take(
         if not report.blames(model.name, theirs):
             report.error(
                 "ensemble-input",
-                ensemble.path,
                 where,
                 f"feeds '{theirs}', which is not an input of {model.name}",
                 why="Triton refuses the ensemble",
@@ -143,7 +140,7 @@ def _take(
 
 
 def _make(
-    step: Any, model: Model | None, ensemble: Model, where: str, tensors: dict[str, _Tensor], report: Report
+    step: Any, model: Model | None, ensemble: Model, where: Location, tensors: dict[str, _Tensor], report: Report
 ) -> None:
     declared = model.outputs() if model is not None else {}
     for theirs, ours in sorted(step.output_map.items()):
@@ -152,7 +149,6 @@ def _make(
         if steps:
             report.error(
                 "ensemble-output",
-                ensemble.path,
                 where,
                 f"makes '{ours}', which {steps[0]} makes too",
                 why="a name may stand in one output_map only",
@@ -164,7 +160,6 @@ def _make(
         if sum(tensor.name == theirs for tensor in model.config.output) > 1:  # type: ignore[union-attr]
             report.error(
                 "ensemble-output",
-                model.path,
                 model.at_tensor("output", theirs),
                 "is declared twice, and an ensemble takes it",
                 why="Triton refuses the ensemble",
@@ -175,7 +170,6 @@ def _make(
         elif not report.blames(model.name, theirs):
             report.error(
                 "ensemble-output",
-                ensemble.path,
                 where,
                 f"reads '{theirs}', which is not an output of {model.name}",
                 why="Triton refuses the ensemble",
@@ -183,7 +177,7 @@ def _make(
             )
 
 
-def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: str, report: Report) -> None:
+def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: Location, report: Report) -> None:
     """Compare a step's tensor with the graph's tensor of that name. Reshapes of the steps' models are ignored."""
     dims, batching = tuple(tensor.dims), model.batch > 0
     if entry.type is None:
@@ -196,7 +190,6 @@ def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: st
     if entry.type != tensor.data_type:
         report.error(
             "ensemble-type",
-            ensemble.path,
             where,
             f"'{entry.name}' is {type_name(entry.type)} in {entry.owner}, and {tensor.name} is "
             f"{type_name(tensor.data_type)} in {model.name}",
@@ -206,7 +199,6 @@ def _match(entry: _Tensor, model: Model, tensor: Any, ensemble: Model, where: st
     elif not _fits(entry.dims, dims) and not _fits(_full(entry.dims, entry.batching), _full(dims, batching)):
         report.error(
             "ensemble-shape",
-            ensemble.path,
             where,
             f"'{entry.name}' has the dims {list(entry.dims)} in {entry.owner}, and {tensor.name} has {list(dims)} in "
             f"{model.name}",
@@ -241,7 +233,6 @@ def _check_flow(
         taker = next((one for one in tensor.takers if one != "the client"), "")
         report.error(
             "ensemble-flow",
-            ensemble.path,
             ensemble.at_tensor("output", tensor.name) if by_client else _at_value(ensemble, tensor.name),
             f"promises the output '{tensor.name}', which no step produces"
             if by_client
@@ -254,8 +245,7 @@ def _check_flow(
         made -= {near} if near else set()
         report.error(
             "ensemble-input",
-            ensemble.path,
-            f"step {number} ({model.name})",
+            (ensemble.path, f"step {number} ({model.name})"),
             f"leaves the input '{name}' of {model.name} unfed",
             why="it is not optional there",
             remedy=f"map {near or 'a tensor'} to it" if near else "map a tensor to it",
@@ -264,7 +254,6 @@ def _check_flow(
         by_client = "the client" in tensors[name].makers
         report.error(
             "ensemble-flow",
-            ensemble.path,
             ensemble.at_tensor("input", name) if by_client else _at_value(ensemble, name),
             f"takes the input '{name}', which no step is fed"
             if by_client
@@ -276,8 +265,8 @@ def _check_flow(
         _check_cycles(ensemble, report)
 
 
-def _at_value(ensemble: Model, name: str) -> str:
-    return f"tensor {name}" + line_of_word(ensemble.text, "value", name)
+def _at_value(ensemble: Model, name: str) -> Location:
+    return ensemble.path, f"tensor {name}" + line_of_word(ensemble.text, "value", name)
 
 
 def _check_cycles(ensemble: Model, report: Report) -> None:
@@ -289,7 +278,9 @@ def _check_cycles(ensemble: Model, report: Report) -> None:
         if not able:
             names = ", ".join(step.model_name for step in steps)
             report.error(
-                "ensemble-flow", ensemble.path, "ensemble_scheduling", f"goes in a circle: {names} wait for each other"
+                "ensemble-flow",
+                (ensemble.path, "ensemble_scheduling"),
+                f"goes in a circle: {names} wait for each other",
             )
             return
         for step in able:
@@ -328,8 +319,7 @@ def _check_decoupled(ensemble: Model, models: dict[str, Model], report: Report) 
 def _tell_mixed(ensemble: Model, taker: str, report: Report) -> None:
     report.error(
         "ensemble-decoupled",
-        ensemble.path,
-        f"step {taker}" if taker else "output",
+        (ensemble.path, f"step {taker}" if taker else "output"),
         "joins tensors from before and behind a decoupled model",
         why="one has many responses and the other one",
         remedy="take both from the same side",
@@ -351,4 +341,4 @@ def check_circles(models: Iterable[Model], report: Report) -> None:
             todo = {inner for one in todo for inner in uses.get(one, set())} - seen
         if name in seen:
             path = report.repository / name / "config.pbtxt"
-            report.error("ensemble-flow", path, "ensemble_scheduling", f"'{name}' is a step of itself")
+            report.error("ensemble-flow", (path, "ensemble_scheduling"), f"'{name}' is a step of itself")

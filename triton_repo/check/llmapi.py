@@ -17,7 +17,7 @@ from trtpipe.triton_repo.check import facts, values
 from trtpipe.triton_repo.check.engine import check_passport
 from trtpipe.triton_repo.check.engine_files import check_precision, check_weights
 from trtpipe.triton_repo.check.facts import Argument
-from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.faults import Location, Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.paths import locate, may_be_hub_id, tell_not_here
 from trtpipe.triton_repo.check.release import Release
@@ -45,7 +45,6 @@ def check_llmapi(
             report.error(
                 "llmapi-settings",
                 folder,
-                "",
                 f"has no {FILE}",
                 why="the script reads LLM's arguments from it",
                 remedy=f"copy {FILE} of the release's llmapi template into it",
@@ -66,7 +65,7 @@ def check_llmapi(
     _check_tokenizer(path, text, settings, models, report)
     _check_processors(path, settings, report)
     if place is not None and (place / PASSPORT).is_file():
-        passport = check_passport(path, "model" + line_of(text, r"^model\b"), place, gpus, toolchain, report)
+        passport = check_passport((path, "model" + line_of(text, r"^model\b")), place, gpus, toolchain, report)
         if passport is not None:
             _check_ranks(path, text, settings, passport, report)
             config = _config(place / "config.json", report)
@@ -80,15 +79,16 @@ def _read(path: Path, report: Report) -> dict[str, Any] | None:
     try:
         value = load_yaml(path, repeats=True)  # the last of repeated keys counts, as in the script
     except OSError as error:
-        report.error("llmapi-settings", path, "", "cannot be read", why=error.strerror or str(error))
+        report.error("llmapi-settings", path, "cannot be read", why=error.strerror or str(error))
     except ValueError as error:
         line = getattr(error, "line", None)
-        where = f"line {line}" if line is not None else ""
-        report.error("llmapi-settings", path, where, "is not YAML", why=str(error))
+        report.error(
+            "llmapi-settings", (path, f"line {line}" if line is not None else ""), "is not YAML", why=str(error)
+        )
     else:
         if isinstance(value, dict):
             return value
-        report.error("llmapi-settings", path, "", f"holds a {type(value).__name__}, not a mapping")
+        report.error("llmapi-settings", path, f"holds a {type(value).__name__}, not a mapping")
     return None
 
 
@@ -98,43 +98,43 @@ def _check_rows(
 ) -> None:  # fmt: skip
     if len(settings) > _MOST:
         report.error(
-            "llmapi-argument", path, prefix.rstrip("."), f"holds {len(settings):,} settings", "LLM takes fewer"
+            "llmapi-argument", (path, prefix.rstrip(".")), f"holds {len(settings):,} settings", "LLM takes fewer"
         )
         return
     for key, value in settings.items():
         name = str(key)
-        where = prefix + name + line_of(text, rf"^\s*['\"]?{_escape(name)}\b")
+        where = path, prefix + name + line_of(text, rf"^\s*['\"]?{_escape(name)}\b")
         fact = rows.get(name)
         if fact is None:
             near = nearest(name, set(rows) - set(map(str, settings)), 0.8)
             exact = release.key is not None and release.key <= _LISTED
             if near or exact:
                 report.error(
-                    "llmapi-argument", path, where, "is none that LLM takes", "it refuses unknown ones",
+                    "llmapi-argument", where, "is none that LLM takes", "it refuses unknown ones",
                     did_you_mean(near) or "drop it",
                 )  # fmt: skip
             else:
-                report.warning("llmapi-argument", path, where, "is none that TensorRT-LLM 1.2's LLM takes")
+                report.warning("llmapi-argument", where, "is none that TensorRT-LLM 1.2's LLM takes")
         elif fact.until and release.has_left(fact.until):
             report.error(
-                "llmapi-argument", path, where, f"is unknown to {release.told()}", f"{fact.until} was its last release",
+                "llmapi-argument", where, f"is unknown to {release.told()}", f"{fact.until} was its last release",
                 "see the release's LLM API",
             )  # fmt: skip
         else:
-            _check_argument(path, where, value, fact, report)
+            _check_argument(where, value, fact, report)
 
 
 def _escape(name: str) -> str:
     return "".join(char if char.isalnum() else f"\\{char}" for char in name)
 
 
-def _check_argument(path: Path, where: str, value: Any, fact: Argument, report: Report) -> None:
+def _check_argument(where: Location, value: Any, fact: Argument, report: Report) -> None:
     if value is None and not fact.required:
         return
     told = None
     number = _number(value) if fact.type in ("int", "float") else None
     if isinstance(value, str) and PLACEHOLDER.search(value):
-        report.error("placeholder", path, where, f"still holds the placeholder {value}", remedy="fill it in")
+        report.error("placeholder", where, f"still holds the placeholder {value}", remedy="fill it in")
         return
     if fact.type == "bool" and not (isinstance(value, bool) or str(value).lower() in values.TEXT_WORDS):
         told = "true or false"
@@ -155,7 +155,7 @@ def _check_argument(path: Path, where: str, value: Any, fact: Argument, report: 
     elif number is not None and fact.most is not None and number > fact.most:
         told = f"at most {fact.most:g}"
     if told:
-        report.error("llmapi-argument", path, where, f"is {value!r}", why="LLM refuses it", remedy=f"give {told}")
+        report.error("llmapi-argument", where, f"is {value!r}", why="LLM refuses it", remedy=f"give {told}")
 
 
 def _number(value: Any) -> float | None:
@@ -173,11 +173,10 @@ def _check_triton(
 ) -> None:
     """Check `triton_config`, which has the settings that config.pbtxt of this template leaves out."""
     section = settings.get("triton_config")
-    where = "triton_config" + line_of(text, r"^triton_config\b")
+    where = path, "triton_config" + line_of(text, r"^triton_config\b")
     if not isinstance(section, dict):
         report.error(
             "llmapi-settings",
-            path,
             where,
             "is missing" if section is None else "is not a mapping",
             why="the script looks up its decoupled and max_batch_size",
@@ -185,31 +184,31 @@ def _check_triton(
         )
         return
     for name, fact in rows.items():
-        place = f"triton_config.{name}" + line_of(text, rf"^\s+{name}\b")
+        place = path, f"triton_config.{name}" + line_of(text, rf"^\s+{name}\b")
         value = section.get(name)
         if name not in section:
             if fact.required:
                 report.error(
-                    "llmapi-settings", path, place, "is missing", "the script looks it up without a default",
+                    "llmapi-settings", place, "is missing", "the script looks it up without a default",
                     "add it",
                 )  # fmt: skip
         elif name == "decoupled" and isinstance(value, str):
             # The script calls bool(), and bool("False") is true.
             report.error(
                 "llmapi-settings",
-                path,
                 place,
                 f"is the text '{value}'",
                 why="the script takes any text for true",
                 remedy="write it without quotes",
             )
         else:
-            _check_argument(path, place, value, fact, report)
+            _check_argument(place, value, fact, report)
     for name in section:
         if name not in rows:
             near = nearest(str(name), set(rows) - set(section), 0.8)
             add = report.error if near else report.warning
-            add("llmapi-settings", path, f"triton_config.{name}", "is not read", remedy=did_you_mean(near) or "drop it")
+            at = path, f"triton_config.{name}"
+            add("llmapi-settings", at, "is not read", remedy=did_you_mean(near) or "drop it")
     _check_policy(model, section, report)
 
 
@@ -223,7 +222,6 @@ def _check_policy(model: Model, section: dict[str, Any], report: Report) -> None
     ):
         report.error(
             "llmapi-policy",
-            model.path,
             model.at_field("decoupled"),
             f"is {str(model.decoupled).lower()}, and {FILE} says {str(bool(decoupled)).lower()}",
             why="the script refuses to change it",
@@ -232,7 +230,6 @@ def _check_policy(model: Model, section: dict[str, Any], report: Report) -> None
     if isinstance(batch, int) and model.batch > batch:
         report.error(
             "llmapi-policy",
-            model.path,
             model.at_field("max_batch_size"),
             f"is {model.batch}, and {FILE} says {batch}",
             why="the script refuses to lower it",
@@ -246,11 +243,10 @@ def _check_backend(
     backend = settings.get("backend")
     if backend is None or not isinstance(backend, str) or PLACEHOLDER.search(backend):
         return
-    where = "backend" + line_of(text, r"^backend\b")
+    where = path, "backend" + line_of(text, r"^backend\b")
     if backend not in known.backends:
         report.error(
             "llmapi-argument",
-            path,
             where,
             f"is '{backend}'",
             why="LLM refuses it",
@@ -259,7 +255,6 @@ def _check_backend(
     elif backend == "tensorrt" and release.has_left(known.tensorrt_until):
         report.error(
             "llmapi-argument",
-            path,
             where,
             "is tensorrt",
             why=f"{release.told()} serves engines by the backend tensorrtllm only",
@@ -272,15 +267,10 @@ def _check_model(
 ) -> Path | None:
     """Check the `model` setting; return the model's folder if it is on this machine."""
     name = settings.get("model")
-    where = "model" + line_of(text, r"^model\b")
+    where = path, "model" + line_of(text, r"^model\b")
     if name is None or name == "":
         report.error(
-            "llmapi-model",
-            path,
-            where,
-            "is missing",
-            "LLM has nothing to load",
-            "name a folder or a Hugging Face model",
+            "llmapi-model", where, "is missing", "LLM has nothing to load", "name a folder or a Hugging Face model"
         )
         return None
     if not isinstance(name, str) or PLACEHOLDER.search(name):
@@ -288,20 +278,19 @@ def _check_model(
     place = locate(name, report.repository, models)
     folder = place.path
     if place.absent and not may_be_hub_id(name, report.repository) and not name.isalnum():
-        report.error("llmapi-model", path, where, f"is '{name}', which is not there", place.why)
+        report.error("llmapi-model", where, f"is '{name}', which is not there", place.why)
         return None
     if folder is None or (place.mapped and not (folder / "config.json").is_file()):
-        tell_not_here(path, where, name, report, hub=place.absent)
+        tell_not_here(where, name, report, hub=place.absent)
         return None
     if not (folder / "config.json").is_file():
-        report.error("llmapi-model", path, where, f"is '{name}', which has no config.json", "it is not a model folder")
+        report.error("llmapi-model", where, f"is '{name}', which has no config.json", "it is not a model folder")
         return None
     engine = any(folder.glob("rank*.engine"))
     torch = settings.get("backend") == "pytorch" or ("backend" not in settings and release.reaches("1.0.0"))
     if engine and torch:
         report.error(
             "llmapi-model",
-            path,
             where,
             f"is '{name}', a compiled engine",
             why="the PyTorch backend loads Hugging Face folders",
@@ -317,21 +306,21 @@ def _config(path: Path, report: Report) -> dict[str, Any] | None:
         return read_json(path, "model config")
     except InputDataError as error:
         remedy = "fetch the model again"
-        report.error("llmapi-model", path, "", "cannot be read", error.why or error.what, remedy)
+        report.error("llmapi-model", path, "cannot be read", error.why or error.what, remedy)
         return None
 
 
 def _check_tokenizer(path: Path, text: str, settings: dict[str, Any], models: dict[str, Model], report: Report) -> None:
     """Check the `tokenizer` setting, which is the model's own unless it is given."""
-    name, where = settings.get("tokenizer"), "tokenizer" + line_of(text, r"^tokenizer\b")
+    name, where = settings.get("tokenizer"), (path, "tokenizer" + line_of(text, r"^tokenizer\b"))
     if not isinstance(name, str) or not name or PLACEHOLDER.search(name):
         return
     place = locate(name, report.repository, models)
     hub = may_be_hub_id(name, report.repository) or name.isalnum()
     if place.absent and not hub:
-        report.error("llmapi-model", path, where, f"is '{name}', which is not there", place.why)
+        report.error("llmapi-model", where, f"is '{name}', which is not there", place.why)
     elif place.path is None:
-        tell_not_here(path, where, name, report, hub=place.absent)
+        tell_not_here(where, name, report, hub=place.absent)
 
 
 def _check_ranks(path: Path, text: str, settings: dict[str, Any], passport: Passport, report: Report) -> None:
@@ -340,8 +329,7 @@ def _check_ranks(path: Path, text: str, settings: dict[str, Any], passport: Pass
         if settings.get(name, 1) != size:
             report.error(
                 "passport",
-                path,
-                name + line_of(text, rf"^{name}\b"),
+                (path, name + line_of(text, rf"^{name}\b")),
                 f"is {settings.get(name, 1)}, and the model's {PASSPORT} says {size}",
                 remedy="give both the same, or build it again",
             )
@@ -353,7 +341,7 @@ def _check_processors(path: Path, settings: dict[str, Any], report: Report) -> N
         module, colon, attribute = str(spec).partition(":")
         if not (isinstance(spec, str) and module and colon and attribute):
             report.error(
-                "llmapi-settings", path, f"logits_post_processors.{name}", f"is {spec!r}", "the script refuses it",
+                "llmapi-settings", (path, f"logits_post_processors.{name}"), f"is {spec!r}", "the script refuses it",
                 "write it as module:attribute",
             )  # fmt: skip
 
@@ -373,7 +361,6 @@ def _check_gpus(
         if not ids:
             report.error(
                 "instances",
-                model.path,
                 model.at_field("count"),
                 f"is {model.instances}, and the parameter gpu_device_ids has no value",
                 why="the script refuses to start",
@@ -382,7 +369,6 @@ def _check_gpus(
         elif len(groups) < model.instances:
             report.error(
                 "gpu-ids",
-                model.path,
                 model.at_parameter("gpu_device_ids"),
                 f"has {len(groups)} list(s), and the model {model.instances} instances",
                 why="the script refuses to start",
@@ -396,7 +382,6 @@ def _check_gpus(
         if wrong:
             report.error(
                 "gpu-ids",
-                model.path,
                 model.at_parameter("gpu_device_ids"),
                 f"lists '{wrong}', and {FILE} asks for {world} GPU(s) for each instance",
                 remedy=f"list {world}",
@@ -404,8 +389,7 @@ def _check_gpus(
     if gpus is not None and world * model.instances > len(gpus):
         report.error(
             "engine-gpu",
-            path,
-            "tensor_parallel_size" + line_of(text, r"^tensor_parallel_size\b"),
+            (path, "tensor_parallel_size" + line_of(text, r"^tensor_parallel_size\b")),
             f"asks for {world * model.instances} GPU(s) in all, and this machine has {len(gpus)}",
             remedy="serve it elsewhere, or lower it",
         )

@@ -89,14 +89,14 @@ class Model:
         value = self.parameters.get(name, "").strip()
         return value if value and not PLACEHOLDER.fullmatch(value) else None
 
-    def at_parameter(self, name: str) -> str:
-        return f"parameter {name}" + line_of_word(self.text, "key", name)
+    def at_parameter(self, name: str) -> tuple[Path, str]:
+        return self.path, f"parameter {name}" + line_of_word(self.text, "key", name)
 
-    def at_tensor(self, kind: str, name: str) -> str:
-        return f"{kind} {name}" + line_of_word(self.text, "name", name)
+    def at_tensor(self, kind: str, name: str) -> tuple[Path, str]:
+        return self.path, f"{kind} {name}" + line_of_word(self.text, "name", name)
 
-    def at_field(self, name: str) -> str:
-        return name + line_of(self.text, rf"\b{name}\b")
+    def at_field(self, name: str) -> tuple[Path, str]:
+        return self.path, name + line_of(self.text, rf"\b{name}\b")
 
 
 def read_models(repository: Path, report: Report) -> dict[str, Model]:
@@ -120,13 +120,12 @@ def read_models(repository: Path, report: Report) -> dict[str, Model]:
     for folder in bare:
         if folder.name in used or folder.name in _STANDARD:
             report.error(
-                "config-missing", folder, "", f"has no {CONFIG}", why="the model's tensors and parameters are in it"
+                "config-missing", folder, f"has no {CONFIG}", why="the model's tensors and parameters are in it"
             )
         elif _version_folders(folder):
             report.warning(
                 "config-missing",
                 folder,
-                "",
                 f"has no {CONFIG}",
                 why="Triton has to complete it from the model, which launch_triton_server.py turns off",
                 remedy="write one",
@@ -135,7 +134,6 @@ def read_models(repository: Path, report: Report) -> dict[str, Model]:
             report.warning(
                 "not-a-model",
                 folder,
-                "",
                 "is not a model, and Triton takes each folder of a repository for one",
                 why=f"it has neither {CONFIG} nor a version folder",
                 remedy="move it out, or start with --model-control-mode=explicit",
@@ -191,7 +189,7 @@ def _no_models(repository: Path, report: Report) -> None:
         remedy = f"give the folder {inner[0]} in it"
     else:
         remedy = "give the folder that tritonserver gets as --model-repository"
-    report.error("no-models", repository, "", "holds no model", why=f"no folder in it has a {CONFIG}", remedy=remedy)
+    report.error("no-models", repository, "holds no model", why=f"no folder in it has a {CONFIG}", remedy=remedy)
 
 
 def _check_layout(model: Model, report: Report) -> None:
@@ -202,7 +200,6 @@ def _check_layout(model: Model, report: Report) -> None:
     if model.config.name not in ("", model.name):
         report.error(
             "model-name",
-            model.path,
             model.at_field("name"),
             f"names the model '{model.config.name}', its folder is '{model.name}'",
             why="Triton wants both alike",
@@ -220,7 +217,6 @@ def _chosen(model: Model, existing: list[int], report: Report) -> tuple[int, ...
         report.error(
             "version-folder",
             model.folder,
-            "",
             "has no version folder",
             why=f"Triton skips '{zeros[0]}', which begins with a zero" if zeros else "also an ensemble needs one",
             remedy="create a folder named 1 in it",
@@ -232,7 +228,6 @@ def _chosen(model: Model, existing: list[int], report: Report) -> tuple[int, ...
         if missing:
             report.error(
                 "version-folder",
-                model.path,
                 model.at_field("version_policy"),
                 f"asks for version {missing[0]}, which has no folder",
                 remedy=f"there is {', '.join(map(str, existing))}",
@@ -241,7 +236,6 @@ def _chosen(model: Model, existing: list[int], report: Report) -> tuple[int, ...
     if kind == "latest" and policy.latest.num_versions == 0:
         report.error(
             "version-folder",
-            model.path,
             model.at_field("version_policy"),
             "asks for the latest 0 versions",
             why="Triton then loads none",
@@ -258,7 +252,6 @@ def _check_backend(model: Model, report: Report) -> None:
         if config.platform != "ensemble" or config.backend:
             report.error(
                 "backend",
-                model.path,
                 where,
                 f"has the platform '{config.platform}' and the backend '{config.backend}'",
                 why="an ensemble has the platform 'ensemble' and no backend",
@@ -271,7 +264,6 @@ def _check_backend(model: Model, report: Report) -> None:
     if found:
         report.error(
             "backend",
-            model.path,
             where,
             f"still holds the placeholder {found.group()}",
             why="Triton looks for a backend of that name",
@@ -280,8 +272,7 @@ def _check_backend(model: Model, report: Report) -> None:
     elif not name:
         report.error(
             "backend",
-            model.path,
-            where if config.platform else "",
+            where if config.platform else model.path,
             f"names the platform '{config.platform}' and no backend" if config.platform else "names no backend",
             remedy=f'write backend: "{ENGINE_BACKEND}"' if model.role == "engine" else 'write backend: "python"',
         )
@@ -289,15 +280,12 @@ def _check_backend(model: Model, report: Report) -> None:
         near = nearest(name, BACKENDS, 0.7) or {"trtllm": ENGINE_BACKEND}.get(name)
         why = "Triton finds no backend of that name"
         if near:
-            report.error("backend", model.path, where, f"names the backend '{name}'", why, did_you_mean(near))
+            report.error("backend", where, f"names the backend '{name}'", why, did_you_mean(near))
         else:
-            report.warning(
-                "backend", model.path, where, f"names the backend '{name}'", "none of that name comes with Triton"
-            )
+            report.warning("backend", where, f"names the backend '{name}'", "none of that name comes with Triton")
     elif model.role == "engine" and name not in (ENGINE_BACKEND, "python"):
         report.error(
             "backend",
-            model.path,
             where,
             f"names the backend '{name}'",
             why="the parameters are those of TensorRT-LLM's",

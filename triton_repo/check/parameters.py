@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trtpipe.triton_repo.check import facts, values
 from trtpipe.triton_repo.check.facts import Parameter
-from trtpipe.triton_repo.check.faults import Report, did_you_mean, nearest
+from trtpipe.triton_repo.check.faults import Location, Report, did_you_mean, nearest
 from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.release import OLDEST, Release, release_key
 from trtpipe.triton_repo.check.scripts import Script
@@ -26,7 +26,6 @@ def check_parameters(model: Model, script: Script, release: Release, report: Rep
     for name, (first, last) in repeated_parameters(model.text).items():
         report.error(
             "duplicate-parameter",
-            model.path,
             model.at_parameter(name),
             f"is given twice, as '{first}' and '{last}'",
             why="the last one counts",
@@ -36,7 +35,6 @@ def check_parameters(model: Model, script: Script, release: Release, report: Rep
     if model.backend == "python" and forced not in (None, "yes", "no"):
         report.error(
             "choice-value",
-            model.path,
             model.at_parameter(_WITHOUT_ROLE[0]),
             f"is '{forced}'",
             why="the Python backend refuses it",
@@ -76,8 +74,7 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
             if near is None:  # else the misspelt key is reported
                 report.error(
                     "missing-parameter",
-                    model.path,
-                    f"parameter {name}",
+                    (model.path, f"parameter {name}"),
                     "is missing",
                     why="the model does not load without it",
                     remedy=_choices(fact) or "add it",
@@ -85,7 +82,6 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
         elif not text.strip():
             report.error(
                 "missing-parameter",
-                model.path,
                 model.at_parameter(name),
                 "is empty",
                 why="the model does not load without it",
@@ -101,8 +97,7 @@ def _check_present(model: Model, known: dict[str, Parameter], release: Release, 
         many = len(absent) > 1
         report.error(
             "missing-parameter",
-            model.path,
-            f"parameter {', '.join(absent)}",
+            (model.path, f"parameter {', '.join(absent)}"),
             "are missing" if many else "is missing",
             why=f"{release.told()} looks {'them' if many else 'it'} up without a default, also when unused",
             remedy='add with the value ""',
@@ -115,8 +110,7 @@ def _tell_unfilled(model: Model, names: list[str], report: Report) -> None:
         many = len(names) > 1
         report.warning(
             "unfilled-parameter",
-            model.path,
-            f"parameter {', '.join(names)}",
+            (model.path, f"parameter {', '.join(names)}"),
             "still hold their placeholders" if many else "still holds its placeholder",
             why=f"the model takes its default for {'each' if many else 'it'}",
             remedy='fill in what you mean to set, and write "" for a default you mean' if many else
@@ -135,18 +129,16 @@ def _check_unknown(model: Model, name: str, known: dict[str, Parameter], script:
     elsewhere = [role for role, rows in facts.parameters().items() if name in rows and role != model.role]
     if near:
         report.error(
-            "unknown-parameter", model.path, where, "is none that the model reads", "it is passed over",
+            "unknown-parameter", where, "is none that the model reads", "it is passed over",
             did_you_mean(near),
         )  # fmt: skip
     elif elsewhere and model.role != "llmapi":
         report.error(
-            "unknown-parameter", model.path, where, "is none that the model reads",
+            "unknown-parameter", where, "is none that the model reads",
             f"it belongs to {' and '.join(elsewhere)}", "move it there",
         )  # fmt: skip
     elif (model.role == "engine" and not model.python_runtime) or script.real:
-        report.warning(
-            "unknown-parameter", model.path, where, "is none that the model reads", "it is passed over", "drop it"
-        )
+        report.warning("unknown-parameter", where, "is none that the model reads", "it is passed over", "drop it")
 
 
 def _check_place(model: Model, name: str, fact: Parameter, release: Release, report: Report) -> bool:
@@ -156,7 +148,6 @@ def _check_place(model: Model, name: str, fact: Parameter, release: Release, rep
     if fact.limit:
         report.error(
             "engine-limit",
-            model.path,
             where,
             "has no effect here",
             why="it was fixed when the engine was built",
@@ -172,14 +163,13 @@ def _check_place(model: Model, name: str, fact: Parameter, release: Release, rep
         if name == "enable_trt_overlap" and value.lower() in ("true", "1"):
             _tell_overlap(model, where, report)
         elif value.lower() not in ("false", "0"):
-            report.warning("dead-parameter", model.path, where, "is not read", fact.dead, "drop it")
+            report.warning("dead-parameter", where, "is not read", fact.dead, "drop it")
         return True
     if fact.until and release.has_left(fact.until):
         return True
     if value is not None and release.lacks(fact.since) and not _is_default(value, fact):
         report.error(
             "dead-parameter",
-            model.path,
             where,
             f"is '{value}', and {release.told()} does not read it",
             why=f"it came with {fact.since}",
@@ -190,7 +180,6 @@ def _check_place(model: Model, name: str, fact: Parameter, release: Release, rep
         if value is not None and not _is_default(value, fact):
             report.warning(
                 "dead-parameter",
-                model.path,
                 where,
                 "is not read by the Python runtime",
                 remedy="use the backend tensorrtllm, or drop it",
@@ -199,13 +188,11 @@ def _check_place(model: Model, name: str, fact: Parameter, release: Release, rep
     return False
 
 
-def _tell_overlap(model: Model, where: str, report: Report) -> None:
+def _tell_overlap(model: Model, where: Location, report: Report) -> None:
     if model.python_runtime:
-        report.error("dead-parameter", model.path, where, "is on", why="the Python runtime refuses to load with it")
+        report.error("dead-parameter", where, "is on", why="the Python runtime refuses to load with it")
     else:
-        report.warning(
-            "dead-parameter", model.path, where, "is on", why="it is deprecated and ignored", remedy="drop it"
-        )
+        report.warning("dead-parameter", where, "is on", why="it is deprecated and ignored", remedy="drop it")
 
 
 def _is_default(value: str, fact: Parameter) -> bool:
@@ -217,16 +204,12 @@ def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Sc
     found = PLACEHOLDER.search(text)
     if found:
         report.error(
-            "placeholder",
-            model.path,
-            where,
-            f"still holds the placeholder {found.group()}",
-            remedy=_choices(fact) or "fill it in",
+            "placeholder", where, f"still holds the placeholder {found.group()}", remedy=_choices(fact) or "fill it in"
         )
         return
     if text != text.strip() and fact.kind in ("path", "model") and text.strip():
         report.error(
-            "value-space", model.path, where, f"is '{text}', with a space at its end or beginning",
+            "value-space", where, f"is '{text}', with a space at its end or beginning",
             "the server takes it for a part of the name", "drop it",
         )  # fmt: skip
     if not text.strip():
@@ -240,9 +223,7 @@ def _check_value(model: Model, name: str, text: str, fact: Parameter, script: Sc
     elif fact.kind in ("ids", "windows", "tree"):
         _check_list(model, name, text, fact, report)
     elif name == "lora_prefetch_dir" and model.python_runtime:
-        report.error(
-            "dead-parameter", model.path, where, "is not read by the Python runtime", why="it takes it for a number"
-        )
+        report.error("dead-parameter", where, "is not read by the Python runtime", why="it takes it for a number")
 
 
 def _check_bool(model: Model, name: str, text: str, fact: Parameter, script: Script, report: Report) -> None:
@@ -268,7 +249,6 @@ def _check_bool(model: Model, name: str, text: str, fact: Parameter, script: Scr
     spelt = meant if text.strip().lower() in ("true", "1", "false", "0", *_YES, *_NO) else "true or false"
     report.error(
         "boolean-value",
-        model.path,
         model.at_parameter(name),
         f"is '{text}'",
         why=effect,
@@ -291,16 +271,13 @@ def _check_number(model: Model, name: str, text: str, fact: Parameter, report: R
     if read.value is None:
         report.error(
             "number-value",
-            model.path,
             where,
             f"is '{text}'",
             why=f"the backend cannot read it and takes its default, {fact.default_text}",
             remedy=f"give a {kind}",
         )
     elif not read.faithful:
-        report.error(
-            "number-value", model.path, where, f"is '{text}', and is read as {read.value:g}", remedy=f"give a {kind}"
-        )
+        report.error("number-value", where, f"is '{text}', and is read as {read.value:g}", remedy=f"give a {kind}")
     else:
         _check_range(model, name, read.value, fact, report)
 
@@ -314,7 +291,6 @@ def _check_range(model: Model, name: str, value: float, fact: Parameter, report:
     if told:
         report.error(
             "range-value",
-            model.path,
             model.at_parameter(name),
             f"is {value:g}",
             why="the model does not load with it",
@@ -338,7 +314,6 @@ def _check_word(model: Model, name: str, text: str, fact: Parameter, report: Rep
         why = "the backend has no other than xgrammar"
     report.error(
         "choice-value",
-        model.path,
         model.at_parameter(name),
         f"is '{text}'",
         why=why,
@@ -369,7 +344,7 @@ def _check_list(model: Model, name: str, text: str, fact: Parameter, report: Rep
             told = f"is '{text}', with a number twice"
     if told:
         why = "the backend cannot read it and takes its default" if "with" not in told else ""
-        report.error("list-value", model.path, model.at_parameter(name), told, why=why, remedy=f"write it as {form}")
+        report.error("list-value", model.at_parameter(name), told, why=why, remedy=f"write it as {form}")
 
 
 def _check_lookahead(model: Model, report: Report) -> None:
@@ -379,7 +354,6 @@ def _check_lookahead(model: Model, report: Report) -> None:
     if missing:
         report.error(
             "lookahead",
-            model.path,
             model.at_parameter("decoding_mode"),
             f"is lookahead, and {', '.join(missing)} has no value",
             why="the model does not load",
@@ -390,7 +364,6 @@ def _check_lookahead(model: Model, report: Report) -> None:
     if ngram == 1 and (window != 1 or verification != 0):
         report.error(
             "lookahead",
-            model.path,
             model.at_parameter(_LOOKAHEAD[1]),
             "is 1",
             why="that needs a window of 1 and a verification set of 0",
@@ -405,7 +378,6 @@ def _check_guided(model: Model, report: Report) -> None:
         if backend == "xgrammar" and model.value("tokenizer_dir") is None:
             report.error(
                 "guided-decoding",
-                model.path,
                 where,
                 "is xgrammar, and tokenizer_dir has no value",
                 why="the Python runtime does not load without the tokenizer",
@@ -414,7 +386,6 @@ def _check_guided(model: Model, report: Report) -> None:
     elif backend == "xgrammar" and info is None:
         report.error(
             "guided-decoding",
-            model.path,
             where,
             "is xgrammar, and xgrammar_tokenizer_info_path has no value",
             why="the backend then leaves guided decoding off",
@@ -423,7 +394,6 @@ def _check_guided(model: Model, report: Report) -> None:
     elif backend is None and info is not None:
         report.error(
             "guided-decoding",
-            model.path,
             model.at_parameter("xgrammar_tokenizer_info_path"),
             "is given, and guided_decoding_backend has no value",
             why="the backend then leaves guided decoding off",

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from trtpipe.triton_repo.check.faults import Report
+from trtpipe.triton_repo.check.faults import Location, Report
 from trtpipe.triton_repo.check.models import Model
 
 # OWNER/NAME on the Hugging Face hub.
@@ -49,11 +49,11 @@ def locate(text: str, repository: Path, models: dict[str, Model]) -> Place:
     return Place(absent=True, why="the server expands no ~" if text.startswith("~") else why)
 
 
-def tell_not_here(path: Path, where: str, text: str, report: Report, *, hub: bool = False) -> None:
+def tell_not_here(at: Location, text: str, report: Report, *, hub: bool = False) -> None:
     """Say that a path that may be right was not looked into; with `hub` it may be a name on the Hugging Face hub."""
     what = "may be a name on the Hugging Face hub" if hub else "is not on this machine"
     remedy = "fetch it and name its folder to have it checked" if hub else "run the check where it is"
-    report.warning("not-here", path, where, f"is '{text}', which {what}", "what it holds is not checked", remedy)
+    report.warning("not-here", at, f"is '{text}', which {what}", "what it holds is not checked", remedy)
 
 
 def may_be_hub_id(text: str, repository: Path) -> bool:

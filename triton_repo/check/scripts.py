@@ -60,7 +60,6 @@ def read_script(model: Model, report: Report) -> Script:
             report.error(
                 "model-script",
                 model.folder / str(version),
-                "",
                 f"has no {main}",
                 why="the Python backend runs it",
                 remedy=f"copy {main} of the release's template into it",
@@ -88,8 +87,7 @@ def check_script(model: Model, script: Script, report: Report) -> None:
         near = nearest(name, model.parameters)
         report.error(
             "missing-parameter",
-            model.path,
-            f"parameter {name}",
+            (model.path, f"parameter {name}"),
             "is missing",
             why="the model's script looks it up without a default",
             remedy=did_you_mean(near) or "add it, if need be with an empty value",
@@ -98,8 +96,7 @@ def check_script(model: Model, script: Script, report: Report) -> None:
         for name in sorted(wanted - set(there)):
             report.error(
                 "missing-tensor",
-                model.path,
-                f"{kind} {name}",
+                (model.path, f"{kind} {name}"),
                 "is missing",
                 why="the model's script looks its type up when it is loaded",
                 remedy=did_you_mean(nearest(name, there)) or "take the tensors of the script's own template",
@@ -116,10 +113,10 @@ def _tree(path: Path, report: Report) -> ast.Module | None:
         # Not reported: a newer Python allows more inside f-strings than this one.
         if "f-string" not in str(error.msg):
             report.error(
-                "model-script", path, f"line {error.lineno}", "is not Python", why=str(error.msg), remedy="replace it"
+                "model-script", (path, f"line {error.lineno}"), "is not Python", why=str(error.msg), remedy="replace it"
             )
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        report.error("model-script", path, "", "cannot be read", why=str(error))
+        report.error("model-script", path, "cannot be read", why=str(error))
     return None
 
 
@@ -131,14 +128,13 @@ def _check_main(tree: ast.Module, path: Path, folder: Path, report: Report) -> N
         report.error(
             "model-script",
             path,
-            "",
             f"has no class {CLASS}",
             why="the Python backend makes one",
             remedy=did_you_mean(nearest(CLASS, names)),
         )
     if not tree.body:
         report.warning(
-            "model-script", path, "", f"holds no code, and no class {CLASS}", "the Python backend runs it",
+            "model-script", path, f"holds no code, and no class {CLASS}", "the Python backend runs it",
             "check the repository where the script is, or copy it here",
         )  # fmt: skip
     for node in tree.body:
@@ -155,8 +151,7 @@ def _check_import(node: ast.stmt, module: str, path: Path, folder: Path, report:
     if not target.with_suffix(".py").is_file() and not target.is_dir():
         report.error(
             "script-import",
-            path,
-            f"line {node.lineno}",
+            (path, f"line {node.lineno}"),
             f"imports {module}, and {target.relative_to(folder).with_suffix('.py')} is not beside it",
             remedy="copy it from the same template",
         )

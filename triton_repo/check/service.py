@@ -27,7 +27,6 @@ def check_text(models: dict[str, Model], scripts: dict[str, Script], report: Rep
         if model.role in _RETURNING and model.decoupled and script.real and not script.sends:
             report.error(
                 "decoupled",
-                model.path,
                 model.at_field("decoupled"),
                 "is true, and the model's script returns its responses",
                 why="the Python backend then fails every request",
@@ -64,7 +63,6 @@ def _find(model: Model, key: str, default: str | None, models: dict[str, Model],
     if name not in models and not (report.repository / name).is_dir():
         report.error(
             "model-missing",
-            model.path,
             model.at_parameter(key),
             f"names the model '{name}', which is not in the repository",
             remedy=did_you_mean(nearest(name, models, 0.6)),
@@ -77,7 +75,6 @@ def _check_called(caller: Model, engine: Model | None, called: Sequence[Model | 
     if engine is not None and engine.decoupled != caller.decoupled:
         report.error(
             "decoupled",
-            caller.path,
             caller.at_field("decoupled"),
             f"is {_word(caller.decoupled)}, and that of {engine.name} is {_word(engine.decoupled)}",
             why="streaming requests fail when they differ",
@@ -87,7 +84,6 @@ def _check_called(caller: Model, engine: Model | None, called: Sequence[Model | 
     if small:
         report.error(
             "batch-size",
-            caller.path,
             caller.at_field("max_batch_size"),
             f"is {caller.batch}, and {small[0].name}, which it calls, takes {small[0].batch}",
             why="larger batches are refused there",
@@ -114,8 +110,7 @@ def _check_asked(caller: Model, engine: Model | None, models: dict[str, Model], 
             if name not in target.outputs() and not report.blames(target.name, name):
                 report.error(
                     "missing-tensor",
-                    target.path,
-                    f"output {name}",
+                    (target.path, f"output {name}"),
                     "is missing",
                     why=f"the script of {caller.name} asks for it, and Triton refuses the request",
                     remedy="take configuration and scripts of one release",
@@ -135,10 +130,10 @@ def check_instances(
         why, remedy = "the parts of a stream would meet different instances", "give one instance, of KIND_CPU"
         if model.instances > 1:
             told = f"is {model.instances}, and the model keeps the text of streams so far"
-            report.error("instances", model.path, model.at_field("count"), told, why, remedy)
+            report.error("instances", model.at_field("count"), told, why, remedy)
         elif any(of_gpu(group) and len(group.gpus) != 1 for group in model.config.instance_group):
             told = "is of KIND_GPU, which makes an instance on each GPU"
-            report.warning("instances", model.path, model.at_field("instance_group"), told, why, remedy)
+            report.warning("instances", model.at_field("instance_group"), told, why, remedy)
     if model.role != "engine":
         return
     world = engine.world_size if engine is not None else None
@@ -149,7 +144,6 @@ def check_instances(
     if model.instances > 1 and not text and not shared:
         report.error(
             "instances",
-            model.path,
             model.at_field("count"),
             f"is {model.instances}, and gpu_device_ids has no value",
             why="every instance would load the engine on the same GPUs",
@@ -162,7 +156,6 @@ def check_instances(
         if numbers and len(numbers) != model.instances:
             report.error(
                 "gpu-ids",
-                model.path,
                 model.at_parameter(name),
                 f"has {len(numbers)} list(s), and the model {model.instances} instance(s)",
                 why="instances would share some, or leave some unused",
@@ -173,7 +166,6 @@ def check_instances(
     if nodes is not None and world is not None and nodes > world and not model.python_runtime:
         report.error(
             "gpu-ids",
-            model.path,
             model.at_parameter("num_nodes"),
             f"is {nodes:g}, and the engine has {world} rank(s)",
             why="each node needs a rank",
@@ -184,7 +176,6 @@ def check_instances(
         if wrong is not None:
             report.error(
                 "gpu-ids",
-                model.path,
                 model.at_parameter(name),
                 f"lists {len(wrong)} of them, and the engine has {world} rank(s)",
                 why="each rank needs one",
@@ -200,7 +191,6 @@ def check_present(model: Model, groups: Sequence[Sequence[int]], here: int, repo
     if beyond is not None:
         report.error(
             "gpu-ids",
-            model.path,
             model.at_parameter("gpu_device_ids"),
             f"names GPU {beyond}, and this machine has {here}",
             remedy=f"name {', '.join(map(str, range(here)))}" if here else "serve it elsewhere",
@@ -214,7 +204,6 @@ def check_apart(model: Model, groups: Sequence[Sequence[int]], report: Report) -
     if twice is not None and model.instances == len(groups):
         report.warning(
             "gpu-ids",
-            model.path,
             model.at_parameter("gpu_device_ids"),
             f"names GPU {twice} for several instances",
             why="each instance loads the engine into its memory",
@@ -233,7 +222,6 @@ def _check_group_gpus(model: Model, here: int, report: Report) -> None:
         if told and (of_gpu(group) or beyond):
             report.error(
                 "instance-group",
-                model.path,
                 model.at_field("instance_group"),
                 told,
                 why="Triton refuses the model",
@@ -261,7 +249,6 @@ def check_sharing(models: dict[str, Model], report: Report) -> None:
             if total > _WHOLE and not capped:
                 report.warning(
                     "shared-gpu",
-                    model.path,
                     model.at_parameter("kv_cache_free_gpu_mem_fraction"),
                     f"is {_share(model):g}, and {other.name} takes {_share(other):g} on the same GPU",
                     why="whichever loads last finds too little memory",

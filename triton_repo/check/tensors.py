@@ -64,12 +64,11 @@ def _check_names(model: Model, kind: str, declared: dict[str, Any], side: dict[s
         if near:
             absent.remove(near)
             what = "the backend passes it over" if kind == "input" else "the backend never writes it"
-            report.error("unknown-tensor", model.path, where, "is none that the model knows", what, did_you_mean(near))
+            report.error("unknown-tensor", where, "is none that the model knows", what, did_you_mean(near))
             report.blame(model.name, name, near)
         elif model.role == "engine" and not model.python_runtime:
             report.warning(
                 "unknown-tensor",
-                model.path,
                 where,
                 "is none that the backend knows",
                 why="it is passed over" if kind == "input" else "it is never written",
@@ -79,8 +78,7 @@ def _check_names(model: Model, kind: str, declared: dict[str, Any], side: dict[s
         if side[name].must and whole and not report.blames(model.name, name):
             report.error(
                 "missing-tensor",
-                model.path,
-                f"{kind} {name}",
+                (model.path, f"{kind} {name}"),
                 "is missing",
                 why="the model cannot answer without it",
                 remedy="declare it",
@@ -94,7 +92,6 @@ def _check_form(model: Model, kind: str, tensor: Any, fact: Tensor, report: Repo
     if declared not in fact.type and not any(declared == _ALIKE.get(one) for one in fact.type):
         report.error(
             "tensor-type",
-            model.path,
             where,
             f"has the type TYPE_{declared}",
             why="the backend reads it as another" if kind == "input" else "the backend writes another",
@@ -104,7 +101,6 @@ def _check_form(model: Model, kind: str, tensor: Any, fact: Tensor, report: Repo
     elif not any(_fits(tuple(tensor.dims), dims) for dims in fact.dims):
         report.error(
             "tensor-shape",
-            model.path,
             where,
             f"has the dims {list(tensor.dims)}",
             why="the backend reads it in another shape" if kind == "input" else "the backend writes another shape",
@@ -114,7 +110,6 @@ def _check_form(model: Model, kind: str, tensor: Any, fact: Tensor, report: Repo
     if kind == "input" and not tensor.optional and not fact.required:
         report.warning(
             "required-input",
-            model.path,
             where,
             "is not optional",
             why="Triton then refuses every request without it",
@@ -148,7 +143,6 @@ def _check_release(model: Model, known: facts.Tensors, release: Release, report:
         names = ", ".join(name for _, name, _ in early[:3])
         report.error(
             "template-release",
-            model.path,
             model.at_tensor(early[0][0], early[0][1]),
             f"is of TensorRT-LLM {newest[0]}.{newest[1]} or newer, and the repository is served by {release.told()}",
             why=f"its backend does not know {names}",
@@ -160,7 +154,6 @@ def _check_release(model: Model, known: facts.Tensors, release: Release, report:
         old = next((one for one, other in known.inputs.items() if other.renamed == name), None)
         report.error(
             "renamed-tensor" if old else "template-release",
-            model.path,
             model.at_tensor(kind, name),
             f"is unknown to {release.told()}",
             why=f"it came with {fact.since}, and the backend passes it over",
@@ -170,7 +163,6 @@ def _check_release(model: Model, known: facts.Tensors, release: Release, report:
         names = " and ".join(f"{name} is {fact.renamed} now" for _, name, fact in gone)
         report.error(
             "template-release",
-            model.path,
             model.at_tensor(gone[0][0], gone[0][1]),
             f"is of TensorRT-LLM 0.19 or older, and the repository is served by {release.told()}",
             why=f"{names}, and the backend passes the old ones over",
@@ -181,7 +173,6 @@ def _check_release(model: Model, known: facts.Tensors, release: Release, report:
     for kind, name, fact in gone:
         report.error(
             "renamed-tensor",
-            model.path,
             model.at_tensor(kind, name),
             f"has another name in {release.told()}",
             why="the backend passes it over without a word",
@@ -198,7 +189,6 @@ def _check_logits(model: Model, report: Report) -> None:
         told = " and ".join(f"{one} is {word}" for one, word in found.items())
         report.error(
             "logits-type",
-            model.path,
             model.at_tensor("output", "context_logits"),
             "is of another type than other logits",
             why=told,
@@ -216,7 +206,6 @@ def _check_client_names(model: Model, known: dict[str, Tensor], script: Script, 
             if wrong in model.inputs() and wrong not in script.words and right in script.words:
                 report.error(
                     "renamed-tensor",
-                    model.path,
                     model.at_tensor("input", wrong),
                     "is not read by the model's script",
                     why="it is of another release's template",

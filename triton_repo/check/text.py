@@ -39,22 +39,21 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
     try:
         text = read_text(path)
     except UnicodeDecodeError as error:
-        report.error("config-unreadable", path, "", "is not UTF-8", why=str(error))
+        report.error("config-unreadable", path, "is not UTF-8", why=str(error))
         return "", None
     except ValueError as error:
-        report.error("config-unreadable", path, "", "cannot be read", why=str(error))
+        report.error("config-unreadable", path, "cannot be read", why=str(error))
         return "", None
     except OSError as error:
-        report.error("config-unreadable", path, "", "cannot be read", why=error.strerror or str(error))
+        report.error("config-unreadable", path, "cannot be read", why=error.strerror or str(error))
         return "", None
     if not text.strip():
-        report.error("config-unreadable", path, "", "is empty", remedy="copy it from its template again")
+        report.error("config-unreadable", path, "is empty", remedy="copy it from its template again")
         return text, None
     if text.startswith("\ufeff"):
         report.error(
             "config-unreadable",
             path,
-            "",
             "begins with a byte order mark",
             why="Triton's parser knows none",
             remedy="save it as UTF-8 without one",
@@ -67,8 +66,7 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
         offset, first = bare[0]
         report.error(
             "placeholder",
-            path,
-            _place(text, offset + first.start()),
+            (path, _place(text, offset + first.start())),
             f"still holds the placeholder {', '.join(names[:NAMED])}{more}",
             why="it stands without quotes, so the file is not a model configuration",
             remedy="fill it in (fill_template.py passes over names it does not know)",
@@ -86,18 +84,15 @@ def parse(path: Path, report: Report) -> tuple[str, Any | None]:
         what = re.sub(r"^\d+:\d+ : (?:'.*?': )?", "", str(error), flags=re.DOTALL)
         report.error(
             "syntax",
-            path,
-            f"line {line}, column {column}" if line is not None else "",
+            (path, f"line {line}, column {column}" if line is not None else ""),
             "is not a model configuration",
             why=what,
             remedy=_remedy(what),
         )
     except (DeprecationWarning, SyntaxWarning) as error:
-        report.error(
-            "syntax", path, "", "is not a model configuration", why=str(error), remedy="write a backslash as \\\\"
-        )
+        report.error("syntax", path, "is not a model configuration", why=str(error), remedy="write a backslash as \\\\")
     except (RecursionError, ValueError, TypeError) as error:
-        report.error("syntax", path, "", "is not a model configuration", why=type(error).__name__)
+        report.error("syntax", path, "is not a model configuration", why=type(error).__name__)
     return text, None
 
 

@@ -80,24 +80,23 @@ def _folder(
     if place.absent and (own or not may_be_hub_id(text, repository)):
         # The hub's oldest models have names of one word, such as gpt2.
         add = report.warning if text.isalnum() and not own else report.error
-        add("tokenizer-folder", model.path, where, f"{named}, which is not there", place.why)
+        add("tokenizer-folder", where, f"{named}, which is not there", place.why)
         return None
     if folder is None:
-        tell_not_here(model.path, where, text, report, hub=place.absent)
+        tell_not_here(where, text, report, hub=place.absent)
         return None
     if not folder.is_dir():
-        report.error("tokenizer-folder", model.path, where, f"{named}, which is not a folder", remedy="name its folder")
+        report.error("tokenizer-folder", where, f"{named}, which is not a folder", remedy="name its folder")
         return None
     names = {path.name for path in folder.iterdir()}
     wanted = FILES[:1] if own else (*FILES, *SETTINGS)
     if not names & set(wanted):
         if place.mapped and not own:  # the container may have another folder mounted there
-            tell_not_here(model.path, where, text, report)
+            tell_not_here(where, text, report)
             return None
         inner = sorted(path.parent.name for path in folder.glob(f"*/{FILES[0]}"))
         report.error(
             "tokenizer-folder",
-            model.path,
             where,
             f"{named}, which holds no tokenizer" if not own else f"{named}, which has no {FILES[0]}",
             why=f"none of {', '.join(FILES[:3])} is in it" if not own else "the model's script reads that file only",
@@ -111,7 +110,7 @@ def _folder(
         lacks = "vocab.json and no merges.txt"
     if lacks is not None:
         report.warning(
-            "tokenizer-folder", model.path, where, f"{named}, which has {lacks}",
+            "tokenizer-folder", where, f"{named}, which has {lacks}",
             "most tokenizers need more", "copy the model's tokenizer files into it",
         )  # fmt: skip
     return folder
@@ -133,8 +132,7 @@ def _check_folder(folder: Path, model: Model, report: Report) -> Vocabulary | No
     if (bare or settings.keys() & {"bos_token", "unk_token", "pad_token"}) and all(end in (None, "") for end in ends):
         report.warning(
             "tokenizer-end",
-            folder / "tokenizer_config.json",
-            "eos_token",
+            (folder / "tokenizer_config.json", "eos_token"),
             "is missing",
             why="generation then runs to max_tokens",
             remedy="name the model's end-of-sequence token",
@@ -175,22 +173,21 @@ def _vocabulary(
             add = report.error if name == "eos_token" else report.warning
             why = "generation does not end with it" if name == "eos_token" else "it is another model's"
             told, remedy = f"is '{word}', which is not in the vocabulary", "copy the model's tokenizer again"
-            add("tokenizer-end", folder / file, name, told, why, remedy)
+            add("tokenizer-end", (folder / file, name), told, why, remedy)
             break
     ends, pad = generation.get("eos_token_id"), generation.get("pad_token_id")
     place = folder / GENERATION
     listed = ends if isinstance(ends, list) else [ends]
     if any(not isinstance(end, int) for end in listed if ends is not None):
         remedy = "give one id, or a list of ids"
-        report.error("tokenizer-end", place, "eos_token_id", f"is {ends!r}, which is no id", remedy=remedy)
+        report.error("tokenizer-end", (place, "eos_token_id"), f"is {ends!r}, which is no id", remedy=remedy)
     found = tuple(end for end in listed if isinstance(end, int))
     end = next((ids.get(_content(source.get(name)) or "") for _, source, name in stated if name == "eos_token"), None)
     highest = max(ids.values(), default=-1) + 1
     if end is not None and found and end not in found and max(found) < highest:
         report.warning(
             "tokenizer-end",
-            place,
-            "eos_token_id",
+            (place, "eos_token_id"),
             f"is {', '.join(map(str, found))}, and the tokenizer's eos_token has the id {end}",
             why="one of the two is of another model",
             remedy="copy both from the engine's model",
@@ -212,20 +209,20 @@ def _json(path: Path, report: Report) -> dict[str, Any]:
     found, remedy = damage(path), "copy the model's tokenizer again"
     if found is not None:
         add = report.warning if found == EMPTY and path.name != FILES[0] else report.error
-        add("tokenizer-damaged", path, "", found, remedy=remedy)
+        add("tokenizer-damaged", path, found, remedy=remedy)
         return {}
     try:
         value = load_json(path)
     except TooLarge as error:
-        report.warning("tokenizer-damaged", path, "", "is not looked at", why=str(error))
+        report.warning("tokenizer-damaged", path, "is not looked at", why=str(error))
         return {}
     except (OSError, ValueError) as error:
-        report.error("tokenizer-damaged", path, "", "is not JSON", why=str(error), remedy=remedy)
+        report.error("tokenizer-damaged", path, "is not JSON", why=str(error), remedy=remedy)
         return {}
     whole = isinstance(value, dict) and (path.name != FILES[0] or isinstance(value.get("model"), dict))
     if not whole:
         told = "has no model" if isinstance(value, dict) else f"holds a {type(value).__name__}, not a mapping"
-        report.error("tokenizer-damaged", path, "", told, why="the tokenizer is not in it", remedy=remedy)
+        report.error("tokenizer-damaged", path, told, why="the tokenizer is not in it", remedy=remedy)
     return value if whole else {}
 
 
@@ -243,7 +240,6 @@ def _check_same(found: dict[str, tuple[Model, Path]], given: dict[str, tuple[Mod
             if _differ(found[role][1], found[first][1]):
                 report.error(
                     "tokenizers-differ",
-                    model.path,
                     where,
                     f"holds another tokenizer than that of {other.name}",
                     why="text would be encoded by one and decoded by the other",
@@ -252,7 +248,6 @@ def _check_same(found: dict[str, tuple[Model, Path]], given: dict[str, tuple[Mod
         elif not HUB_ID.fullmatch(text) and not HUB_ID.fullmatch(base):
             report.warning(
                 "tokenizers-differ",
-                model.path,
                 where,
                 f"is '{text}', and that of {other.name} is '{base}'",
                 why="both have to be the same tokenizer",

@@ -44,7 +44,7 @@ def check_whole(rule: str, paths: Iterable[Path], report: Report) -> bool:
         found = damage(path)
         if found:
             sound = False
-            report.error(rule, path, "", found, why="the server reads it", remedy="fetch or copy it again")
+            report.error(rule, path, found, why="the server reads it", remedy="fetch or copy it again")
     return sound
 
 
@@ -55,6 +55,6 @@ def check_leftovers(rule: str, folder: Path, report: Report) -> None:
     if left:
         more = f", as {len(left) - 1} more" if len(left) > 1 else ""
         report.warning(
-            rule, left[0], "", f"is a download that did not end{more}", why="what it was to be may be missing or old",
+            rule, left[0], f"is a download that did not end{more}", why="what it was to be may be missing or old",
             remedy="fetch the folder again, and delete it",
         )  # fmt: skip

@@ -28,16 +28,11 @@ class MockServerProcess:
         """Start on free ports of 127.0.0.1 and wait until it listens; it writes `truth` on exit. Raises HostError."""
         command = [*python_command(MODULE), "--truth", str(truth)]
         command += ["--ttft-ms", repr(timing.ttft_s * 1e3), "--itl-ms", repr(timing.itl_s * 1e3)]
-        command += [
-            "--tokens-per-response",
-            str(timing.tokens_per_response),
-            "--prefill-ms",
-            repr(timing.prefill_s * 1e3),
-        ]
+        command += ["--tokens-per-response", str(timing.tokens_per_response)]
+        command += ["--prefill-ms", repr(timing.prefill_s * 1e3)]
         command += [] if cpu is None else ["--cpu", str(cpu)]
         pipe = subprocess.PIPE
-        # The process ends when its standard input is closed, and so with this process, however this one ends.
-        process = subprocess.Popen([*command, "--lifeline"], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:

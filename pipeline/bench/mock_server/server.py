@@ -14,7 +14,6 @@ import gc
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,8 +97,6 @@ async def _serve(timing: Timing, chosen: argparse.Namespace) -> list[Truth]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
-    if chosen.lifeline:
-        loop.add_reader(sys.stdin.fileno(), ended.set)
     server = await MockServer.start(timing, host=chosen.host, grpc_port=chosen.grpc_port, http_port=chosen.http_port)
     # A garbage collection during the run would make tokens late, and nothing here needs one.
     gc.collect()
@@ -124,7 +121,6 @@ def main() -> None:
     options.add_argument("--http-port", type=int, default=0)
     options.add_argument("--cpu", type=int, help="the core to stay on")
     options.add_argument("--truth", type=Path, help="where to write what happened")
-    options.add_argument("--lifeline", action="store_true", help="end when the standard input does")
     chosen = options.parse_args()
     loop = uvloop.new_event_loop()
     try:

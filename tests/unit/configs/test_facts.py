@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,6 @@ from trtpipe.configs.facts import find_gpu, find_model, find_shape, load_gpus, l
 from trtpipe.configs.read import ConfigError, read_yaml
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource
-
-
-@pytest.fixture
-def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of configs/ that a test may spoil."""
-    folder = tmp_path / "configs"
-    shutil.copytree(config.CONFIGS, folder)
-    monkeypatch.setattr(config, "CONFIGS", folder)
-    return folder
 
 
 def rewrite(path: Path, old: str, new: str) -> None:

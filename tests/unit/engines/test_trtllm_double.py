@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import factories
 from tests.support.doubles import trtllm_build
 from tests.support.factories import hf_folder
 from trtpipe.engines.base import DataType, Mapping
@@ -27,25 +28,7 @@ from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # Sizes that INT4 in groups of 64 can be cut in two by; three layers, which two stages share unevenly.
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    dtype=DataType.BFLOAT16,
-    vocab_size=300,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_size=32,
-    hidden_act="silu",
-    norm_epsilon=1e-5,
-    max_position_embeddings=256,
-    rotary_base=10000.0,
-    rotary_scaling=None,
-    tie_word_embeddings=False,
-    attn_bias=False,
-    mlp_bias=False,
-)
+MODEL = replace(factories.MODEL, hidden_size=128, intermediate_size=256, num_hidden_layers=3, head_size=32)
 ONE, TWO = Mapping(), Mapping(tp_size=2)
 FP8 = Quantization(quant_algo=QuantAlgo.FP8)
 FP8_KV = Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtpipe.configs import facts as config
 from trtpipe.configs.read import ConfigError
 from trtpipe.engines.errors import StageFailed
 from trtpipe.pipeline.execution import diagnosis
@@ -560,15 +558,6 @@ E1120 10:02:11.112211 331 instance_state.cc:88] "Trying to stop a request but re
 EXCERPTS: dict[Where, dict[str, str]] = {"build": BUILD, "serve": SERVE}
 CASES = [(where, name) for where, excerpts in EXCERPTS.items() for name in excerpts]
 WHERES: tuple[Where, ...] = get_args(Where)
-
-
-@pytest.fixture
-def facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of configs/ that a test may spoil."""
-    folder = tmp_path / "configs"
-    shutil.copytree(config.CONFIGS, folder)
-    monkeypatch.setattr(config, "CONFIGS", folder)
-    return folder
 
 
 @pytest.mark.parametrize("where", WHERES)

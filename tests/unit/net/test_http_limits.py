@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.attacks.registry_servers import Answer, Request, serving
+from tests.attacks.registry_servers import Answer, Request, drip, serving
 from trtpipe.pipeline.net import http_limits
 from trtpipe.pipeline.net.http_limits import AnswerRefused, LimitedClient, patience
 
@@ -50,12 +49,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_limits, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(http_limits, "ANSWER_SECONDS", 0.6)
     monkeypatch.setattr(http_limits, "SLOWEST", 1000)
-
-
-def drip(pieces: Iterable[bytes], seconds: float) -> Iterator[bytes]:
-    for piece in pieces:
-        yield piece
-        time.sleep(seconds)
 
 
 def test_https_does_not_lead_to_http(tls: ssl.SSLContext) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.repository_changes import (
+    A100,
+    H100,
     PYTHON_RUNTIME,
     Change,
     both,
@@ -31,11 +32,8 @@ from tests.support.repository_changes import (
 )
 from tests.support.triton_repositories import Repository, inflight, llmapi
 from trtpipe.configs.facts import find_toolchain
-from trtpipe.engines.nvidia import Gpu
 from trtpipe.triton_repo.check import RULES, check_repository
 
-H100 = Gpu(index=0, name="NVIDIA H100", sm=90, driver="590.44.01", total_mib=81920, used_mib=0)
-A100 = replace(H100, name="NVIDIA A100", sm=80)
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4977\n"
 PAGE = "<!DOCTYPE html>\n<html><body>Sign in</body></html>\n"
 TEXTS = ("preprocessing", "postprocessing")

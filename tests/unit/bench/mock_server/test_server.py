@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 import httpx
+import psutil
 import pytest
 from hpack import Decoder, Encoder
 from hypothesis import given
@@ -1069,12 +1072,15 @@ def test_a_process_serves_and_says_what_it_did(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), tmp_path / "truth")
-    process = server._process
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(60) == 0
-    process.stdout.close(), process.stderr.close()  # type: ignore[union-attr]
+    code = (
+        f"import os, pathlib; from {MockServerProcess.__module__} import MockServerProcess, Timing; "
+        f"truth = pathlib.Path({str(tmp_path / 'truth')!r}); "
+        "server = MockServerProcess.start(Timing(ttft_s=0.01, itl_s=0.002), truth); "
+        "print(server.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(60)
 
 
 @pytest.mark.loopback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -48,7 +48,7 @@ STATIC = {"attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj"}
 
 
 # ModelOpt, and torch under it, warn of many things that are not ours.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -58,15 +58,6 @@ def imported() -> None:
 
     if importlib.util.find_spec("modelopt") is not None:
         import modelopt.torch.quantization  # noqa: F401
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def save_llama(folder: Path, *, dtype: torch.dtype, **changes: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import factories
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import CheckpointError, config_json, parse_config, read_config
 from trtpipe.engines.checkpoint.layout import plan_rank, rank_file, source_shapes
@@ -17,25 +18,7 @@ from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
 
 # 4 heads of 8 over 2 key/value heads; a vocabulary of 11 that no tp divides.
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    dtype=DataType.BFLOAT16,
-    vocab_size=11,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_size=8,
-    hidden_act="silu",
-    norm_epsilon=1e-5,
-    max_position_embeddings=256,
-    rotary_base=10000.0,
-    rotary_scaling=None,
-    tie_word_embeddings=False,
-    attn_bias=False,
-    mlp_bias=False,
-)
+MODEL = dataclasses.replace(factories.MODEL, vocab_size=11, num_hidden_layers=3)
 
 
 def model(**overrides: Any) -> ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.factories import CONFIG, hf_folder
+from tests.support.factories import CONFIG, MODEL, hf_folder
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.folder import NotALlama, locate_tensors, read_model_config, require_tokenizer
@@ -54,25 +54,7 @@ def edit_index(folder: Path, name: str, shard: str) -> None:
 
 
 def test_every_field_under_tensorrt_llms_name(folder: Path) -> None:
-    assert config(folder) == ModelConfig(
-        architecture="LlamaForCausalLM",
-        dtype=DataType.BFLOAT16,
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_size=8,
-        hidden_act="silu",
-        norm_epsilon=1e-5,
-        max_position_embeddings=256,
-        rotary_base=10000.0,
-        rotary_scaling=None,
-        tie_word_embeddings=False,
-        attn_bias=False,
-        mlp_bias=False,
-    )
+    assert config(folder) == MODEL
 
 
 def test_what_transformers_leaves_out_has_its_default(folder: Path) -> None:

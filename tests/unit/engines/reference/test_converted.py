@@ -7,7 +7,6 @@ not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from trtpipe.engines.engine_process.request import Output, Request
 from trtpipe.engines.hf.folder import INDEX_NAME
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.reference.runtime import Runtime
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 101
 LIMIT = 64
@@ -136,15 +137,6 @@ CASES: dict[str, Case] = {
     # Three rows to a rank: the last one has nothing but zeros.
     "a rank without a word": Case(config={"vocab_size": 9}, tp=4, embedding=VOCABULARY),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # (configuration class, model class) by family

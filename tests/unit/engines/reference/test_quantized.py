@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ BUILD: dict[str, Any] = {
     "max_beam_width": 1,
     "plugin_config": {"tokens_per_block": 4},
 }
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = tuple((7 * i + 3) % 50 for i in range(30))
 GROUP = 16
 # How far logits may be from the float model's, relative to their norm.
@@ -56,15 +58,6 @@ ERROR = {
 # Same arithmetic on every rank: no scale depends on the slice.
 SHARED_SCALES = [QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ]
 KV_SCALE = {KvCacheQuantAlgo.FP8: 0.25, KvCacheQuantAlgo.INT8: 5 / 127}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def float_tensors() -> dict[str, torch.Tensor]:

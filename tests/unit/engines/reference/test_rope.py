@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from trtpipe.engines.base import DataType, Mapping
+from tests.support.factories import CHECKPOINT
 from trtpipe.engines.checkpoint.config import CheckpointError
 from trtpipe.engines.model_config import CheckpointConfig
 from trtpipe.engines.reference.rope import inverse_frequencies, rotary_tables
@@ -17,24 +18,10 @@ LONGROPE = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [4
 
 
 def config(scaling: dict[str, Any] | None, base: float = 10000.0, limit: int = 256) -> CheckpointConfig:
-    return CheckpointConfig(
-        architecture="LlamaForCausalLM",
-        dtype=DataType.FLOAT32,
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_size=16,
-        norm_epsilon=1e-5,
-        max_position_embeddings=limit,
-        rotary_base=base,
+    return replace(
+        CHECKPOINT, hidden_size=64, head_size=16, max_position_embeddings=limit, rotary_base=base,
         rotary_scaling=scaling,
-        attn_bias=False,
-        tie_word_embeddings=False,
-        mapping=Mapping(),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from trtpipe.engines.engine_process.request import FloatArray, Output, Request, 
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.sampling import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB = 101
 LLAMA3 = {
@@ -53,15 +55,6 @@ PROMPTS = [
     tuple((11 * i) % VOCAB for i in range(17)),
 ]
 NEW = 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from threads, and lose much on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
