@@ -129,8 +129,13 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     elif HUB_ID.fullmatch(name) and path.suffix != ".gguf":
         short, chosen = name.split("/")[1], HubSource(repo_id=name)
     else:
-        why = "no such file or folder either" if "/" in name or name.startswith(".") else ""
-        raise UsageError(f"unknown model '{name}'", why=why, remedy=suggestion(name, names))
+        if "/" in name or name.startswith(".") or path.suffix == ".gguf":
+            raise UsageError(
+                f"unknown model '{name}'",
+                why="it is neither a folder nor a .gguf file" if path.exists() else "no such file or folder either",
+                remedy="check the path, or take a name of `trtpipe models`",
+            )
+        raise UsageError(f"unknown model '{name}'", remedy=suggestion(name, names))
     if source is not None and source != chosen.kind:
         raise UsageError(f"--source {source} does not apply to '{name}'", why=f"it is a {chosen.kind} source itself")
     if revision is not None:

@@ -33,7 +33,9 @@ def read_yaml(path: Path, *, repeats: bool = False) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not a mapping")
+        raise ConfigError(
+            f"{path} holds a {type(value).__name__}, not a mapping", remedy="write it as lines of `name: value`"
+        )
     return value
 
 

@@ -49,6 +49,11 @@ class RunFolder:
         path = self.path / "plan.json"
         return read_spec(read_json(path, "plan"), f"plan {path}")
 
+    @property
+    def rebuild(self) -> str:
+        """What a message says to do about an artefact that is missing: the command that makes this target again."""
+        return f"run `trtpipe build --recipe {self.path / 'plan.json'}`"
+
     def last(self, stage: str) -> Record | None:
         """The record of the stage's last artefact; None where there is none that this version can read."""
         found = self._entries().get(stage)
@@ -120,7 +125,7 @@ class RunFolder:
         link = self.path / makes
         if not link.is_dir():
             raise InputDataError(
-                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy="run `trtpipe build`"
+                f"{self.path} has no {makes}", why="the stage that makes it has not run", remedy=self.rebuild
             )
         return link.resolve()
 

@@ -71,7 +71,10 @@ def inspect(folder: Path) -> Inspection:
     """Inspect `folder`. Raises InputDataError when it is neither kind of checkpoint."""
     path = folder / "config.json"
     if not path.is_file():
-        raise InputDataError(f"{folder} is not a checkpoint", why="it has no config.json")
+        raise InputDataError(
+            f"{folder} is not a checkpoint",
+            why="it has no config.json" if folder.is_dir() else "there is no such folder",
+        )
     raw = read_config_json(path, "config")
     if "architectures" in raw:
         return _huggingface(folder, raw)

@@ -33,8 +33,11 @@ LINUX = sys.platform == "linux"
 SEARCH_SECONDS = 30.0
 # Options for the fields of a load. `requests` is a word too: a field only beside the other, or before "is".
 FLAGS = {
+    "^options: ": "",
     r"requests (and|or) duration_s": r"--requests \1 --duration",
-    r"requests is": "--requests is",
+    "(requests|concurrency|rate) is": r"--\1 is",
+    "input_tokens '": "--input-tokens '",
+    "output_tokens '": "--output-tokens '",
     "duration_s": "--duration",
     "ramp_s": "--ramp",
     "timeout_s": "--timeout",
@@ -335,7 +338,7 @@ def _load(name: str | None, when: dict[str, Any], what: dict[str, Any]) -> tuple
         when.setdefault("concurrency", [1, *(number for number in (4, 16) if number <= most)])
     with _in_flags():
         load_points = parse_loads(when, "options", Path(), UsageError, _typed)
-    return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
+        return load_points, parse_work(what, "options", Path(), load_points, UsageError, _typed)
 
 
 def _typed(kind: type[Any], data: dict[str, Any], where: str, error: type[TrtpipeError]) -> Any:
@@ -356,7 +359,7 @@ def _in_flags() -> Iterator[None]:
 
 def _flags(words: str) -> str:
     for field, flag in FLAGS.items():
-        words = re.sub(rf"\b{field}\b", flag, words)
+        words = re.sub(rf"\b{field}", flag, words)
     return words
 
 

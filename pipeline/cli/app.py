@@ -211,5 +211,5 @@ def _usage(error: Any) -> TrtpipeError:
         unknown, known = error.message.split("'")[1], list(context.command.commands)
     dashes = "--" if hasattr(error, "possibilities") else ""
     near = [dashes + name for name in nearest(unknown, known)]
-    meant = f", did you mean {' or '.join(near)}?" if near else ""
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
     return UsageError(error.format_message().rstrip(".") + meant, remedy=f"see `{command} --help`")

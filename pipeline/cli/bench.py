@@ -298,7 +298,7 @@ def _measure(options: BenchOptions, served: Served | None, report: Path | None, 
         console.note(line)
     if not as_json:
         console.result(*(search.said() for search in measured.searches))
-        console.result(f"report: {place}  page: {page}")
+        console.result(f"report: {place}", f"page: {page}")
     gc.freeze()  # the process ends, and its last collection would take a tenth of a second
     if measured.interrupted:
         raise KeyboardInterrupt

@@ -146,12 +146,13 @@ def _next(target: str) -> str:
 def _announce(spec: BuildSpec) -> None:
     """Print what was resolved, before anything is done with it."""
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli.console_table import words
 
     console.note(f"target {spec.target}")
     chosen = [value for value in spec.values if console.FLAGS.verbose or value.source != "default"]
     width = max((len(value.name) for value in chosen), default=0)
     for value in chosen:
-        console.note(f"  {value.name:<{width}}  {value.value}  ({value.source})")
+        console.note(f"{words(value.value)}  ({value.source})", head=f"  {value.name:<{width}}  ")
     if len(chosen) < len(spec.values):
         console.note(f"  and {len(spec.values) - len(chosen)} defaults, which `trtpipe settings` prints")
 
@@ -287,7 +288,7 @@ def gc(
 
     store = own_store()
     garbage = find_garbage(store, references(store))
-    if not as_json:
+    if garbage and not as_json:
         console.table(("size", "why", "what"), [(console.size(g.size), g.reason, g.path) for g in garbage])
     if not dry_run:
         remove(garbage, store)

@@ -94,10 +94,10 @@ def traceback(kind: type[BaseException], failure: BaseException, trace: Tracebac
     sys.stderr.write(visible("".join(format_exception(kind, failure, trace))))
 
 
-def note(line: str) -> None:
-    """Print a remark; nothing with --quiet."""
+def note(line: str, *, head: str = "") -> None:
+    """Print a remark; nothing with --quiet. What is folded stands behind `head`."""
     if not FLAGS.quiet:
-        _print(err(), bounded(line), style="dim")
+        _print(err(), bounded(line), style="dim", head=head)
 
 
 def _say(line: str, style: str | None = None) -> None:
@@ -126,13 +126,14 @@ def result(*lines: str, style: str | None = None) -> None:
         _print(out(), one_line(line), style)
 
 
-def _print(where: RichConsole, line: str, style: str | None = None) -> None:
+def _print(where: RichConsole, line: str, style: str | None = None, head: str = "") -> None:
     """Print a line, on a terminal folded at blanks; but a command to copy is left whole."""
     from trtpipe.pipeline.cli.console_table import wrap
 
     fold = where.is_terminal and not line.startswith("next")
-    for part in wrap(line, where.width) if fold else [line]:
-        where.print(part, style=style)
+    for part in wrap(line, where.width - len(head)) if fold else [line]:
+        where.print(head + part, style=style)
+        head = " " * len(head)
 
 
 def result_json(value: Any) -> None:

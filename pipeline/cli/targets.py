@@ -27,7 +27,7 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         console.result_json([dataclasses.asdict(one) for one in found])
     elif not found:
-        console.result("there is no target in ./runs", "next: trtpipe build")
+        console.result("there is no target in ./runs", "next: trtpipe build --recipe smollm2-cpu")
     else:
         now = time.time()
         rows = [

@@ -90,7 +90,8 @@ def translated(url: str) -> Iterator[None]:
     except (TrtpipeError, MemoryError, AssertionError):
         raise
     except PermissionError as error:
-        raise HostError(f"{url} does not let you", why=_words(error), remedy="check your credentials for it") from None
+        check = "its permissions" if "://" not in url else "your credentials for it"
+        raise HostError(f"{url} does not let you", why=_words(error), remedy=f"check {check}") from None
     except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
         raise HostError(f"{url} takes too long to answer", remedy="try again later") from None
     except OSError as error:

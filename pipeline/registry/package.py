@@ -231,12 +231,12 @@ def _made(stage: Stage, run: RunFolder, store: Store, verify: bool) -> Artefact:
         raise InputDataError(
             f"{run.path} has no {stage.makes}",
             why=f"its {stage.name} stage has not run to its end",
-            remedy="run `trtpipe build` again",
+            remedy=run.rebuild,
         )
     artefact = run.find(stage.name, store, verify=verify)
     if artefact is None:
         why = run.fault(stage.name, store, verify=verify) or f"{store.home} has it no longer"
-        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy="run `trtpipe build` again")
+        raise InputDataError(f"{run.path} has lost its {stage.makes}", why=why, remedy=run.rebuild)
     return artefact
 
 

@@ -57,11 +57,9 @@ def statement(run: RunFolder, store: Store) -> Statement:
         elif found is not None:
             known[stage.makes] = _entry(stage.makes, found.manifest)
         elif known.get(stage.makes, {}).get("annotations", {}).get("key") != record.key:
-            raise InputDataError(
-                f"the {stage.makes} of {run.path.name} is no longer in the store", remedy="run `trtpipe build` again"
-            )
+            raise InputDataError(f"the {stage.makes} of {run.path.name} is no longer in the store", remedy=run.rebuild)
     if not known:
-        raise InputDataError(f"{run.path} has no artefacts", remedy="run `trtpipe build` first")
+        raise InputDataError(f"{run.path} has no artefacts", remedy=run.rebuild)
     makers = {stage.makes for stage in stages_of(spec)}
     for makes, entry in known.items():
         untold = (entry["annotations"]["record"]["inputs"].keys() & makers) - known.keys()

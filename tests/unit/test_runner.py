@@ -241,7 +241,8 @@ def test_what_has_not_run_has_no_link(model: Path, store: Store) -> None:
     with pytest.raises(InputDataError) as caught:
         RunFolder.of("tiny.cpu.fp32").linked("repository")
     assert str(caught.value) == (
-        "runs/tiny.cpu.fp32 has no repository: the stage that makes it has not run; run `trtpipe build`"
+        "runs/tiny.cpu.fp32 has no repository: the stage that makes it has not run; "
+        "run `trtpipe build --recipe runs/tiny.cpu.fp32/plan.json`"
     )
 
 

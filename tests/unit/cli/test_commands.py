@@ -334,21 +334,23 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         ("--repetition-penalty", "0", "--repetition-penalty is 0.0; it has to be greater than or equal to 0.01"),
     ):
         assert refused("generate", "Hello", option, value) == told
+    assert run("ls").out.endswith("next: trtpipe build --recipe smollm2-cpu\n")
     assert refused("bench") == "no server is running; run `trtpipe serve`"
     assert refused("bench", "--protocol", "grcp") == "unknown protocol 'grcp'; did you mean 'grpc'?"
     assert refused("bench", "--requests", "1", "--timeout", "0").startswith("--timeout is 0")
-    assert refused("bench", "--rate", "2,4") == ("options: an open loop has no end; give --requests or --duration")
+    assert refused("bench", "--concurrency", "0") == "--concurrency is 0; give 1 or more"
+    assert refused("bench", "--input-tokens", "-3").startswith("--input-tokens '-3' cannot be drawn from")
+    assert refused("bench", "--rate", "2,4") == ("an open loop has no end; give --requests or --duration")
     assert refused("bench", "--rate", "2", "--requests", "9", "--duration", "1") == (
-        "options: both --requests and --duration are given; give one of them"
+        "both --requests and --duration are given; give one of them"
     )
     assert (
-        refused("bench", "--duration", "-1")
-        == "options: --duration is -1; give a positive number of seconds, at most 2,592,000"
+        refused("bench", "--duration", "-1") == "--duration is -1; give a positive number of seconds, at most 2,592,000"
     )
     assert refused("bench", "--concurrency", "4", "--requests", "5") == (
-        "options: 5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
+        "5 requests are too few for a throughput at concurrency 4; give at least 8, twice the concurrency"
     )
-    assert refused("bench", "--requests", "0") == "options: --requests is 0; give 1 or more"
+    assert refused("bench", "--requests", "0") == "--requests is 0; give 1 or more"
     assert refused("bench", "--load", "chat", "--duration", "3") == (
         "--load says what --duration would; leave one of them out"
     )
@@ -732,14 +734,20 @@ def test_quiet_prints_results_alone_and_verbose_the_defaults_too(build: Run, mod
     assert ["pp", "1", "(default)"] in [line.split() for line in verbose.err.splitlines()]
     assert "defaults, which" not in verbose.err
     assert ["pp", "1", "(default)"] not in [line.split() for line in build(model).err.splitlines()]
+    assert ["serving.enable_kv_cache_reuse", "yes", "(the", "engine", "can", "do", "it)"] in [
+        line.split() for line in verbose.err.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["biuld"], "No such command 'biuld', did you mean build?; see `trtpipe --help`"),
+        (["biuld"], "No such command 'biuld' (did you mean build?); see `trtpipe --help`"),
         (["clean"], "No such command 'clean'; see `trtpipe --help`"),
-        (["settings", "--modle", "x"], "No such option: --modle, did you mean --model?; see `trtpipe settings --help`"),
+        (
+            ["settings", "--modle", "x"],
+            "No such option: --modle (did you mean --model?); see `trtpipe settings --help`",
+        ),
         (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
     ],
 )

@@ -229,6 +229,15 @@ def test_prose_is_folded_at_blanks_and_a_next_step_is_left_whole(monkeypatch: py
     assert out.getvalue().splitlines() == ["the weights take", "more", "next: trtpipe serve a-long-name"]
 
 
+def test_a_folded_remark_stands_behind_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Terminal()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    console.note("the weights take more", head="gpu   ")
+    assert OWN.sub("", err.getvalue()).splitlines() == ["gpu   the weights", "      take more"]
+
+
 def test_streamed_text_is_as_it_is_but_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"one\ttwo\n{ESC}[2J{RLO}"
     for kind, written in ((Terminal, "one\ttwo\n" + r"\x1b[2J\u202e"), (Pipe, text)):
@@ -280,7 +289,7 @@ def test_an_output_that_lacks_a_character(tmp_path: Path, locale: str, shown: by
         done = subprocess.run([*python_command("trtpipe"), *words], env=environment, capture_output=True, check=False)
         assert done.stderr.isascii()
         assert b"\x1b" not in done.stderr
-        assert shown + b" is not a checkpoint: it has no config.json" in done.stderr.replace(b"\n", b"")
+        assert shown + b" is not a checkpoint: there is no such folder" in done.stderr.replace(b"\n", b"")
     script = (
         r"from trtpipe.pipeline.cli import console; console.prepare(); console.text('\u00b1'); console.result('\u2026')"
     )

@@ -172,7 +172,7 @@ def test_a_mistake_in_a_facts_file_is_named(facts: Path, file: str, old: str, ne
     [
         ("a: [1", "is not YAML: "),
         ("- a\n- b\n", "holds a list, not a mapping"),
-        ("just words", "holds a str, not a mapping"),
+        ("just words", "holds a str, not a mapping; write it as lines of `name: value`"),
         ("a: !!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
         ("a: 1\nb:\n- c: 2\n  d: 3\n  c: 4\n", "is not YAML: 'c' is given twice, on lines 3 and 5"),
         ("{a: 1, a: 1}", "is not YAML: 'a' is given twice, on line 1"),
@@ -252,7 +252,7 @@ def test_a_model_is_a_folder_a_gguf_file_or_a_hub_id(in_folder: Path) -> None:
     ["folder/", "/folder", "./folder/x", "../x/y", "~nobody-of-that-name/x", "folder/x.gguf", "x.gguf", "a/b/c"],
 )
 def test_a_path_that_is_not_there_is_never_taken_for_a_hub_id(in_folder: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"^unknown model '{name}'"):
+    with pytest.raises(UsageError, match=f"^unknown model '{name}': no such file or folder either; check the path"):
         find(name)
 
 

@@ -218,6 +218,8 @@ def test_what_is_not_there(made: tuple[BuildSpec, Store], tmp_path: Path) -> Non
     with pytest.raises(InputDataError, match="cannot be read: No such file"):
         export.unpack(tmp_path / "none.tar", store)
     shutil.rmtree(store.home / "artefacts" / "convert")
-    with pytest.raises(InputDataError, match=r"has lost its checkpoint: .* has it no longer; run `trtpipe build`"):
+    with pytest.raises(
+        InputDataError, match=r"has lost its checkpoint: .* has it no longer; run `trtpipe build --recipe"
+    ):
         export.pack("tiny.h100.bf16", store, tmp_path / "out.tar")
     assert not list(tmp_path.glob("*.tar*"))

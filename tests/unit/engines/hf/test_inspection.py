@@ -316,3 +316,5 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, config: object, tellin
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputDataError, match=telling):
         inspect(tmp_path)
+    with pytest.raises(InputDataError, match="there is no such folder"):
+        inspect(tmp_path / "none")
