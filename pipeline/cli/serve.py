@@ -48,7 +48,7 @@ def serve(
     ] = None,
     allow_model_code: AllowModelCode = False,
     restart: Annotated[
-        int, typer.Option(help="Number of times that a server which ends by itself is started again.")
+        int, typer.Option(min=0, help="Number of times that a server which ends by itself is started again.")
     ] = 0,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the server is ready; `trtpipe stop` ends it.")
