@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -995,6 +996,25 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         process.start(options(tmp_path, port=0), tmp_path / "log")
     assert str(again.value) == str(caught.value)
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.loopback
+def test_a_ctrl_c_while_a_gateway_starts_leaves_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    asleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        started.extend(child.pid for child in psutil.Process().children() if process.alive(child.pid))
+        monkeypatch.setattr(time, "sleep", asleep)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.start(options(folder, port=0), tmp_path / "log")
+    assert len(started) == 1
+    assert not process.alive(started[0])
 
 
 @pytest.mark.loopback
