@@ -50,6 +50,7 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
     finally:  # a Ctrl-C as well: nobody else knows the process yet
         if listens is None:
             end(process.pid)
+            process.wait()
     told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
     if told:
         raise error_from_json(parse_json(told[1]))
