@@ -39,13 +39,15 @@ def starting() -> Iterator[Show]:
         yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
 
 
-def facts(server: Server) -> dict[str, Any]:
+def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
     """A server as `ps --json`, `serve --json` and `stop --json` print it."""
-    gone = server.died is not None
+    from trtpipe.pipeline.serving.servers import state
+
+    now = "stopped" if stopped and server.died is None else state(server)
     return {
         "server": server.name,
-        "state": "died" if gone else "running",
-        "pid": None if gone else server.pid,
+        "state": now,
+        "pid": server.pid if now == "running" else None,
         "http": server.endpoints.http_url,
         "grpc": server.endpoints.grpc_url,
         "metrics": server.endpoints.metrics_url,
@@ -62,11 +64,12 @@ def servers(found: list[Server]) -> None:
     if not found:
         console.result("no server is running")
         return
+    from trtpipe.pipeline.serving.servers import state
+
     rows = [
-        (one.name, "running", one.endpoints.http_url, one.gateway_url) if one.died is None
-        else (one.name, "died", None, None)
+        (one.name, state(one), *((one.endpoints.http_url, one.gateway_url) if one.died is None else (None, None)))
         for one in found
-    ]  # fmt: skip
+    ]
     console.table(("server", "state", "http", "openai"), rows)
     for server in found:
         if server.died is not None:

@@ -57,7 +57,7 @@ def serve(
     ] = None,
     allow_model_code: AllowModelCode = False,
     restart: Annotated[
-        int, typer.Option(help="Number of times that a server which ends by itself is started again.")
+        int, typer.Option(min=0, help="Number of times that a server which ends by itself is started again.")
     ] = 0,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the server is ready; `trtpipe stop` ends it.")
@@ -240,9 +240,10 @@ def stop(
 
     ended = serve.stop(own_store(), name, everything=everything)
     if as_json:
-        console.result_json([console_serve.facts(server) for server in ended])
+        console.result_json([console_serve.facts(server, stopped=True) for server in ended])
     else:
-        console.result(*[f"stopped {server.name}" for server in ended] or ["no server is running"])
+        told = [f"stopped {one.name}" if one.died is None else f"dropped {one.name}, which had died" for one in ended]
+        console.result(*told or ["no server is running"])
 
 
 def check(
@@ -335,6 +336,8 @@ def monitoring(
         gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
         key_file=api_key_file,
     )  # fmt: skip
+    if not gateways and api_key_file is None and any(one.keyed for one in found):
+        console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
     console.result(str(written))
 
 

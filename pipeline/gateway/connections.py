@@ -67,7 +67,7 @@ class Connections:
         self.admit = admit
         self.count = count
         self.held = 0
-        self.leaving = False  # this process is about to end: each answer ends its connection
+        self.leaving = False  # this process is about to end
         self.lingers = False  # idle connections then end by their own timer, since their clients may be sending
         self._most = most
         self._unfinished_bytes = unfinished_bytes
@@ -225,8 +225,6 @@ class Connection(HttpToolsProtocol):
         self._release()
         self._deadline = math.inf
         self.scope[BODY] = body  # type: ignore[literal-required]
-        if self._all.leaving:
-            self.headers.append((b"connection", b"close"))  # the scope's: uvicorn answers with the same
         super().on_headers_complete()  # starts the application
         super().on_message_complete()
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.json_input import parse_json
+
+# A scheme, a host in small letters and a port, as browsers write an origin.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,18 @@ class GatewayOptions:
     def __post_init__(self) -> None:
         """Raises UsageError for invalid options."""
         names = [name for model in self.models for name in model.names]
-        if not names or len(set(names)) != len(names):
-            raise UsageError("a gateway needs models, each with a name of its own", remedy=f"given: {names}")
+        if not names or not all(names) or len(set(names)) != len(names):
+            raise UsageError(
+                "a gateway needs models, each with a name of its own",
+                why="given: " + ", ".join(f"'{name}'" for name in names),
+                remedy="give each name once",
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"'{origin}' is not an origin, and no browser would send it",
+                    remedy="give a scheme and a host without a path, such as https://app.example, or *",
+                )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("TLS needs a certificate and a key", remedy="give both files or neither")
         if not 0 <= self.port < 1 << 16:

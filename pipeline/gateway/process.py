@@ -38,14 +38,19 @@ def start(options: GatewayOptions, log: Path) -> tuple[int, str]:
             start_new_session=True,
         )
     deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        found = LISTENS.search(log.read_text(encoding="utf-8", errors="replace"))
-        if found:
-            return process.pid, found[1]
-        if process.poll() is not None:
-            break
-        time.sleep(0.05)
-    end(process.pid)
+    listens = None
+    try:
+        while time.monotonic() < deadline:
+            listens = LISTENS.search(log.read_text(encoding="utf-8", errors="replace"))
+            if listens:
+                return process.pid, listens[1]
+            if process.poll() is not None:
+                break
+            time.sleep(0.05)
+    finally:  # a Ctrl-C as well: nobody else knows the process yet
+        if listens is None:
+            end(process.pid)
+            process.wait()
     told = FAILED.search(log.read_text(encoding="utf-8", errors="replace"))
     if told:
         raise error_from_json(parse_json(told[1]))

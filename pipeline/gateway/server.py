@@ -70,5 +70,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._connections.leaving, self._connections.lingers = True, self._linger_s > 0
+        # Each answer that starts now ends its connection, and says so. uvicorn does not read a request's own field.
+        self.server_state.default_headers.append((b"connection", b"close"))
         await asyncio.sleep(self._linger_s)
         await super().shutdown(sockets)

@@ -29,6 +29,7 @@ def judge(
     """Raises UsageError for a mapping, a length or a setting that the model `name` cannot have, and, with `in_memory`,
     for a GPU that does not hold the weights and one sequence of `build.max_seq_len` tokens."""
     check_architecture(build, model.architecture)
+    target.gpu.require_ranks(target.mapping.world_size)
     check_mapping(model, target.mapping, quantization=target.quantization)
     if not build.streamingllm:
         remedy = f"set build.max_seq_len={model.longest_sequence} or less"

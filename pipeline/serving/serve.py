@@ -227,7 +227,7 @@ def launch(
             server = replace(server, gateway_pid=pid, gateway_url=url)
         remember(store, server)
     except BaseException as error:
-        tritonserver.end(process.pid)
+        end(server)
         tritonserver.remove_shared_memory(endpoints)
         if isinstance(error, StageFailed):
             raise explain(error, log, "serve", tritonserver.last_start(log)) from None
@@ -479,10 +479,12 @@ def _logged(store: Store) -> list[str]:
 
 
 def _whose_log(store: Store) -> str:
-    """Name of the only running server or, where none runs, of the only one with a log. Raises UsageError."""
-    if running(store):
+    """Name of the only running server or, where none runs, of the only one that died, or the only one with a log.
+    Raises UsageError."""
+    servers = recorded(store)
+    if any(server.died is None for server in servers):
         return find_running(store, None).name
-    left = _logged(store)
+    left = [server.name for server in servers] or _logged(store)
     if not left:
         raise UsageError("no server is running, and none has left a log", remedy="run `trtpipe serve`")
     if len(left) > 1:
@@ -493,8 +495,8 @@ def _whose_log(store: Store) -> str:
 
 
 def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Server]:
-    """End the server of that name, the only one, or all. Returns those that were ended; the record of one that has died
-    goes too. Raises UsageError for an unknown name, and where no name leaves a choice."""
+    """End the server of that name, the only one, or all. Returns those that were ended, and those that had died, whose
+    record goes too. Raises UsageError for an unknown name, and where no name leaves a choice."""
     servers = recorded(store) if name is not None or everything else running(store)
     if name is not None:
         servers = [server for server in servers if server.name == name]
@@ -509,4 +511,4 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
             if tritonserver.alive(server.pid):
                 end(server)
         forget(store, server)
-    return [server for server in servers if server.died is None]
+    return servers

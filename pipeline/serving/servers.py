@@ -91,6 +91,13 @@ class Server:
         raise UsageError(f"{self.name} does not serve '{name}'", remedy=suggestion(name, names))
 
 
+def state(server: Server) -> str:
+    """died, running, or restarting: its watchdog runs, and is starting tritonserver again."""
+    if server.died is not None:
+        return "died"
+    return "running" if tritonserver.alive(server.pid) else "restarting"
+
+
 def running(store: Store) -> list[Server]:
     """Servers started from this store that run or are being started again."""
     return [server for server in recorded(store) if server.died is None]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import START_SECONDS, until
@@ -19,6 +20,8 @@ from tests.e2e.dockerd import search_path
 from tests.support.paths import ROOT
 from trtpipe import __version__
 from trtpipe.pipeline.bench.mock_server.child import MockServerProcess
+from trtpipe.pipeline.deploy.config import DeployConfig
+from trtpipe.pipeline.deploy.launch import GATEWAY_PORT, MODELS, PORTS, gateway_words
 from trtpipe.triton_repo.layout import TOKENIZER_FOLDER
 
 if TYPE_CHECKING:
@@ -37,6 +40,15 @@ PACKAGES = "python3-venv,libpython3.11,ca-certificates"
 CERTIFICATES = "etc/ssl/certs/ca-certificates.crt"
 BASE = "base.example/python:3.11"
 MOST_MB = 150
+# As `deploy k8s` writes it: nothing can be written but in a volume at /tmp.
+AS_IN_A_POD: dict[str, Any] = {
+    "user": "1000:1000",
+    "environment": {"TRTPIPE_HOME": "/tmp/trtpipe"},
+    "read_only": True,
+    "tmpfs": {"/tmp": "mode=1777,exec"},
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +107,7 @@ def serving(docker_client: DockerClient, images: dict[str, Any], tiny_repository
     ports = [word for name in ("http", "grpc", "metrics", "openai") for word in (f"--{name}-port", "0")]
     container = docker_client.containers.run(
         images["serve"], ["trtpipe", "serve", "/data/tiny", *ports], detach=True, network_mode="host", shm_size="1g",
-        volumes={str(work): {"bind": "/data"}},
+        volumes={str(work): {"bind": "/data", "mode": "ro"}}, **AS_IN_A_POD,
     )  # fmt: skip
     try:
         assert until(lambda: b"Ctrl-C" in container.logs(), START_SECONDS), container.logs().decode()
@@ -154,5 +166,23 @@ def test_the_large_image_serves_and_ends_when_it_is_told_to(
     words = ["trtpipe", "bench", *server, "--concurrency", "2", "--requests", "4", "--output-tokens", "4"]
     docker_client.containers.run(images["bench"], words, network_mode="host", volumes=volumes, remove=True)
     assert (work / "reports" / "latest" / "report.html").exists()
+    words = gateway_words(DeployConfig(name="llama", host_path="/r", termination_grace_seconds=60), keys=False)
+    given = {MODELS: "/data/tiny", "0.0.0.0": "127.0.0.1", f"127.0.0.1:{PORTS['grpc']}": f"127.0.0.1:{port}"}
+    given[str(GATEWAY_PORT["openai"])] = "0"
+    gateway = docker_client.containers.run(
+        images["bench"], [given.get(word, word) for word in words], detach=True, network_mode="host", volumes=volumes,
+        **AS_IN_A_POD,
+    )  # fmt: skip
+    try:
+        assert until(lambda: b"Ctrl-C" in gateway.logs(), START_SECONDS), gateway.logs().decode()
+        found = re.search(r"http://127\.0\.0\.1:\d+", gateway.logs().decode())
+        assert found
+        assert httpx.get(f"{found[0]}/health/ready", timeout=60).status_code == 200
+        assert [model["id"] for model in httpx.get(f"{found[0]}/v1/models", timeout=60).json()["data"]] == ["llama"]
+        body = {"model": "llama", "prompt": "Hello", "max_tokens": 4}
+        answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=100).json()
+        assert (answer["model"], answer["usage"]["completion_tokens"]) == ("llama", 4)
+    finally:
+        gateway.remove(force=True)
     container.stop(timeout=60)
     assert container.wait()["StatusCode"] == 0

@@ -991,6 +991,7 @@ def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monk
         remember(store, name)
     (stopped,) = json.loads(run("stop", "b", "--json").out)
     assert (stopped["server"], stopped["http"], stopped["models"]) == ("b", "http://127.0.0.1:1", {"b": ["b"]})
+    assert (stopped["state"], stopped["pid"]) == ("stopped", None)
     assert run("stop", "--all").out == "stopped a\nstopped c\n"
     assert running(store) == []
 
@@ -1008,7 +1009,11 @@ def test_a_server_that_died_is_remembered_until_stop_names_it(store: Store, run:
         2, f"no server is running: a died: out of memory; see {log}; run `trtpipe serve`"
     )  # fmt: skip
     assert run("stop").out == "no server is running\n"
-    assert run("stop", "a").status == 0
+    for name, words in (("a", "why it died\n"), ("b", "another server's\n")):
+        (store.home / "logs").mkdir(exist_ok=True)
+        (store.home / "logs" / f"serve-{name}.log").write_text(words)
+    assert run("logs").out == "why it died\n"
+    assert run("stop", "a").out == "dropped a, which had died\n"
     assert run("ps").out == "no server is running\n"
 
 
@@ -1019,6 +1024,16 @@ def test_a_build_says_what_it_made_as_json(build: Run, model: Path) -> None:
     assert [(one["stage"], one["reused"]) for one in made["stages"]][-1] == ("convert", False)
     (again,) = json.loads(build(model, "--json").out)
     assert (again["state"], again["stages"][0]["reused"]) == ("ready", True)
+
+
+def test_a_server_that_is_started_again_is_called_so(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtpipe.pipeline.serving import servers
+
+    remember(store, "a")
+    monkeypatch.setattr(servers, "watched", lambda server: True)
+    (told,) = json.loads(run("ps", "--json").out)
+    assert (told["state"], told["pid"]) == ("restarting", None)
+    assert rows(run("ps").out)[1][:2] == ["a", "restarting"]
 
 
 def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store: Store, monkeypatch: Any) -> None:
@@ -1103,6 +1118,9 @@ def test_monitoring_scrapes_the_server_that_runs(
     servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
     remember(store, "b")
     assert scraped() == [["127.0.0.1:3"], ["127.0.0.1:4"]]
+    servers.remember(store, dataclasses.replace(server, gateway_url="https://127.0.0.1:4", keyed=True))
+    assert "--api-key-file" in run("monitoring", "a").err
+    assert run("monitoring", "a", "--api-key-file", "/keys").err == ""
     assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -829,6 +830,9 @@ def test_options_survive_the_way_to_a_worker_and_wrong_ones_are_refused(tmp_path
         {"models": ()},
         {"models": (whole.models[0],) * 2},
         {"models": (ServedModel(name="a", tokenizer=tmp_path, aliases=("a",)),)},
+        {"models": (ServedModel(name="", tokenizer=tmp_path),)},
+        {"cors_origins": ("app.example",)},
+        {"cors_origins": ("https://app.example/",)},
         {"grpc_url": "localhost"},
         {"grpc_url": "http://localhost:1/x"},
         {"tls_cert": None},
@@ -992,6 +996,25 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         process.start(options(tmp_path, port=0), tmp_path / "log")
     assert str(again.value) == str(caught.value)
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.loopback
+def test_a_ctrl_c_while_a_gateway_starts_leaves_none(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    asleep = time.sleep
+
+    def interrupted(seconds: float) -> None:
+        started.extend(child.pid for child in psutil.Process().children() if process.alive(child.pid))
+        monkeypatch.setattr(time, "sleep", asleep)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        process.start(options(folder, port=0), tmp_path / "log")
+    assert len(started) == 1
+    assert not process.alive(started[0])
 
 
 @pytest.mark.loopback

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -80,7 +82,8 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOpti
     probing = asyncio.ensure_future(service.probe())
     listening = await asyncio.start_server(service.connect, "127.0.0.1", 0)
     model = ServedModel(name="llama", tokenizer=folder)
-    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=10, drain_s=100)
+    # A connection that stays open would keep the gateway for the whole drain, which is longer than the test.
+    options = GatewayOptions(models=(model,), grpc_url=f"127.0.0.1:{port}", port=0, linger_s=10, drain_s=2 * SECONDS)
     try:
         yield service, f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", options
     finally:
@@ -89,6 +92,26 @@ async def cluster(folder: Path) -> AsyncIterator[tuple[Service, str, GatewayOpti
         for gateway in service.gateways:
             await asyncio.to_thread(gateway.stop)
         await triton.server.stop(None)
+
+
+def test_each_answer_of_a_gateway_that_lingers_ends_its_connection(folder: Path) -> None:
+    async def scenario() -> list[str | None]:
+        async with cluster(folder) as (service, _, options):
+            gateway = await asyncio.to_thread(Gateway.start, replace(options, linger_s=SECONDS))
+            service.gateways.append(gateway)
+            await until(lambda: service.ready == [gateway])
+            said = []
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False) as client:
+                for told in (False, True):
+                    if told:
+                        os.kill(gateway.pids[0], signal.SIGTERM)
+                        await until(lambda: service.ready == [])
+                    answer = await client.post(CHAT, json=chat(max_tokens=50))
+                    said.append(answer.headers.get("connection"))
+            os.kill(gateway.pids[0], signal.SIGKILL)
+            return said
+
+    assert run(scenario(), SECONDS) == [None, "close"]
 
 
 @pytest.mark.slow

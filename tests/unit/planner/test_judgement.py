@@ -53,6 +53,7 @@ def planned(
     [
         ("llama3-70b", {"tp": 1}, "does not fit: the weights take 131.4 GiB of 78.1 on each of 1"),
         ("llama3-8b", {"tp": 3}, "tp_size 3 does not divide the 32 attention heads; tp sizes that fit: 1, 2, 4, 8, 16"),
+        ("llama3-8b", {"gpu": "a100-mig-3g.40gb", "tp": 2}, "2 ranks cannot be on MIG slices (a100-mig-3g.40gb)"),
         ("llama3-8b", {"gpu": "v100"}, "v100 (SM70) cannot run TensorRT-LLM engines: TensorRT-LLM removed Volta"),
         ("llama3-8b", {"dtype": "int4-awq", "runtime": "vllm"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
         ("tinyllama-1.1b", {"load": "chat"}, "the load asks for sequences of 6126 tokens, tinyllama-1.1b takes 2048"),
