@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 import trtpipe.pipeline.serving.python_processes
 from trtpipe.engines.errors import StageFailed
+from trtpipe.engines.process import words_of
 from trtpipe.pipeline.serving import servers, tritonserver, watchdog
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
 from trtpipe.pipeline.serving.servers import Server
@@ -47,6 +49,9 @@ class Parent:
         )
         assert self.process.stdout is not None
         self.stubs = {instance: int(self.process.stdout.readline()) for instance in instances}
+        # A process has no command line for an instant after its parent was told that it runs its program.
+        while not all(words_of(pid)[-2:-1] == [instance.encode()] for instance, pid in self.stubs.items()):
+            time.sleep(0.001)
 
     def collect(self, instance: str) -> None:
         assert self.process.stdin is not None
