@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.support.factories import CONFIG, hf_folder, write_tokenizer
+from tests.support.factories import CONFIG, hf_folder, write_passport, write_tokenizer
 from tests.support.golden import check_golden
 from tests.unit.test_runner import SIZES, snapshot
 from trtpipe import __version__
@@ -38,6 +38,7 @@ from trtpipe.pipeline.serving.serve import find_repository
 from trtpipe.pipeline.serving.servers import Served, Server, find_running, running
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
@@ -959,12 +960,42 @@ def test_the_newest_run_is_served(in_folder: Path) -> None:
     assert find_repository(None) == ("newest", in_folder / "newest")
 
 
-def remember(store: Store, name: str, pid: int = 1, log: Path = Path("/l")) -> None:
+def remember(store: Store, name: str, pid: int = 1, log: Path = Path("/l"), repository: Path = Path("/r")) -> None:
     from trtpipe.pipeline.serving import servers
 
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
-    served = tuple(Served(name=one, repository=Path("/r")) for one in name.split("+"))
+    served = tuple(Served(name=one, repository=repository) for one in name.split("+"))
     servers.remember(store, Server(name=name, pid=pid, served=served, log=log, endpoints=points))
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--input-tokens", "1025"], "max_input_len"),
+        (["--output-tokens", "1985"], "max_seq_len"),
+        (["--input-tokens", "2048", "--output-tokens", "uniform:1,9"], "max_input_len"),
+        (["--input-tokens", "1024", "--output-tokens", "1024"], None),
+        (["--input-tokens", "uniform:1,5000"], None),
+        (["--prompts", "prompts.jsonl", "--output-tokens", "5000"], None),
+    ],
+)
+def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
+    store: Store, run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: str | None
+) -> None:
+    engine = in_folder / ENGINE_FOLDER
+    engine.mkdir(parents=True)
+    write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    measured: list[str] = []
+    monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
+    remember(store, "a", repository=in_folder)
+    done = run("bench", "--protocol", "grpc", *words)
+    if limit is None:
+        assert (done.status, measured) == (0, ["a"])
+    else:
+        assert (done.status, measured) == (2, [])
+        assert f"its {limit} is" in done.error()
+        assert f"--set build.{limit}=" in done.error()
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
