@@ -317,10 +317,9 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"
     )
     assert refused("settings", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
-    assert refused("serve") == "there is nothing to serve in ./runs; run `trtpipe build` first"
+    assert refused("serve") == ("there is nothing to serve in ./runs; run `trtpipe build --recipe smollm2-cpu` first")
     assert refused("serve", "nowhere") == (
-        "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`; `trtpipe ls` lists "
-        "the targets in ./runs"
+        "'nowhere' is neither a target in ./runs nor a model repository; `trtpipe ls` lists the targets in ./runs"
     )
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
@@ -1327,7 +1326,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: run `trtpipe build` first"),
+        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: `trtpipe ls` lists them"),
         (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
         (("pull", "none", "shelf"), 2, "there is no folder shelf"),
         (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),
