@@ -64,7 +64,9 @@ def build(cls: type[_T], data: dict[str, Any], where: str, error: type[TrtpipeEr
     except pydantic.ValidationError as invalid:
         first = invalid.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise error(f"{where}: {key or 'value'}", why=first["msg"]) from None
+        # Of a field that is missing, the input is the whole mapping.
+        got = "" if isinstance(first["input"], (dict, list)) else f", got {json.dumps(first['input'])}"
+        raise error(f"{where}: {key or 'value'}", why=first["msg"] + got) from None
     except (TypeError, ValueError) as unsaid:  # valid YAML that is not JSON: a date, a set, or a recursive anchor
         raise error(f"{where}: a value is not plain", why=str(unsaid), remedy="quote it") from None
 

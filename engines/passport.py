@@ -107,7 +107,7 @@ def read_passport(folder: Path) -> Passport:
         raise ArtefactRefused(
             f"{folder} has no {NAME}",
             why="nothing says for which GPU and version it was built",
-            remedy="build it with `trtpipe build`",
+            remedy="build the engine again",
         )
     try:
         return passport_from(read_json(path, "passport"))
@@ -157,7 +157,7 @@ def require_target(passport: Passport, target: Target, folder: Path) -> None:
         if getattr(passport, name) != value:
             raise ArtefactRefused(
                 f"the engine in {folder} is for {name} {getattr(passport, name)}, and {value} is asked for",
-                remedy="build it again with `trtpipe build`",
+                remedy="build the engine again",
             )
 
 

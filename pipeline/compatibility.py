@@ -75,7 +75,9 @@ def require_trusted(name: str, repository: Path, store: Store, *, allow_code: bo
         fault = store.fault(manifest.record)
         store.digests.save()
         if fault is not None:
-            raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy="run `trtpipe build` again")
+            run = find_run(name)
+            remedy = "build it again" if run is None else run.rebuild
+            raise InputDataError(f"the repository of {name} is damaged", why=fault, remedy=remedy)
         return
     found = [] if allow_code else foreign_code(repository)
     if found:

@@ -63,7 +63,7 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
     """Arguments of `LLM`: the engine's, and those that the serving options set. Raises InputDataError."""
     given = engine.pop("kv_cache_config", None)
     if not isinstance(given, dict):
-        raise InputDataError(f"{FILE} of the engine has no kv_cache_config", remedy="run `trtpipe build` again")
+        raise InputDataError(f"{FILE} of the engine has no kv_cache_config", remedy="build the engine again")
     cache = {
         **given,
         "free_gpu_memory_fraction": serving.kv_cache_free_gpu_mem_fraction,

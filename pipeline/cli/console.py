@@ -269,8 +269,9 @@ class BuildReporter:
         with _status(self._console, f"{name:<9} running  ({reason})") as show:
 
             def progress(done: int, total: int) -> None:
-                if done >= total:  # the stage goes on, with work that is not counted
-                    show(f"{name:<9} running  ({reason})")
+                # A total may be rounded, as pip's log rounds it.
+                if done >= total or size(done) == size(total):
+                    show(f"{name:<9} running  {size(total)} done, finishing the stage  ({reason})")
                     return
                 rate = done / max(time.monotonic() - start, 1e-9)
                 left = f", {(total - done) / rate:.0f} s left" if rate else ""

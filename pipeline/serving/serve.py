@@ -92,7 +92,9 @@ def find_repository(target: str | None) -> tuple[str, Path]:
     if target is None:
         runs = sorted(RUNS.glob("*/repository"), key=lambda link: link.lstat().st_mtime)
         if not runs:
-            raise UsageError("there is nothing to serve in ./runs", remedy="run `trtpipe build` first")
+            raise UsageError(
+                "there is nothing to serve in ./runs", remedy="run `trtpipe build --recipe smollm2-cpu` first"
+            )
         target = runs[-1].parent.name
     run = find_run(target)
     if run is not None:
@@ -104,7 +106,7 @@ def find_repository(target: str | None) -> tuple[str, Path]:
         return folder.resolve().name, folder.resolve()
     raise UsageError(
         f"'{target}' is neither a target in ./runs nor a model repository",
-        remedy=f"run `trtpipe build`; {SEE_TARGETS}",
+        remedy=SEE_TARGETS,
     )
 
 

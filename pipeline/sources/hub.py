@@ -25,6 +25,9 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 # Exceptions of huggingface_hub for an answer of another form than it expects.
 MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
+CONNECTION = "check the connection and HF_ENDPOINT"
+AGAIN = f"{CONNECTION}; a second try keeps the files that are whole"
+
 
 @functools.cache
 def resolve_commit(repo_id: str, revision: str) -> str:
@@ -112,7 +115,7 @@ def check_access(repo_id: str, seconds: float) -> None:
     from trtpipe.pipeline.net.hub_client import limit_hub
 
     limit_hub()
-    with _explained(repo_id, "main"):
+    with _explained(repo_id, "main", remedy=CONNECTION):
         get_hf_file_metadata(hf_hub_url(repo_id, "config.json"), timeout=seconds)
 
 
@@ -172,8 +175,8 @@ def _require_usable(repo_id: str, files: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _explained(repo_id: str, revision: str) -> Iterator[None]:
-    """Turn exceptions of huggingface_hub and httpx into one line with a remedy."""
+def _explained(repo_id: str, revision: str, *, remedy: str = AGAIN) -> Iterator[None]:
+    """Turn exceptions of huggingface_hub and httpx into one line with a remedy; `remedy` is of a hub that fails."""
     import httpx
     from huggingface_hub import constants, errors, get_token
 
@@ -208,9 +211,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         raise HostError(
             f"the hub did not deliver {where}",
             why=_first_line(error),
-            remedy="check HF_TOKEN"
-            if status in (401, 403)
-            else "check the connection and HF_ENDPOINT; a second try keeps the files that are whole",
+            remedy="check HF_TOKEN" if status in (401, 403) else remedy,
         ) from None
 
 

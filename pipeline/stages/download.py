@@ -174,6 +174,7 @@ def arriving(folder: Path, log: Path, progress: Progress) -> Iterator[None]:
 
 def _import_gguf(path: Path, job: Job) -> None:
     check_gguf(path)
+    job.show(f"reading {path.name} into safetensors")
     run_worker(
         "trtpipe.engines.hf.gguf_worker",
         {"gguf": str(path), "out": str(job.out)},

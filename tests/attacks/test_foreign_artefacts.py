@@ -334,7 +334,9 @@ def test_code_of_a_foreign_repository_is_named_and_not_run(
 def test_a_repository_of_ones_own_that_was_changed_is_refused(honest: Store) -> None:
     repository = RunFolder.of(TARGET).linked("repository")
     edit_script(repository)
-    with pytest.raises(InputDataError, match=r"preprocessing/1/model\.py has \d+ bytes instead of"):
+    with pytest.raises(
+        InputDataError, match=r"model\.py has \d+ bytes instead of .*build --recipe runs/.*/plan\.json`"
+    ):
         require_trusted(TARGET, repository, honest, allow_code=True)
 
 

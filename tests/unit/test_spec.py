@@ -220,10 +220,17 @@ def test_sizes_that_contradict_each_other_are_refused(assignments: list[str], me
         ),
         (
             {"build": {"max_batch_size": "eight"}},
-            "recipe r.yaml: build: max_batch_size: Input should be a valid integer",
+            'recipe r.yaml: build: max_batch_size: Input should be a valid integer, got "eight"',
         ),
-        ({"build": {"max_batch_size": 8.5}}, "recipe r.yaml: build: max_batch_size: Input should be a valid integer"),
-        ({"serving": {"decoupled": "yes"}}, "recipe r.yaml: serving: decoupled: Input should be a valid boolean"),
+        (
+            {"build": {"max_batch_size": 8.5}},
+            "recipe r.yaml: build: max_batch_size: Input should be a valid integer, got 8.5",
+        ),
+        (
+            {"serving": {"decoupled": "yes"}},
+            'recipe r.yaml: serving: decoupled: Input should be a valid boolean, got "yes"',
+        ),
+        ({"build": {"max_batch_size": [8]}}, "recipe r.yaml: build: max_batch_size: Input should be a valid integer"),
         ({"build": 8}, "recipe r.yaml: build is not a mapping; name a setting, such as build.max_batch_size"),
         ({"dtype": 16}, "recipe r.yaml: dtype is 16, not a name"),
         ({"tp": "2"}, "recipe r.yaml: tp is '2', not a whole number"),
@@ -239,7 +246,7 @@ def test_a_mistake_in_a_recipe_names_the_file(recipe: dict[str, Any], message: s
     [
         (["build.max_batchsize=8"], "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"),
         (["bild.max_batch_size=8"], "--set: unknown key 'bild'; did you mean 'build'?"),
-        (["build.max_batch_size=many"], "--set: build: max_batch_size: Input should be a valid integer"),
+        (["build.max_batch_size=many"], '--set: build: max_batch_size: Input should be a valid integer, got "many"'),
         (
             ["build.max_batch_size=2024-01-01"],
             "--set: build: a value is not plain: Object of type date is not JSON serializable; quote it",

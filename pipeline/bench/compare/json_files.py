@@ -24,7 +24,8 @@ def read_objects(file: Path) -> list[dict[str, Any]]:
         data = read_bounded(file, MAX_BYTES)
         found = _values(data)
     except OSError as error:
-        raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error)) from None
+        remedy = "give the path of a report, such as reports/latest/report.json"
+        raise InputDataError(f"{file} cannot be read", why=error.strerror or str(error), remedy=remedy) from None
     except UnicodeDecodeError as error:
         raise InputDataError(f"{file} is not text", why=error.reason) from None
     except ValueError as error:

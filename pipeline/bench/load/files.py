@@ -90,7 +90,9 @@ def parse_loads(
     chosen = [key for key in KINDS if key in raw]
     if len(chosen) != 1:
         found = " and ".join(chosen) if chosen else "none"
-        raise error(f"{where}: a load has one of {', '.join(KINDS)}", why=f"there is {found}")
+        raise error(
+            f"{where}: a load has one of {', '.join(KINDS)}", why=f"there is {found}", remedy="give one of them"
+        )
     kind = KINDS[chosen[0]]
     own = [field.name for field in dataclasses.fields(kind)]
     for key in raw:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 
-from tests.support.factories import CONFIG, hf_folder, write_tokenizer
+from tests.support.factories import CONFIG, hf_folder, write_passport, write_tokenizer
 from tests.support.golden import check_golden
 from tests.unit.test_runner import SIZES, snapshot
 from trtpipe import __version__
@@ -38,6 +38,7 @@ from trtpipe.pipeline.serving.serve import find_repository
 from trtpipe.pipeline.serving.servers import Served, Server, find_running, running
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
@@ -316,10 +317,9 @@ def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
         "--set: build: unknown key 'max_batchsize'; did you mean 'max_batch_size'?"
     )
     assert refused("settings", "--recipe", "smollm2-gpu").startswith("no recipe 'smollm2-gpu'")
-    assert refused("serve") == "there is nothing to serve in ./runs; run `trtpipe build` first"
+    assert refused("serve") == ("there is nothing to serve in ./runs; run `trtpipe build --recipe smollm2-cpu` first")
     assert refused("serve", "nowhere") == (
-        "'nowhere' is neither a target in ./runs nor a model repository; run `trtpipe build`; `trtpipe ls` lists "
-        "the targets in ./runs"
+        "'nowhere' is neither a target in ./runs nor a model repository; `trtpipe ls` lists the targets in ./runs"
     )
     assert refused("generate", "Hello") == "no server is running; run `trtpipe serve`"
     assert refused("generate", "Hello", "--server", "x") == "no server named 'x' is running; run `trtpipe serve`"
@@ -503,7 +503,7 @@ def test_what_cannot_be_built_is_refused_before_a_folder_is_made(run: Run, in_fo
 
 def test_a_mistake_in_a_value_is_not_blamed_on_the_plan(run: Run) -> None:
     done = run("settings", "--model", "llama3-8b", "--gpu", "h100", "--set", "build.max_batch_size=1e9")
-    assert done.error() == "--set: build: max_batch_size: Input should be a valid integer"
+    assert done.error() == '--set: build: max_batch_size: Input should be a valid integer, got "1e9"'
 
 
 @pytest.mark.parametrize(
@@ -959,12 +959,42 @@ def test_the_newest_run_is_served(in_folder: Path) -> None:
     assert find_repository(None) == ("newest", in_folder / "newest")
 
 
-def remember(store: Store, name: str, pid: int = 1, log: Path = Path("/l")) -> None:
+def remember(store: Store, name: str, pid: int = 1, log: Path = Path("/l"), repository: Path = Path("/r")) -> None:
     from trtpipe.pipeline.serving import servers
 
     points = Endpoints(host="127.0.0.1", http=1, grpc=2, metrics=3)
-    served = tuple(Served(name=one, repository=Path("/r")) for one in name.split("+"))
+    served = tuple(Served(name=one, repository=repository) for one in name.split("+"))
     servers.remember(store, Server(name=name, pid=pid, served=served, log=log, endpoints=points))
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["--input-tokens", "1025"], "max_input_len"),
+        (["--output-tokens", "1985"], "max_seq_len"),
+        (["--input-tokens", "2048", "--output-tokens", "uniform:1,9"], "max_input_len"),
+        (["--input-tokens", "1024", "--output-tokens", "1024"], None),
+        (["--input-tokens", "uniform:1,5000"], None),
+        (["--prompts", "prompts.jsonl", "--output-tokens", "5000"], None),
+    ],
+)
+def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
+    store: Store, run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: str | None
+) -> None:
+    engine = in_folder / ENGINE_FOLDER
+    engine.mkdir(parents=True)
+    write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
+    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    measured: list[str] = []
+    monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
+    remember(store, "a", repository=in_folder)
+    done = run("bench", "--protocol", "grpc", *words)
+    if limit is None:
+        assert (done.status, measured) == (0, ["a"])
+    else:
+        assert (done.status, measured) == (2, [])
+        assert f"its {limit} is" in done.error()
+        assert f"--set build.{limit}=" in done.error()
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1296,7 +1326,7 @@ def test_a_target_goes_to_a_folder_and_comes_back(run: Run, in_folder: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: run `trtpipe build` first"),
+        (("push", "none", "shelf"), 2, "there is no target 'none' in ./runs: `trtpipe ls` lists them"),
         (("push", "none", "shelf", "--only", "engin"), 2, "nothing of a target is called 'engin'"),
         (("pull", "none", "shelf"), 2, "there is no folder shelf"),
         (("search", "x9://there"), 2, "x9://there: Protocol not known: x9"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -267,6 +268,25 @@ def test_progress_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     with console.BuildReporter().stage("convert", "of [link=http://x]y[/link]"):
         pass
     assert "of [link=http://x]y[/link]" in err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [
+        (46_000_000, r"46\.0 MB of 92\.9 MB, .* left"),
+        (92_860_000, "92.9 MB done, finishing the stage"),
+        (92_900_000, "92.9 MB done, finishing the stage"),
+    ],
+)
+def test_a_stage_that_goes_on_after_its_last_byte_says_so(
+    monkeypatch: pytest.MonkeyPatch, done: int, told: str
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(console, "_status", lambda where, line: contextlib.nullcontext(shown.append))
+    with console.BuildReporter().stage("download", "first run") as progress:
+        progress(done, 92_900_000)
+    assert re.search(told, shown[-1])
 
 
 def test_json_is_ascii(capsys: pytest.CaptureFixture[str]) -> None:

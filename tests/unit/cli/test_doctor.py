@@ -167,6 +167,16 @@ def test_the_hub_is_asked_once_whether_it_gives_a_gated_model(
     assert len(hub.asked) == 1
 
 
+@pytest.mark.loopback
+def test_the_remedy_of_a_hub_that_fails_is_not_of_a_download(
+    store: Store, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.failing = 500
+    state, detail = findings(store)["hugging face"]
+    assert (state, detail.rpartition("; ")[2]) == ("missing", "check the connection and HF_ENDPOINT")
+
+
 def test_a_hub_that_may_not_be_asked_is_not_called_well(store: Store) -> None:
     assert findings(store)["hugging face"] == (
         "missing",

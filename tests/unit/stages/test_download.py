@@ -8,7 +8,7 @@ import os
 import queue
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return hf_folder(tmp_path / "given")
 
 
-def run(source: Source, out: Path) -> dict[str, Any]:
+def run(source: Source, out: Path, show: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     log = out.parent / "log"
     return DOWNLOAD.run(
         Job(
@@ -63,7 +63,7 @@ def run(source: Source, out: Path) -> dict[str, Any]:
             out=out,
             log=log,
             progress=lambda done, total: None,
-            show=lambda line: None,
+            show=show,
         )
     )
 
@@ -194,7 +194,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_a_gguf_file(tmp_path: Path, out: Path, worker: list[dict[str, Any]]) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes())
-    assert run(GgufSource(path=str(path)), out) == {"source": f"GGUF file {path}"}
+    told: list[str] = []
+    assert run(GgufSource(path=str(path)), out, told.append) == {"source": f"GGUF file {path}"}
+    assert told == ["reading model.gguf into safetensors"]
     assert worker == [{"gguf": str(path), "out": str(out), "bytes": gguf_bytes()}]
     assert names(out) == WANTED
 

@@ -311,7 +311,7 @@ def test_samples_that_are_none_are_refused(tmp_path: Path, samples: Any, says: s
 
 
 def test_a_file_that_is_not_there_and_a_folder_without_one(tmp_path: Path) -> None:
-    with pytest.raises(InputDataError, match=r"none\.json cannot be read: No such file"):
+    with pytest.raises(InputDataError, match=r"none\.json cannot be read: No such file.*; give the path of a report"):
         read_report(tmp_path / "none.json")
     with pytest.raises(InputDataError, match=r"has no result file: none of report\.json"):
         read_report(tmp_path)

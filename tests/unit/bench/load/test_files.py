@@ -106,9 +106,10 @@ def test_work_is_read_in_depth(tmp_path: Path) -> None:
         ("name: my", "my.yaml: load: Field required"),
         ("name: my\nlaod: {}", "my.yaml: unknown key 'laod'; did you mean 'load'?"),
         ("name: my\nload: [1]", "my.yaml: load: Input should be an object"),
-        ("name: my\nload: {}", "my.yaml: load: a load has one of concurrency, rate, stages, trace: there is none"),
+        ("name: my\nload: {}", "my.yaml: load: a load has one of concurrency, rate, stages, trace: there is none; "
+         "give one of them"),
         ("name: my\nload: {rate: 1, concurrency: 1}", "my.yaml: load: a load has one of concurrency, rate, stages, "
-         "trace: there is concurrency and rate"),
+         "trace: there is concurrency and rate; give one of them"),
         ("name: my\nload: {concurency: 1}", "my.yaml: load: unknown key 'concurency'; did you mean 'concurrency'?"),
         ("name: my\nload: {concurrency: 1, burstiness: 2}", "my.yaml: load: burstiness does not apply to a "
          "load of concurrency; known: concurrency, requests, duration_s, warmup, cooldown, ramp_s"),
