@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
@@ -81,13 +82,15 @@ def stream(
     whole = False
     try:
         client.start_stream(callback=arrive)
-        # By this id the ensemble's postprocessing continues the text of this very stream.
-        client.async_stream_infer(
-            model,
-            _inputs(prompt, sampling, max_tokens, stop_words),
-            request_id=uuid.uuid4().hex,
-            enable_empty_final_response=True,
-        )
+        # It raises where the stream has ended already, and the reason arrives.
+        with contextlib.suppress(InferenceServerException):
+            client.async_stream_infer(
+                model,
+                _inputs(prompt, sampling, max_tokens, stop_words),
+                # By this id the ensemble's postprocessing continues the text of this very stream.
+                request_id=uuid.uuid4().hex,
+                enable_empty_final_response=True,
+            )
         while True:
             try:
                 result, error = arrived.get(timeout=SILENCE_SECONDS)

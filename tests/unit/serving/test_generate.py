@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
+from trtpipe.engines.errors import HostError
 from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.serving.generate import stream
 
@@ -54,3 +56,16 @@ def test_a_stream_that_is_left_is_cancelled() -> None:
     assert next(pieces) == "one"
     pieces.close()  # type: ignore[attr-defined]  # it is a generator
     assert Client.ended == [True]
+
+
+def test_a_stream_that_ended_before_the_request_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: Client, callback: Any) -> None:
+        callback(None, InferenceServerException("Connection reset", status="StatusCode.UNAVAILABLE"))
+
+    def ask(self: Client, model: str, inputs: list[Any], **options: Any) -> None:
+        raise InferenceServerException("The stream is no longer in valid state")
+
+    monkeypatch.setattr(Client, "start_stream", start)
+    monkeypatch.setattr(Client, "async_stream_infer", ask)
+    with pytest.raises(HostError, match="host:1 cannot be reached: Connection reset"):
+        list(stream("host:1", "Hello", SamplingParams(), model="ensemble", max_tokens=8))
