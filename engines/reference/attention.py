@@ -180,7 +180,7 @@ class Attention:
         return mask.masked_fill_(beyond[:, None, None], -torch.inf)
 
     def _has_joined_attention(self) -> bool:
-        """Whether a kernel attends in many whole sequences at once: one call a sequence keeps two GPUs waiting."""
+        """Whether one kernel computes the attention of many whole prompts: a launch for each would leave GPUs idle."""
         if self._device.type != "cuda" or self._dtype == torch.float32 or self._config.head_size % 8:
             return False
         return self._config.head_size <= 256 and torch.cuda.get_device_capability(self._device) >= (8, 0)

@@ -87,7 +87,7 @@ class Apart:
 
 
 def _peers(size: int) -> bool:
-    """Whether the process group is of GPUs, a GPU for each rank, which read each other's memory."""
+    """Whether each rank of the process group has a GPU of its own with peer access to the others'."""
     if torch.distributed.get_backend() != "nccl" or torch.cuda.device_count() < size:
         return False
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
