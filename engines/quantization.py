@@ -15,6 +15,10 @@ from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
+# Checkpoint formats: TensorRT-LLM's, ModelOpt's unified Hugging Face folder, llm-compressor's Hugging Face folder.
+TENSORRT_LLM, MODELOPT, COMPRESSED_TENSORS = "trtllm", "hf", "compressed-tensors"
+FORMATS = (TENSORRT_LLM, MODELOPT, COMPRESSED_TENSORS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
@@ -35,6 +39,7 @@ class Algorithm:
     engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
                     of its GPU
     exclude         modules that TensorRT-LLM's loader is told not to quantize
+    formats         checkpoint formats that can hold it; what a runtime reads of each, its backend says (`READS`)
     """
 
     arithmetic: str
@@ -50,6 +55,7 @@ class Algorithm:
     group_sizes: tuple[int, ...] = ()
     engine_encodes: bool = False
     exclude: tuple[str, ...] = ("lm_head",)
+    formats: tuple[str, ...] = (TENSORRT_LLM, MODELOPT)
 
     @property
     def fp8_inputs(self) -> bool:
@@ -66,7 +72,7 @@ _ARITHMETIC = "trtpipe.engines.quantize.algorithms:"
 
 
 class QuantAlgo(str, enum.Enum):
-    """Quantization algorithms that a TensorRT-LLM checkpoint can have, by TensorRT-LLM's names; one row each."""
+    """Quantization algorithms, by TensorRT-LLM's names where it has one; one row each."""
 
     row: Algorithm
 
@@ -85,6 +91,7 @@ class QuantAlgo(str, enum.Enum):
             static_input=True,
             passes=1,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     FP8_PER_CHANNEL_PER_TOKEN = (
@@ -96,6 +103,7 @@ class QuantAlgo(str, enum.Enum):
             scale_name="per_channel_scale",
             passes=0,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     W8A8_SQ_PER_CHANNEL = (
@@ -108,6 +116,19 @@ class QuantAlgo(str, enum.Enum):
             smoothed=True,
             passes=1,
             operands="int8",
+            formats=FORMATS,
+        ),
+    )
+    # TensorRT-LLM has no name for it: its INT8 with a scale for each token is smoothed.
+    INT8_PER_CHANNEL_PER_TOKEN = (
+        "INT8_PER_CHANNEL_PER_TOKEN",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int8RowPerToken",
+            codes="I8",
+            scale="row",
+            passes=0,
+            operands="int8",
+            formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A16 = (
@@ -121,6 +142,7 @@ class QuantAlgo(str, enum.Enum):
             engine_encodes=True,
             # Its loader is the only one that would quantize the embedding, and its scales are not written.
             exclude=("lm_head", "transformer.vocab_embedding"),
+            formats=FORMATS,
         ),
     )
     W4A16_AWQ = (
@@ -133,6 +155,7 @@ class QuantAlgo(str, enum.Enum):
             passes=2,
             tiled=True,
             group_sizes=(64, 128),
+            formats=FORMATS,
         ),
     )
     W4A8_AWQ = (
