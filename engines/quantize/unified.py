@@ -18,7 +18,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, whole
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
 from trtpipe.engines.hf.folder import read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
@@ -32,12 +32,7 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
     names = family_of(model).names
     cached = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
-    # Full name of a linear's weight -> the linear's name within its layer.
-    linears = {
-        f"{names.layer(layer)}{linear}.weight": linear
-        for layer in range(model.num_hidden_layers)
-        for linear in names.linears
-    }
+    linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
         if linear is None:
