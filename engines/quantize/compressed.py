@@ -12,13 +12,11 @@ from pathlib import Path
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.layout import source_shapes
 from trtpipe.engines.checkpoint.plan import TensorPlan
-from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
 from trtpipe.engines.hf import compressed_tensors
 from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
-from trtpipe.engines.hf.folder import read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
@@ -56,12 +54,3 @@ def write_settings(source: Path, out: Path, dtype: DataType, quantization: Quant
     method = compressed_tensors.make(quantization, names.head)
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
     copy_companions(source, out)
-
-
-def read_settings(folder: Path, model: ModelConfig) -> Quantization:
-    """Read a folder's quantization from config.json. Raises InputDataError."""
-    path = folder / "config.json"
-    method = read_config_json(path, "model config").get("quantization_config")
-    if not isinstance(method, dict):
-        raise InputDataError(f"{path}: quantization_config is {method!r}, not an object")
-    return compressed_tensors.parse(method, f"{path}: quantization_config", family_of(model).names.head)
