@@ -13,18 +13,22 @@ from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.quantization import Quantization
+from trtpipe.engines.quantization import QuantAlgo, Quantization
 from trtpipe.engines.toolchain import Toolchain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain."""
+    """Target of an engine build: GPU, mapping, quantization and toolchain.
+
+    stored  method by which the model's files are quantized already; "" where they are not
+    """
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
+    stored: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class EngineBackend(Protocol):
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
+    READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
     """
 
@@ -69,6 +74,7 @@ class EngineBackend(Protocol):
     PROCESS: str
     SEQUENCES_PER_STUB: int | None
     ATTENTION_WINDOW: bool
+    READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:

@@ -16,6 +16,7 @@ from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 
 FORM = "trtllm"
@@ -25,6 +26,7 @@ SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = False
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.

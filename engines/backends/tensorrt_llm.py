@@ -5,6 +5,7 @@ from __future__ import annotations
 from trtpipe.engines import trtllm_options
 from trtpipe.engines.backends.base import ServedBy, Target
 from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.trtllm_build import build, rendered, tool_versions
 from trtpipe.engines.trtllm_options import SETTINGS
 
@@ -17,6 +18,7 @@ SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 
 

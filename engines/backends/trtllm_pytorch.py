@@ -26,6 +26,13 @@ ATTENTION_WINDOW = True
 ONE_NODE = "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
+# Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {
+    "modelopt": (
+        None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ,
+    ),
+    "fp8": (QuantAlgo.FP8_BLOCK_SCALES,),
+}  # fmt: skip
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:

@@ -29,6 +29,11 @@ FILE = "engine_args.yaml"
 GRAPH_TOKENS = 1024
 # Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {
+    "modelopt": READ,
+    "compressed-tensors": tuple(algo for algo in QuantAlgo if "compressed-tensors" in algo.row.formats),
+    "fp8": (QuantAlgo.FP8, QuantAlgo.FP8_BLOCK_SCALES),
+}
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -39,7 +44,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
     algo = target.quantization.quant_algo
-    if algo is not None and algo not in READ:
+    if algo is not None and algo not in READ and not target.stored:
         raise UsageError(
             f"vLLM does not read {algo.value} from ModelOpt's folders",
             why="of its quantized weights it takes FP8",
@@ -66,7 +71,8 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max-num-batched-tokens": build.max_num_tokens,
         "block-size": build.tokens_per_block,
         "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
-        "quantization": "modelopt" if algo else None,
+        # Of a folder that came quantized vLLM finds the method itself.
+        "quantization": "modelopt" if algo and not target.stored else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}
