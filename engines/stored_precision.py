@@ -29,7 +29,9 @@ def stored_precision(
     held = stored.quantization
     same = [recipe for recipe in recipes.values() if recipe.quant_algo is held.quant_algo]
     if not same:
-        raise UsageError(f"{model} is already quantized, {stored.describe()}", why="no recipe of `trtpipe quants` is that")
+        raise UsageError(
+            f"{model} is already quantized, {stored.describe()}", why="no recipe of `trtpipe quants` is that"
+        )
     exact = next((recipe for recipe in same if recipe.kv_cache_quant_algo is held.kv_cache_quant_algo), None)
     recipe = exact or replace(same[0], kv_cache_quant_algo=held.kv_cache_quant_algo)
     recipe = replace(recipe, group_size=held.group_size if held.packed else recipe.group_size)

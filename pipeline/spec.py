@@ -20,8 +20,9 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.model_source import ModelRef
+from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
+from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.defaults import planned_sizes
 from trtpipe.pipeline.planner.judgement import judge
@@ -204,7 +205,12 @@ def resolve(
     assert gpu_name is not None
     source, revision = _string(chosen, "source"), _string(chosen, "revision")
     gpu = facts.find_gpu(gpu_name)
-    model = model or peek(facts.find_model(model_name, source=source, revision=revision))
+    if model is None:
+        model = facts.find_model(model_name, source=source, revision=revision)
+        place = model.source
+        # A model file of ours says whether the model is quantized; what it says of the quantization may have changed.
+        if isinstance(place, HubSource) and (model.stored or place.repo_id == model_name):
+            model = peek(model)
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
     recipes = facts.load_quant_recipes()
@@ -231,9 +237,7 @@ def resolve(
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(
-        gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored
-    )
+    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
     serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig, given), build_config, runtime)
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:

@@ -171,9 +171,7 @@ def measure_alone(
     return Alone(**_run(spec, rows, log, "running the model", progress))
 
 
-def _run(
-    spec: dict[str, Any], rows: npt.NDArray[np.int32], log: Path, what: str, progress: Progress
-) -> dict[str, Any]:
+def _run(spec: dict[str, Any], rows: npt.NDArray[np.int32], log: Path, what: str, progress: Progress) -> dict[str, Any]:
     """Run the worker; the fields of its result, and sizes of the rows."""
     with tempfile.TemporaryDirectory(prefix=".accuracy.", dir=log.parent) as scratch:
         ids, out = Path(scratch, "rows.npy"), Path(scratch, "measured.json")

@@ -72,7 +72,7 @@ class _Stream:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
-    """Run a job of `job.measure` or `job.measure_alone`; `spec` has its arguments as plain values. Writes spec["out"]."""
+    """Run a job of `job.measure` or `job.measure_alone`; `spec` has its arguments as plain values. Writes `out`."""
     device, where = find_device(spec["device"]), ["reading the models"]
     remedy = "pass fewer --rows" + (", or --device cpu" if device.type == "cuda" else "")
     with torch.inference_mode(), named_memory_errors(device, where, remedy):
@@ -84,9 +84,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     write_json(Path(spec["out"]), found)
 
 
-def _run_alone(
-    folder: Path, rows: Any, device: torch.device, where: list[str], progress: Progress
-) -> dict[str, Any]:
+def _run_alone(folder: Path, rows: Any, device: torch.device, where: list[str], progress: Progress) -> dict[str, Any]:
     source, ids = open_model(folder, device), torch.from_numpy(rows).long()
     stream = _Stream.start(folder, source, ids)
     saturation: list[Saturation] = []

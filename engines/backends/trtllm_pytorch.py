@@ -31,7 +31,7 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (
         None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ,
     ),
-    "fp8": (QuantAlgo.FP8_BLOCK_SCALES,),
+    "fp8": tuple(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES"),
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": READ,
     "compressed-tensors": tuple(algo for algo in QuantAlgo if "compressed-tensors" in algo.row.formats),
-    "fp8": (QuantAlgo.FP8, QuantAlgo.FP8_BLOCK_SCALES),
+    "fp8": (QuantAlgo.FP8, *(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES")),
 }
 
 

@@ -19,7 +19,7 @@ from trtpipe.engines.families import families, family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors, fp8_method
 from trtpipe.engines.hf.config_fields import ConfigFields
-from trtpipe.engines.hf.folder import LocatedTensor, read_config_json
+from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import unified
@@ -226,7 +226,7 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
     elif details is not None:
         raise InputDataError(
             f"{path.parent} describes two quantizations",
-            why=f"quantization_config says {said}, and {unified.DETAILS} is modelopt's",
+            why=f"quantization_config says {said}, and {DETAILS} is modelopt's",
             remedy="download the model again",
         )
     elif said == COMPRESSED_TENSORS:

@@ -57,11 +57,11 @@ def convert_stored(
 ) -> list[str]:
     """Write the checkpoint of the quantized folder `source` into the existing folder `out`; return notices.
 
-    Linears that TensorRT-LLM runs as one matrix (q, k and v; in FP8 also fc and gate) have one FP8 scale there: codes of
-    a smaller scale are rounded to the largest one, as vLLM and TensorRT-LLM's own loader do.
+    Linears that TensorRT-LLM runs as one matrix (q, k and v; in FP8 also fc and gate) have one FP8 scale there: codes
+    of a smaller scale are rounded to the largest one, as vLLM and TensorRT-LLM's own loader do.
 
-    Raises UsageError for a quantization that a checkpoint cannot hold or a mapping that does not fit, InputDataError for
-    a damaged folder.
+    Raises UsageError for a quantization that a checkpoint cannot hold or a mapping that does not fit, InputDataError
+    for a damaged folder.
     """
     model, stored = read_model_config(source, quantized=True), read_stored(source)
     if stored is None:
@@ -78,4 +78,6 @@ def convert_stored(
         rounded = read_json(notes, "notes")["rounded"]
     if not rounded:
         return []
-    return [f"{rounded} matrices are rounded to the scale of the matrix that they are part of, as runtimes do on loading"]
+    return [
+        f"{rounded} matrices are rounded to the scale of the matrix that they are part of, as runtimes do on loading"
+    ]

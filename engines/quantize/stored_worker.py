@@ -79,7 +79,11 @@ def _layer(
             cache_scale(tensors, prefix + name).clamp(min=1.0).reshape(TENSORRT_LLM.scalar_shape)
             for name in stored.cache_scales(source)
         )
-        scales = {"k_cache_scaling_factor": k, "v_cache_scaling_factor": v, "kv_cache_scaling_factor": torch.maximum(k, v)}
+        scales = {
+            "k_cache_scaling_factor": k,
+            "v_cache_scaling_factor": v,
+            "kv_cache_scaling_factor": torch.maximum(k, v),
+        }
         out.update({source.attention + name: scale for name, scale in scales.items()})
     return out, rounded
 

@@ -1,7 +1,7 @@
 """The accuracy gate: checks a comparison with the original model against the recipe's thresholds.
 
-Of a model that came quantized the original is not at hand. What is made of it is compared with it; where it is served as
-it is, its perplexity alone is told, and the gate only refuses a model that predicts worse than a guess.
+Of a model that came quantized the original is not at hand. What is made of it is compared with it; where it is served
+as it is, its perplexity alone is told, and the gate only refuses a model that predicts no better than a guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Thresholds
 
 __all__ = [
-    "Alone", "AloneReport", "LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure", "measure_alone",
+    "Alone", "AloneReport", "LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure",
+    "measure_alone",
 ]  # fmt: skip
 
 # Rows of the held-out text that the gate runs: about 2000 tokens, half a minute for a small model on a laptop.
@@ -177,7 +178,7 @@ def clipped(saturation: Sequence[Saturation]) -> list[Saturation]:
     return sorted((entry for entry in saturation if entry.beyond), key=lambda entry: -entry.share)
 
 
-def matching_recipe(measured: Measured, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
+def matching_recipe(measured: Measured | Alone, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
     """The recipe whose thresholds apply: that of the measured weights, with the measured KV cache if there is one."""
     same = [recipe for recipe in recipes.values() if recipe.quant_algo == measured.quant_algo]
     name = measured.kv_cache_quant_algo

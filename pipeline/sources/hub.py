@@ -82,10 +82,9 @@ def fetch_config(repo_id: str, commit: str) -> Path:
 
 
 def peek(model: ModelRef) -> ModelRef:
-    """`model` with the quantization of its files, which its configs say: they are fetched from the hub, if need be."""
+    """`model`, of a hub source, with the quantization of its files: the configs that say it are fetched if need be."""
     source = model.source
-    if model.stored is not None or not isinstance(source, HubSource):
-        return model
+    assert isinstance(source, HubSource)
     folder = fetch_config(source.repo_id, resolve_commit(source.repo_id, source.revision))
     return dataclasses.replace(model, stored=read_stored(folder))
 

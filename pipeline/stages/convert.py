@@ -14,8 +14,8 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.families import family_of
-from trtpipe.engines.hf.export import export
 from trtpipe.engines.files import place
+from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
 from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import ModelConfig
@@ -26,8 +26,10 @@ from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder. `stored`
-    is the method by which the snapshot is quantized already, "" for none."""
+    """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder.
+
+    stored  method by which the snapshot is quantized already; "" for none
+    """
 
     form: str
     stored: str

