@@ -264,13 +264,17 @@ class QuantRecipe:
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A resolved precision: element type of what is not quantized, recipe if any, reason of the choice, and compute
-    capabilities that run it."""
+    capabilities that run it.
+
+    stored  method by which the model's files are quantized already; "" where the pipeline quantizes them
+    """
 
     name: str
     dtype: DataType
     reason: str
     sms: tuple[int, ...]
     recipe: QuantRecipe | None = None
+    stored: str = ""
 
 
 # Values of --dtype besides recipes. The command line has short names, the checkpoint long ones.
@@ -335,7 +339,7 @@ def resolve_precision(
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
-    sms = tuple(sm for sm in recipe.sms if sm in _cache_sms(recipe))
+    sms = tuple(sm for sm in recipe.sms if sm in cache_sms(recipe))
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
@@ -393,7 +397,7 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
         raise UsageError(f"{recipe.name} does not run on {gpu.describe()}", why=f"it runs on {where}", remedy=remedy)
-    cache, allowed = recipe.kv_cache_quant_algo, _cache_sms(recipe)
+    cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
@@ -404,7 +408,7 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
         )
 
 
-def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
+def cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
     """The SMs that run a recipe's KV cache."""
     special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}
     return recipe.sms if recipe.kv_cache_quant_algo is None else special[recipe.kv_cache_quant_algo]

@@ -20,12 +20,16 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain."""
+    """Target of an engine build: GPU, mapping, quantization and toolchain.
+
+    stored  method by which the model's files are quantized already; "" where they are not
+    """
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
+    stored: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,15 @@ def checkpoint_form(runtime: str, algo: QuantAlgo | None) -> str:
             remedy=f"use {others}another --dtype",
         )
     return form
+
+
+def require_form(runtime: str, target: Target) -> None:
+    """Raises UsageError when no checkpoint format brings the target's quantization to `runtime`.
+
+    A model that came quantized is not written, but read as it is.
+    """
+    if not target.stored:
+        checkpoint_form(runtime, target.quantization.quant_algo)
 
 
 def runtimes_of(algo: QuantAlgo | None) -> list[str]:

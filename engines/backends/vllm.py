@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import METHODS, ServedBy, Target, Workshop, checkpoint_form, refuse_others
+from trtpipe.engines.backends.base import (
+    METHODS,
+    ServedBy,
+    Target,
+    Workshop,
+    checkpoint_form,
+    refuse_others,
+    require_form,
+)
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -31,6 +39,7 @@ GRAPH_TOKENS = 1024
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN),
     COMPRESSED_TENSORS: tuple(algo for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats),
+    "fp8": (QuantAlgo.FP8, *(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES")),
 }
 
 
@@ -41,7 +50,7 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
-    checkpoint_form("vllm", target.quantization.quant_algo)
+    require_form("vllm", target)
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
@@ -63,7 +72,8 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max-num-batched-tokens": build.max_num_tokens,
         "block-size": build.tokens_per_block,
         "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
-        "quantization": METHODS[checkpoint_form("vllm", algo)] if algo else None,
+        # Of a folder that came quantized vLLM finds the method itself.
+        "quantization": METHODS[checkpoint_form("vllm", algo)] if algo and not target.stored else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}

@@ -64,7 +64,7 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
         writer = stack.enter_context(Writer(SAFETENSORS_DTYPE[dtype]))
         if spec["format"] == "trtllm":
             encode = for_tensorrt_llm
-            _lay_out_checkpoint(spec, model, dtype, quantization, out, writer)
+            lay_out_checkpoint(spec, model, dtype, quantization, out, writer)
         elif spec["format"] == "hf":
             encode = for_hugging_face
             _lay_out_folder(unified.plan(model, quantization), dtype, out, writer)
@@ -193,9 +193,10 @@ class _Background:
             self._writer.write(self._names.layer(index) + name, tensor)
 
 
-def _lay_out_checkpoint(
+def lay_out_checkpoint(
     spec: dict[str, Any], model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
 ) -> None:
+    """Write config.json and create the rank files; `spec` has the mapping, the embedding and the toolchain."""
     mapping, embedding = Mapping(**spec["mapping"]), EmbeddingSharding(spec["embedding"])
     config = config_json(
         model, dtype, mapping, embedding=embedding, quantization=quantization, toolchain=spec["toolchain"]

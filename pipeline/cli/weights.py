@@ -162,8 +162,12 @@ def quantize(
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
-    quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint or a quantized Hugging Face folder.")],
+    original: Annotated[
+        Path, typer.Argument(help="The unquantized Hugging Face folder; or a quantized one, to be run alone.")
+    ],
+    quantized: Annotated[
+        Path | None, typer.Argument(help="A TensorRT-LLM checkpoint, or a quantized Hugging Face folder.")
+    ] = None,
     text: Annotated[
         str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
     ] = "heldout",
@@ -177,7 +181,7 @@ def verify(
 ) -> None:
     """Measure what quantization costs in accuracy.
 
-    Perplexity, KL divergence, and the layers that cost most.
+    Perplexity, KL divergence, and the layers that cost most. Without the original, perplexity alone.
 
     \b
     Examples:
@@ -192,10 +196,16 @@ def verify(
 
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
         ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
-    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized)) as progress:
-        measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
-    recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
-    report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    report: gate.Report | gate.AloneReport
+    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized or original)) as progress:
+        if quantized is None:
+            alone = gate.measure_alone(original, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(alone, facts.load_quant_recipes())
+            report = gate.AloneReport(recipe=recipe.name, measured=alone)
+        else:
+            measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
+            report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
         page.write(report, report_dir)
         console.note(f"written: {report_dir}/accuracy.json and accuracy.html")

@@ -34,7 +34,7 @@ class Quantize(Stage):
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:
-        return spec.precision.recipe is not None
+        return spec.precision.recipe is not None and not spec.precision.stored
 
     def resources(self, spec: BuildSpec) -> Resources:
         return ON_TORCH
