@@ -1,8 +1,8 @@
-"""llm-compressor's own folders of a tiny Llama, as digests; and the Llama itself, whose weights every machine makes alike.
+"""llm-compressor's own folders of a tiny Llama, as digests; and that Llama, whose weights every machine makes alike.
 
 Run in an environment with llm-compressor, which needs torch and transformers of other versions than ours:
 
-    python tests/support/llmcompressor.py SCRATCH FILE.json
+    python tests/support/compressed_folders.py SCRATCH FILE.json
 
 writes the Llama to SCRATCH/model, its quantized forms beside it, and config and tensors of each form to FILE.json.
 """
