@@ -323,6 +323,6 @@ def _decoded(steps: Mapping[str, Any]) -> str:
 
 
 WRITERS = {
-    "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference, "quantize": _quantize,
-    "shared_gpu": _shared_gpu, "parallel": _parallel,
+    "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference,
+    "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
 }  # fmt: skip
