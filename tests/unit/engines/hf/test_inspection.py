@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.factories import hf_folder, write_safetensors
 from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.backends.base import METHODS
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import InputDataError
@@ -124,20 +125,22 @@ def test_a_file_beyond_the_ranks_is_named_once(checkpoint: Path) -> None:
     assert inspect(checkpoint).problems == ("rank2.safetensors is of no rank: the mapping has 2",)
 
 
-@pytest.mark.parametrize("algo", list(QuantAlgo))
-def test_every_quantized_checkpoint_is_sound(tmp_path: Path, algo: QuantAlgo) -> None:
-    """As the worker writes them, in both formats; int4 needs groups that divide."""
+@pytest.mark.parametrize(("algo", "form"), [(algo, form) for algo in QuantAlgo for form in algo.row.formats])
+def test_every_quantized_checkpoint_is_sound(tmp_path: Path, algo: QuantAlgo, form: str) -> None:
+    """As the worker writes them, in all formats; int4 needs groups that divide."""
     source = hf_folder(tmp_path / "hf", **SIZES)
     cache = KvCacheQuantAlgo.FP8 if algo is QuantAlgo.FP8 else None
     quantization = Quantization(quant_algo=algo, kv_cache_quant_algo=cache, group_size=64)
-    ranks = inspect(quantized(source, tmp_path / "ranks", quantization, "trtllm", pp_size=2))
-    assert (ranks.kind, ranks.quantization["quant_algo"], ranks.problems, ranks.notes) == (
-        "tensorrt_llm", algo.value, (), (),
-    )  # fmt: skip
-    whole = inspect(quantized(source, tmp_path / "whole", quantization))
-    assert (whole.kind, whole.problems, whole.notes) == ("huggingface", (), (FOR_WHOM,))
-    assert whole.quantization == {
-        "quant_method": "modelopt",
+    found = inspect(quantized(source, tmp_path / "out", quantization, form, pp_size=2 if form == "trtllm" else 1))
+    if form == "trtllm":
+        assert (found.kind, found.quantization["quant_algo"], found.problems, found.notes) == (
+            "tensorrt_llm", algo.value, (), (),
+        )  # fmt: skip
+        return
+    notes = (FOR_WHOM,) if form == "hf" else ()
+    assert (found.kind, found.problems, found.notes) == ("huggingface", (), notes)
+    assert found.quantization == {
+        "quant_method": METHODS[form],
         "quant_algo": algo.value,
         "kv_cache_quant_algo": cache and cache.value,
         "group_size": 64 if quantization.packed else None,
