@@ -91,7 +91,8 @@ def test_where_a_source_comes_from(tmp_path: Path) -> None:
 def test_auto_keeps_its_reason() -> None:
     assert sources(plan())["dtype"] == ("bf16", "auto: the CPU computes bfloat16")
     made = sources(plan(gpu="l4"))
-    assert made["dtype"] == ("fp8-kv", "auto: SM89 computes FP8, weights and KV cache")
+    runtimes = "(runtimes tensorrt_llm, trtllm_pytorch, vllm)"
+    assert made["dtype"] == ("fp8-kv", f"auto: SM89 computes FP8, weights and KV cache {runtimes}")
     assert made["kv_cache"] == ("fp8", "recipe")
     assert made["calibration.data"] == ("cnn_dailymail", "default")
     assert made["runtime"] == ("tensorrt_llm", "default for NVIDIA GPUs")

@@ -164,7 +164,7 @@ def test_an_impossible_kv_cache_is_refused(kv_cache: str, device: GpuSpec, line:
         (
             "q4_k_m",
             "known: auto, bf16, bfloat16, float16, float32, fp16, fp32, fp8, fp8-kv, fp8-pc-pt, int4-awq, int8, "
-            "int8-sq, int8-wo, none, w4a8-awq",
+            "int8-pc-pt, int8-sq, int8-wo, none, w4a8-awq",
         ),
     ],
 )
