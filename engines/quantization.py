@@ -16,8 +16,7 @@ from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
 # Checkpoint formats: TensorRT-LLM's, ModelOpt's unified Hugging Face folder, llm-compressor's Hugging Face folder.
-TENSORRT_LLM, MODELOPT, COMPRESSED_TENSORS = "trtllm", "hf", "compressed-tensors"
-FORMATS = (TENSORRT_LLM, MODELOPT, COMPRESSED_TENSORS)
+FORMATS = ("trtllm", "hf", "compressed-tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class Algorithm:
     group_sizes: tuple[int, ...] = ()
     engine_encodes: bool = False
     exclude: tuple[str, ...] = ("lm_head",)
-    formats: tuple[str, ...] = (TENSORRT_LLM, MODELOPT)
+    formats: tuple[str, ...] = FORMATS[:2]
 
     @property
     def fp8_inputs(self) -> bool:
@@ -128,7 +127,7 @@ class QuantAlgo(str, enum.Enum):
             scale="row",
             passes=0,
             operands="int8",
-            formats=(COMPRESSED_TENSORS,),
+            formats=("compressed-tensors",),
         ),
     )
     W8A16 = (

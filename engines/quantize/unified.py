@@ -6,7 +6,9 @@ scales beside them. transformers does not know the method: it loads the codes as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, whole
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
 from trtpipe.engines.hf.folder import DETAILS, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
@@ -30,12 +32,7 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
     names = family_of(model).names
     cached = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
-    # Full name of a linear's weight -> the linear's name within its layer.
-    linears = {
-        f"{names.layer(layer)}{linear}.weight": linear
-        for layer in range(model.num_hidden_layers)
-        for linear in names.linears
-    }
+    linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
         if linear is None:
@@ -118,6 +115,8 @@ def parse_settings(
         found["quantization_config"] = {**own, **method, "exclude_modules": method.get("ignore"), **_cache(method)}
     if details is not None:
         found[DETAILS] = details
+    for place, facts in found.items():
+        _refuse_mixed(facts.get("exclude_modules"), f"{folder}: {place}", names)
     # The same keys as in a checkpoint's config.
     parsed = {place: parse_quantization(facts, f"{folder}: {place}", names.head) for place, facts in found.items()}
     first, *others = parsed.values()
@@ -136,6 +135,16 @@ def parse_settings(
             remedy="use a TensorRT-LLM checkpoint for that",
         )
     return first
+
+
+def _refuse_mixed(excluded: Any, where: str, names: SourceNames) -> None:
+    """Raises InputDataError for a pattern of modules without quantization that a linear of a layer matches."""
+    for pattern in excluded if isinstance(excluded, list) else []:
+        layers = {0, *map(int, re.findall(rf"{re.escape(names.layers)}(\d{{1,4}})", str(pattern)))}
+        if any(fnmatchcase(names.layer(n) + linear, str(pattern)) for n in layers for linear in names.linears):
+            raise InputDataError(
+                f"{where}: exclude_modules has {pattern!r}", why="layers of mixed precision are not read here"
+            )
 
 
 def summary(quantization: Quantization) -> dict[str, Any]:
