@@ -15,6 +15,10 @@ from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
+# Checkpoint formats: TensorRT-LLM's, ModelOpt's unified Hugging Face folder, llm-compressor's Hugging Face folder.
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMATS = ("trtllm", "hf", COMPRESSED_TENSORS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
@@ -35,6 +39,7 @@ class Algorithm:
     engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
                     of its GPU
     exclude         modules that TensorRT-LLM's loader is told not to quantize
+    formats         checkpoint formats that can hold it; what a runtime reads of them, its backend says (`READS`)
     """
 
     arithmetic: str
@@ -50,6 +55,7 @@ class Algorithm:
     group_sizes: tuple[int, ...] = ()
     engine_encodes: bool = False
     exclude: tuple[str, ...] = ("lm_head",)
+    formats: tuple[str, ...] = FORMATS[:2]
 
     @property
     def fp8_inputs(self) -> bool:
@@ -66,7 +72,7 @@ _ARITHMETIC = "trtpipe.engines.quantize.algorithms:"
 
 
 class QuantAlgo(str, enum.Enum):
-    """Quantization algorithms that a TensorRT-LLM checkpoint can have, by TensorRT-LLM's names; one row each."""
+    """Quantization algorithms, by TensorRT-LLM's names where it has one; one row each."""
 
     row: Algorithm
 
@@ -85,6 +91,7 @@ class QuantAlgo(str, enum.Enum):
             static_input=True,
             passes=1,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     FP8_PER_CHANNEL_PER_TOKEN = (
@@ -96,6 +103,7 @@ class QuantAlgo(str, enum.Enum):
             scale_name="per_channel_scale",
             passes=0,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     W8A8_SQ_PER_CHANNEL = (
@@ -108,6 +116,19 @@ class QuantAlgo(str, enum.Enum):
             smoothed=True,
             passes=1,
             operands="int8",
+            formats=FORMATS,
+        ),
+    )
+    # TensorRT-LLM has no name for it: its INT8 with a scale for each token is smoothed.
+    INT8_PER_CHANNEL_PER_TOKEN = (
+        "INT8_PER_CHANNEL_PER_TOKEN",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int8RowPerToken",
+            codes="I8",
+            scale="row",
+            passes=0,
+            operands="int8",
+            formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A16 = (
@@ -121,6 +142,7 @@ class QuantAlgo(str, enum.Enum):
             engine_encodes=True,
             # Its loader is the only one that would quantize the embedding, and its scales are not written.
             exclude=("lm_head", "transformer.vocab_embedding"),
+            formats=FORMATS,
         ),
     )
     W4A16_AWQ = (
@@ -133,6 +155,7 @@ class QuantAlgo(str, enum.Enum):
             passes=2,
             tiled=True,
             group_sizes=(64, 128),
+            formats=FORMATS,
         ),
     )
     W4A8_AWQ = (
@@ -214,7 +237,7 @@ class QuantRecipe:
     """Quantization recipe: a file of configs/quant.
 
     modelopt             name of ModelOpt's configuration; None quantizes no weights
-    sms                  SMs on which TensorRT-LLM runs it
+    sms                  SMs that have kernels for it
     kv_cache_quant_algo  default of the recipe; `--kv-cache` overrides it
     group_size           number of input features that share a scale, for recipes with groups
     exclude_modules      modules that are not quantized: the head, and the embedding if the algorithm could quantize it
@@ -241,13 +264,17 @@ class QuantRecipe:
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A resolved precision: element type of what is not quantized, recipe if any, reason of the choice, and compute
-    capabilities that run it."""
+    capabilities that run it.
+
+    stored  method by which the model's files are quantized already; "" where the pipeline quantizes them
+    """
 
     name: str
     dtype: DataType
     reason: str
     sms: tuple[int, ...]
     recipe: QuantRecipe | None = None
+    stored: str = ""
 
 
 # Values of --dtype besides recipes. The command line has short names, the checkpoint long ones.
@@ -285,8 +312,8 @@ def resolve_precision(
             why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
-    reason = "requested"
-    if requested == "auto":
+    reason, automatic = "requested", requested == "auto"
+    if automatic:
         requested, reason = _automatic(gpu)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
@@ -298,6 +325,11 @@ def resolve_precision(
         dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
+    if automatic:
+        # Imported here: backends import this module.
+        from trtpipe.engines.backends.base import runtimes_of
+
+        reason += f"; {', '.join(runtimes_of(recipe.quant_algo))} run it"
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
@@ -307,7 +339,7 @@ def resolve_precision(
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
-    sms = tuple(sm for sm in recipe.sms if sm in _cache_sms(recipe))
+    sms = tuple(sm for sm in recipe.sms if sm in cache_sms(recipe))
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
@@ -364,21 +396,19 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
-        raise UsageError(
-            f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
-        )
-    cache, allowed = recipe.kv_cache_quant_algo, _cache_sms(recipe)
+        raise UsageError(f"{recipe.name} does not run on {gpu.describe()}", why=f"it runs on {where}", remedy=remedy)
+    cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
-            why=f"TensorRT-LLM runs it on {where}",
+            why=f"it runs on {where}",
             remedy="use --kv-cache none here",
         )
 
 
-def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
+def cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
     """The SMs that run a recipe's KV cache."""
     special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}
     return recipe.sms if recipe.kv_cache_quant_algo is None else special[recipe.kv_cache_quant_algo]

@@ -187,6 +187,8 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
     """
     algo, cache = raw.get("quant_algo"), raw.get("kv_cache_quant_algo")
     group, excluded = raw.get("group_size"), raw.get("exclude_modules")
+    if algo == "MIXED_PRECISION":
+        raise CheckpointError(f"{where}: quant_algo is {algo}", why="layers of mixed precision are not read here")
     if algo is not None and algo not in list(QuantAlgo):
         known = ", ".join(QuantAlgo)
         raise CheckpointError(f"{where} is quantized with {algo}", why=f"the algorithms read here are {known}")

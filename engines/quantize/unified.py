@@ -18,13 +18,11 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, whole
-from trtpipe.engines.hf.folder import read_config_json
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
+from trtpipe.engines.hf.folder import DETAILS, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE
-
-DETAILS = "hf_quant_config.json"
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
@@ -32,12 +30,7 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
     names = family_of(model).names
     cached = {names.k: "k_scale", names.v: "v_scale"}
     cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
-    # Full name of a linear's weight -> the linear's name within its layer.
-    linears = {
-        f"{names.layer(layer)}{linear}.weight": linear
-        for layer in range(model.num_hidden_layers)
-        for linear in names.linears
-    }
+    linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
         if linear is None:
@@ -82,50 +75,45 @@ def write_settings(
     excluded = [names.head, names.embedding]
     producer = {"name": "modelopt", "version": producer_version}
     write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": excluded}})
-    del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
     if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
-    method |= {"ignore": excluded, **facts, "producer": producer, "quant_method": "modelopt"}
+    method |= {"ignore": excluded, "quant_algo": facts["quant_algo"], "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
         method["kv_cache_scheme"] = eight_bits
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
     copy_companions(source, out)
 
 
-def read_settings(folder: Path, model: ModelConfig) -> Quantization:
-    """Read a folder's quantization from config.json, hf_quant_config.json or both.
-
-    Raises InputDataError when neither file states it, when they disagree, or for a value that ModelOpt does not write.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    method = read_config_json(folder / "config.json", "model config").get("quantization_config")
-    if method is not None:
-        if not isinstance(method, dict):
-            raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
-        if method.get("quant_method", "modelopt") != "modelopt":
-            raise InputDataError(
-                f"{folder} is quantized by {method['quant_method']}",
-                why="of quantized folders only ModelOpt's are read",
-            )
-        found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
+def read_details(folder: Path) -> dict[str, Any] | None:
+    """Read hf_quant_config.json; None when there is none. Raises InputDataError."""
     path = folder / DETAILS
-    if path.is_file():
-        details = read_config_json(path, "quantization config").get("quantization")
-        if not isinstance(details, dict):
-            raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+    if not path.is_file():
+        return None
+    details = read_config_json(path, "quantization config").get("quantization")
+    if not isinstance(details, dict):
+        raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+    return details
+
+
+def parse_settings(
+    method: dict[str, Any] | None, details: dict[str, Any] | None, path: Path, names: SourceNames
+) -> Quantization:
+    """Parse the quantization_config of the config.json `path`, the quantization of hf_quant_config.json, or both.
+
+    Raises InputDataError when they disagree, and for a value that ModelOpt does not write.
+    """
+    folder, found = path.parent, {}
+    if method is not None:
+        # ModelOpt writes these two into its own file only.
+        own = {key: (details or {}).get(key) for key in ("group_size", "has_zero_point")}
+        found["quantization_config"] = {**own, **method, "exclude_modules": method.get("ignore"), **_cache(method)}
+    if details is not None:
         found[DETAILS] = details
-    if not found:
-        raise InputDataError(
-            f"{folder} is not quantized",
-            why=f"it has no {DETAILS}, and config.json no quantization_config",
-            remedy="give a folder exported by ModelOpt",
-        )
     # The same keys as in a checkpoint's config.
-    head = family_of(model).names.head
-    parsed = {place: parse_quantization(facts, f"{folder}: {place}", head) for place, facts in found.items()}
+    parsed = {place: parse_quantization(facts, f"{folder}: {place}", names.head) for place, facts in found.items()}
     first, *others = parsed.values()
     if first.quant_algo is None and first.kv_cache_quant_algo is None:
         raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")

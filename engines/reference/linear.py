@@ -29,6 +29,7 @@ from trtpipe.engines.reference.number_formats import (
 
 # Smallest scale of a token, which prevents a division by zero for a token of zeros.
 MIN_TOKEN_SCALE = 1.0 / (E4M3_MAX * 512)
+INT8_MAX = 127.0
 
 
 class Linear(ABC):
@@ -219,3 +220,25 @@ class Int8(Linear):
 
     def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return int8_product(operand, self.codes, self.output_scale, dtype)
+
+
+@dataclass(frozen=True)
+class Int8PerToken(Linear):
+    """Input and weight in int8; a token's scale comes from its largest magnitude, and each output row has a scale.
+
+    codes      [out, in], see `int8_operand`
+    row_scale  [out] float32
+    """
+
+    codes: torch.Tensor
+    row_scale: torch.Tensor
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of [T, in], and the divisor of each row, [T, 1] float32."""
+        scale = x.abs().amax(dim=-1, keepdim=True).float() / INT8_MAX
+        scale = scale.where(scale > 0, 1.0)
+        return to_int8(x / scale), scale
+
+    def product(self, operand: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        codes, scale = operand
+        return (int8_product(codes, self.codes, self.row_scale, torch.float32) * scale).to(dtype)

@@ -96,7 +96,11 @@ def quantize(
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the order of texts.")] = 0,
     form: Annotated[
-        str, typer.Option("--format", help="Format: trtllm for engines, hf for the LLM API and vLLM.")
+        str,
+        typer.Option(
+            "--format",
+            help="Format: trtllm for engines, hf for the LLM API and vLLM, compressed-tensors for vLLM.",
+        ),
     ] = "trtllm",
     dtype: Annotated[str, typer.Option(help="Type of what is not quantized: auto, bfloat16 or float16.")] = "auto",
     group_size: GroupSize = None,
@@ -121,6 +125,7 @@ def quantize(
     Examples:
       trtpipe quantize HF_DIR OUT_DIR --quant fp8 --kv-cache fp8
       trtpipe quantize HF_DIR OUT_DIR --quant int4-awq --calib FILE.txt --samples 128
+      trtpipe quantize HF_DIR OUT_DIR --quant int8-sq --format compressed-tensors
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
@@ -157,8 +162,12 @@ def quantize(
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
-    quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint, or ModelOpt's Hugging Face folder.")],
+    original: Annotated[
+        Path, typer.Argument(help="The unquantized Hugging Face folder; or a quantized one, to be run alone.")
+    ],
+    quantized: Annotated[
+        Path | None, typer.Argument(help="A TensorRT-LLM checkpoint, or a quantized Hugging Face folder.")
+    ] = None,
     text: Annotated[
         str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
     ] = "heldout",
@@ -172,7 +181,7 @@ def verify(
 ) -> None:
     """Measure what quantization costs in accuracy.
 
-    Perplexity, KL divergence, and the layers that cost most.
+    Perplexity, KL divergence, and the layers that cost most. Without the original, perplexity alone.
 
     \b
     Examples:
@@ -187,10 +196,16 @@ def verify(
 
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
         ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
-    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized)) as progress:
-        measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
-    recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
-    report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    report: gate.Report | gate.AloneReport
+    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized or original)) as progress:
+        if quantized is None:
+            alone = gate.measure_alone(original, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(alone, facts.load_quant_recipes())
+            report = gate.AloneReport(recipe=recipe.name, measured=alone)
+        else:
+            measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
+            report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
         page.write(report, report_dir)
         console.note(f"written: {report_dir}/accuracy.json and accuracy.html")

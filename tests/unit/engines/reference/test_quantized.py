@@ -26,7 +26,7 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantizati
 from trtpipe.engines.reference import runtime as runtime_module
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cuda.fused import rms_norm
-from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.matmul import multiply
 from trtpipe.engines.reference.model import Model
@@ -344,7 +344,7 @@ def test_modelopts_folder_computes_what_modelopt_simulated(
     exported: Callable[[QuantAlgo], Exported], algo: QuantAlgo
 ) -> None:
     folder, simulated, plain = exported(algo)
-    source = UnifiedFolder(folder, torch.float32)
+    source = QuantizedFolder(folder, torch.float32)
     assert source.config.quantization.quant_algo is algo
     (shard,), layer = source.layer(1), simulated.model.layers[1]
     # Inputs of these two are not those of others, so that the exporter changes nothing about them.
@@ -362,7 +362,7 @@ def test_modelopts_folder_computes_what_modelopt_simulated(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_unified_folder_has_scales_of_keys_and_values(exported: Callable[[QuantAlgo], Exported]) -> None:
-    source = UnifiedFolder(exported(QuantAlgo.FP8)[0], torch.float32)
+    source = QuantizedFolder(exported(QuantAlgo.FP8)[0], torch.float32)
     codec = source.layer(0)[0].kv_codec
     assert codec is not None
     # Two heads of keys, two of values.
@@ -377,7 +377,7 @@ def test_the_config_alone_says_how_a_folder_is_quantized(
     folder = exported(QuantAlgo.FP8)[0]
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    quantization = UnifiedFolder(tmp_path, torch.float32).config.quantization
+    quantization = QuantizedFolder(tmp_path, torch.float32).config.quantization
     assert quantization == Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
 
 
@@ -432,13 +432,13 @@ def test_a_folder_that_is_not_what_it_says_is_refused(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     damage(tmp_path)
     with pytest.raises(InputDataError, match=message):
-        UnifiedFolder(tmp_path, torch.float32)
+        QuantizedFolder(tmp_path, torch.float32)
 
 
 def test_a_folder_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", tokenizer=False)
     with pytest.raises(InputDataError, match=r"is not quantized: it has no hf_quant_config\.json"):
-        UnifiedFolder(folder, torch.float32)
+        QuantizedFolder(folder, torch.float32)
 
 
 def test_a_damaged_config_is_named_where_it_lies(tmp_path: Path) -> None:
@@ -446,5 +446,5 @@ def test_a_damaged_config_is_named_where_it_lies(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 0, "quantization_config": {"ignore": []}}))
     with pytest.raises(InputDataError) as error:
-        UnifiedFolder(folder, torch.float32)
+        QuantizedFolder(folder, torch.float32)
     assert str(error.value).startswith(f"{folder / 'config.json'}: hidden_size is 0")

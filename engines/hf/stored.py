@@ -1,0 +1,249 @@
+"""How an already quantized Hugging Face folder stores its weights: method, algorithm, tensors that must be there.
+
+A method (`quant_method` of config.json) says which tensors stand for the weight of a linear. Each of them has a role of
+`engines.quantize.algorithms`, so that one arithmetic computes the folders of all methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtpipe.engines.base import DataType
+from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
+from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.families import families, family_of
+from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.hf import compressed_tensors, fp8_method
+from trtpipe.engines.hf.config_fields import ConfigFields
+from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, read_config_json
+from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantize.formats import HUGGING_FACE
+
+MODELOPT = "modelopt"
+FLOATS = tuple(SAFETENSORS_DTYPE.values())
+Shapes = tuple[tuple[int, ...], ...]
+SCALAR: Shapes = ((), (1,))
+# Tensor name -> types and shapes that it may have.
+Layout = Mapping[str, tuple[tuple[str, ...], Shapes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """The quantization of a folder, the method that stores it, and the type of what is not quantized."""
+
+    method: str
+    quantization: Quantization
+    dtype: DataType
+
+    def to_json(self) -> dict[str, Any]:
+        return {"method": self.method, "dtype": self.dtype.value, **unified.summary(self.quantization)}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Stored:
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        algo, cache, group = raw["quant_algo"], raw["kv_cache_quant_algo"], raw["group_size"]
+        if raw["method"] not in METHODS or not isinstance(group, (int, type(None))):
+            raise ValueError("it has a quantization of no kind that is known")
+        quantization = Quantization(
+            quant_algo=algo and QuantAlgo[algo],
+            kv_cache_quant_algo=cache and KvCacheQuantAlgo(cache),
+            group_size=group or 128,
+        )
+        return cls(method=raw["method"], dtype=DataType(raw["dtype"]), quantization=quantization)
+
+    def roles(self) -> Mapping[str, str]:
+        """Role -> name of a linear's tensor after the linear's name; a linear need not have all of them."""
+        algo = self.quantization.quant_algo
+        return {"weight": "weight"} if algo is None else METHODS[self.method].roles(algo)
+
+    def cache_scales(self, names: SourceNames) -> tuple[str, str]:
+        """Names within a layer of the scales of keys and of values."""
+        return METHODS[self.method].cache(names)
+
+    def faults(self, model: ModelConfig, found: Mapping[str, LocatedTensor]) -> Iterator[str]:
+        """Differences between the tensors `found` and those that the config implies."""
+        names, layout = family_of(model).names, dict(METHODS[self.method].layout(model, self.quantization))
+        if self.quantization.kv_cache_quant_algo is not None:
+            scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
+            # Without any of them the runtimes use 1.
+            if scales & found.keys():
+                layout.update(dict.fromkeys(sorted(scales), (FLOATS, SCALAR)))
+        # Some folders store a head although the config ties it, and buffers of older exports; loaders read neither.
+        head = f"{names.head}.weight" if model.tie_word_embeddings else ""
+        read = {name: tensor for name, tensor in found.items() if name != head and not name.endswith(DERIVED_SUFFIX)}
+        return deviations(read, layout)
+
+    def check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
+        """Raises InputDataError for a folder whose tensors are not those that its config implies."""
+        fault = next(self.faults(model, located), None)
+        if fault is not None:
+            raise InputDataError(
+                f"{folder}: {fault}",
+                why=f"config.json says {self.describe()}",
+                remedy="download or export the model again",
+            )
+
+    def describe(self) -> str:
+        """The quantization in words: `FP8 weights and an FP8 KV cache, stored by modelopt`."""
+        algo, cache = self.quantization.quant_algo, self.quantization.kv_cache_quant_algo
+        weights = f"{algo.value if algo else 'unquantized'} weights"
+        groups = f" in groups of {self.quantization.group_size}" if self.quantization.packed else ""
+        return f"{weights}{groups}{f' and an {cache.value} KV cache' if cache else ''}, stored by {self.method}"
+
+
+def deviations(found: Mapping[str, LocatedTensor], layout: Layout, within: str = "") -> Iterator[str]:
+    """Differences between the tensors and `layout`; `within` is the prefix of a line on a missing tensor."""
+    for name, (dtypes, shapes) in layout.items():
+        if name not in found:
+            yield f"{within}tensor '{name}' is missing"
+            continue
+        entry, where = found[name].entry, f"{found[name].path.name}: tensor '{name}'"
+        if entry.shape not in shapes:
+            implied = " or ".join(str(list(shape)) for shape in shapes)
+            yield f"{where} has shape {list(entry.shape)}, config.json implies {implied}"
+        elif entry.dtype not in dtypes:
+            yield f"{where} is {entry.dtype}, config.json implies {' or '.join(dtypes)}"
+    for name, tensor in found.items():
+        if name not in layout:
+            yield f"{tensor.path.name}: tensor '{name}' has no place in this model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Method:
+    """A way to store quantized weights.
+
+    layout  tensors that a folder must have, without the scales of the KV cache
+    roles   see `Stored.roles`
+    cache   see `Stored.cache_scales`
+    """
+
+    layout: Callable[[ModelConfig, Quantization], Layout]
+    roles: Callable[[QuantAlgo], Mapping[str, str]]
+    cache: Callable[[SourceNames], tuple[str, str]]
+
+
+def _linears(model: ModelConfig) -> set[str]:
+    names = family_of(model).names
+    return {f"{names.layer(n)}{linear}.weight" for n in range(model.num_hidden_layers) for linear in names.linears}
+
+
+def _modelopt_layout(model: ModelConfig, quantization: Quantization) -> Layout:
+    weights = Quantization(quant_algo=quantization.quant_algo, group_size=quantization.group_size)
+    return {
+        plan.name: ((plan.dtype,) if plan.dtype else FLOATS, (plan.shape,)) for plan in unified.plan(model, weights)
+    }
+
+
+def _layout(roles: Callable[[QuantAlgo], Mapping[str, str]]) -> Callable[[ModelConfig, Quantization], Layout]:
+    """Layout of a method that stores codes, scales of weights in any float type, and a scale of static inputs."""
+
+    def layout(model: ModelConfig, quantization: Quantization) -> Layout:
+        algo = quantization.quant_algo
+        assert algo is not None
+        row, names, group, linears = algo.row, roles(algo), quantization.group_size, _linears(model)
+        out: dict[str, tuple[tuple[str, ...], Shapes]] = {}
+        for name, shape in source_shapes(model).items():
+            if name not in linears:
+                out[name] = FLOATS, (shape,)
+                continue
+            stem, (height, width) = name.removesuffix("weight"), shape
+            if names["weight"] == "weight":
+                out[name] = (row.codes,), (shape,)
+            else:
+                words = -(-width * compressed_tensors.bits(row) // 32)
+                out[stem + names["weight"]] = ("I32",), ((height, words),)
+                out[stem + "weight_shape"] = ("I64", "I32"), ((2,),)
+            scales: dict[str, Shapes] = {
+                "tensor": SCALAR,
+                "row": ((height, 1),),
+                "group": ((height, -(-width // group)),),
+                "block": ((-(-height // group), -(-width // group)),),
+            }
+            out[stem + names["scale"]] = FLOATS, scales[row.scale]
+            if row.static_input:
+                out[stem + names["input_scale"]] = FLOATS, SCALAR
+        return out
+
+    return layout
+
+
+def _packed_roles(algo: QuantAlgo) -> dict[str, str]:
+    packed = compressed_tensors.storage(algo.row) == compressed_tensors.PACKED
+    return {
+        "weight": "weight_packed" if packed else "weight",
+        "scale": "weight_scale",
+        "input_scale": "input_scale",
+    }
+
+
+def _of_attention(names: SourceNames) -> tuple[str, str]:
+    return f"{names.attention}k_scale", f"{names.attention}v_scale"
+
+
+METHODS = {
+    MODELOPT: _Method(
+        layout=_modelopt_layout,
+        roles=HUGGING_FACE.names,
+        cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale"),
+    ),
+    COMPRESSED_TENSORS: _Method(layout=_layout(_packed_roles), roles=_packed_roles, cache=_of_attention),
+    fp8_method.METHOD: _Method(layout=_layout(fp8_method.roles), roles=fp8_method.roles, cache=_of_attention),
+}
+
+
+def read_stored(folder: Path) -> Stored | None:
+    """Read how `folder` is quantized, from config.json and hf_quant_config.json; None when it is not quantized.
+
+    Raises InputDataError for a method or an algorithm that is not read here, and for two files that disagree.
+    """
+    path = folder / "config.json"
+    return parse_stored(read_config_json(path, "model config"), path, unified.read_details(folder))
+
+
+def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None = None) -> Stored | None:
+    """Parse the content of a config.json and of hf_quant_config.json as `read_stored` does; messages name `path`."""
+    method = raw.get("quantization_config")
+    if method is None and details is None:
+        return None
+    if method is not None and not isinstance(method, dict):
+        raise InputDataError(f"{path}: quantization_config is {method!r}, not an object")
+    said = MODELOPT if method is None else method.get("quant_method", MODELOPT)
+    if said not in list(METHODS):
+        raise InputDataError(
+            f"{path.parent} is quantized by {said}",
+            why=f"the methods read here are {', '.join(METHODS)}",
+            remedy="start from the model's bf16 or fp16 folder, or from one quantized by such a method",
+        )
+    names, where = _names(raw), f"{path}: quantization_config"
+    if said == MODELOPT:
+        quantization = unified.parse_settings(method, details, path, names)
+    elif details is not None:
+        raise InputDataError(
+            f"{path.parent} describes two quantizations",
+            why=f"quantization_config says {said}, and {DETAILS} is modelopt's",
+            remedy="download the model again",
+        )
+    elif said == COMPRESSED_TENSORS:
+        quantization = compressed_tensors.parse(method or {}, where, names.head)
+    else:
+        quantization = fp8_method.parse(method or {}, where, names)
+    dtype = ConfigFields(path, raw).dtype()
+    # A few numbers in float32 make no model that computes in float32.
+    return Stored(
+        method=said,
+        quantization=quantization,
+        dtype=DataType.BFLOAT16 if dtype in (None, DataType.FLOAT32) else dtype,
+    )
+
+
+def _names(raw: dict[str, Any]) -> SourceNames:
+    """Names of the model's family; Llama's for a model of another, which is refused elsewhere."""
+    named = raw.get("architectures")
+    family = families().get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
+    return family.names if family else SourceNames()
