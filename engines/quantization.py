@@ -16,7 +16,8 @@ from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
 # Checkpoint formats: TensorRT-LLM's, ModelOpt's unified Hugging Face folder, llm-compressor's Hugging Face folder.
-FORMATS = ("trtllm", "hf", "compressed-tensors")
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMATS = ("trtllm", "hf", COMPRESSED_TENSORS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Algorithm:
     engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
                     of its GPU
     exclude         modules that TensorRT-LLM's loader is told not to quantize
-    formats         checkpoint formats that can hold it; what a runtime reads of each, its backend says (`READS`)
+    formats         checkpoint formats that can hold it; what a runtime reads of them, its backend says (`READS`)
     """
 
     arithmetic: str
@@ -127,7 +128,7 @@ class QuantAlgo(str, enum.Enum):
             scale="row",
             passes=0,
             operands="int8",
-            formats=("compressed-tensors",),
+            formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A16 = (
@@ -236,7 +237,7 @@ class QuantRecipe:
     """Quantization recipe: a file of configs/quant.
 
     modelopt             name of ModelOpt's configuration; None quantizes no weights
-    sms                  SMs on which TensorRT-LLM runs it
+    sms                  SMs that have kernels for it
     kv_cache_quant_algo  default of the recipe; `--kv-cache` overrides it
     group_size           number of input features that share a scale, for recipes with groups
     exclude_modules      modules that are not quantized: the head, and the embedding if the algorithm could quantize it
@@ -311,8 +312,8 @@ def resolve_precision(
             why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
-    reason = "requested"
-    if requested == "auto":
+    reason, automatic = "requested", requested == "auto"
+    if automatic:
         requested, reason = _automatic(gpu)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
@@ -324,6 +325,11 @@ def resolve_precision(
         dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
+    if automatic:
+        # Imported here: backends import this module.
+        from trtpipe.engines.backends.base import runtimes_of
+
+        reason += f"; {', '.join(runtimes_of(recipe.quant_algo))} run it"
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
@@ -390,16 +396,14 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
-        raise UsageError(
-            f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
-        )
+        raise UsageError(f"{recipe.name} does not run on {gpu.describe()}", why=f"it runs on {where}", remedy=remedy)
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
-            why=f"TensorRT-LLM runs it on {where}",
+            why=f"it runs on {where}",
             remedy="use --kv-cache none here",
         )
 

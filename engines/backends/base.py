@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.quantization import QuantAlgo, Quantization
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.toolchain import Toolchain
 
 
@@ -92,6 +93,47 @@ class EngineBackend(Protocol):
     ) -> tuple[Engine, dict[str, str]]:
         """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
         facts about where it was built."""
+
+
+# Formats of quantized Hugging Face folders that are written, the preferred first -> their `quant_method`.
+METHODS = {"hf": "modelopt", COMPRESSED_TENSORS: COMPRESSED_TENSORS}
+
+
+def checkpoint_form(runtime: str, algo: QuantAlgo | None) -> str:
+    """Checkpoint format for `runtime`: of those that can hold `algo` the first that it reads. Raises UsageError."""
+    form = _form(load_backend(runtime), algo)
+    if form is None:
+        assert algo is not None
+        others = f"--runtime {' or '.join(runtimes_of(algo))}, or " if runtimes_of(algo) else ""
+        raise UsageError(
+            f"the runtime {runtime} does not run {algo.value}",
+            why=f"it does not read it from {' or '.join(algo.row.formats)}, the formats that can hold it",
+            remedy=f"use {others}another --dtype",
+        )
+    return form
+
+
+def require_form(runtime: str, target: Target) -> None:
+    """Raises UsageError when no checkpoint format brings the target's quantization to `runtime`.
+
+    A model that came quantized is not written, but read as it is.
+    """
+    if not target.stored:
+        checkpoint_form(runtime, target.quantization.quant_algo)
+
+
+def runtimes_of(algo: QuantAlgo | None) -> list[str]:
+    """Runtimes for a GPU that run `algo`."""
+    backends = {runtime: load_backend(runtime) for runtime in BACKENDS}
+    return [runtime for runtime, one in backends.items() if not one.ANYWHERE and _form(one, algo) is not None]
+
+
+def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
+    if algo is None:
+        return backend.FORM
+    read = [form for form, method in METHODS.items() if algo in backend.READS.get(method, ())]
+    forms = read if backend.FORM == "hf" else [backend.FORM]
+    return next((form for form in forms if form in algo.row.formats), None)
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import read_config
@@ -40,6 +40,7 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
+    require_form("reference", target)
     # The reference runtime always reads a paged cache; this build setting says so.
     return replace(build, use_paged_context_fmha=True), {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtpipe.engines import trtllm_options
-from trtpipe.engines.backends.base import ServedBy, Target
+from trtpipe.engines.backends.base import ServedBy, Target, require_form
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.trtllm_build import build, rendered, tool_versions
@@ -25,4 +25,5 @@ ONE_NODE = ""
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("tensorrt_llm")
+    require_form("tensorrt_llm", target)
     return trtllm_options.resolve(build, target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -29,7 +29,8 @@ FILE = "llm_args.yaml"
 # Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (
-        None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ,
+        None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W8A16,
+        QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ,
     ),
     "fp8": tuple(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES"),
 }  # fmt: skip
@@ -55,6 +56,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             why="a Hugging Face folder has no place for its scales",
             remedy="use --runtime tensorrt_llm, or --kv-cache fp8 or none",
         )
+    require_form("trtllm_pytorch", target)
     # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import (
+    METHODS,
+    ServedBy,
+    Target,
+    Workshop,
+    checkpoint_form,
+    refuse_others,
+    require_form,
+)
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
-from trtpipe.engines.quantization import FP8_SMS, KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 
 FORM = "hf"
@@ -27,11 +35,10 @@ FILE = "engine_args.yaml"
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
 # prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024
-# Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
-READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+# As measured: docs/measurements/vllm.md.
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
-    "modelopt": READ,
-    "compressed-tensors": tuple(algo for algo in QuantAlgo if "compressed-tensors" in algo.row.formats),
+    "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN),
+    COMPRESSED_TENSORS: tuple(algo for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats),
     "fp8": (QuantAlgo.FP8, *(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES")),
 }
 
@@ -43,13 +50,7 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
-    algo = target.quantization.quant_algo
-    if algo is not None and algo not in READ and not target.stored:
-        raise UsageError(
-            f"vLLM does not read {algo.value} from ModelOpt's folders",
-            why="of its quantized weights it takes FP8",
-            remedy=f"use --runtime tensorrt_llm, or --dtype {'fp8' if target.gpu.sm in FP8_SMS else 'bf16'}",
-        )
+    require_form("vllm", target)
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
@@ -72,7 +73,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "block-size": build.tokens_per_block,
         "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
         # Of a folder that came quantized vLLM finds the method itself.
-        "quantization": "modelopt" if algo and not target.stored else None,
+        "quantization": METHODS[checkpoint_form("vllm", algo)] if algo and not target.stored else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}

@@ -13,14 +13,13 @@ from typing import Any
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.quantization import (
+    COMPRESSED_TENSORS,
     Algorithm,
     KvCacheQuantAlgo,
     QuantAlgo,
     Quantization,
 )
 
-# The method's name, and the checkpoint format's.
-METHOD = "compressed-tensors"
 # Release of compressed-tensors whose form is written.
 VERSION = "0.19.0"
 PACKED = "pack-quantized"
@@ -64,7 +63,7 @@ def make(quantization: Quantization, head: str) -> dict[str, Any]:
         "global_compression_ratio": None,
         "ignore": [head],
         "kv_cache_scheme": cache,
-        "quant_method": METHOD,
+        "quant_method": COMPRESSED_TENSORS,
         "quantization_status": "compressed",
         "sparsity_config": {},
         "transform_config": {},
@@ -97,7 +96,7 @@ def parse(raw: dict[str, Any], where: str, head: str = "lm_head") -> Quantizatio
         raise InputDataError(f"{where}: its scheme has no weights")
     algo = next((algo for algo in QuantAlgo if _is(algo.row, weights, inputs)), None)
     if algo is None:
-        known = [algo.value for algo in QuantAlgo if METHOD in algo.row.formats]
+        known = [algo.value for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats]
         raise InputDataError(
             f"{where} has {_named(weights)} weights and {_named(inputs)} inputs",
             why=f"the schemes read here are those of {', '.join(known)}",
@@ -139,7 +138,7 @@ def _kind(row: Algorithm) -> str:
 
 
 def _is(row: Algorithm, weights: _Args, inputs: _Args | None) -> bool:
-    if METHOD not in row.formats:
+    if COMPRESSED_TENSORS not in row.formats:
         return False
     if weights[:3] != (_kind(row), bits(row), _STRATEGIES[row.scale]) or (weights[3] > 0) != (row.scale == "group"):
         return False

@@ -77,13 +77,12 @@ def write_settings(
     excluded = [names.head, names.embedding]
     producer = {"name": "modelopt", "version": producer_version}
     write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": excluded}})
-    del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
     if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
-    method |= {"ignore": excluded, **facts, "producer": producer, "quant_method": "modelopt"}
+    method |= {"ignore": excluded, "quant_algo": facts["quant_algo"], "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
         method["kv_cache_scheme"] = eight_bits
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})

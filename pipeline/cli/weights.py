@@ -96,7 +96,11 @@ def quantize(
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the order of texts.")] = 0,
     form: Annotated[
-        str, typer.Option("--format", help="Format: trtllm for engines, hf for the LLM API and vLLM.")
+        str,
+        typer.Option(
+            "--format",
+            help="Format: trtllm for engines, hf for the LLM API and vLLM, compressed-tensors for vLLM.",
+        ),
     ] = "trtllm",
     dtype: Annotated[str, typer.Option(help="Type of what is not quantized: auto, bfloat16 or float16.")] = "auto",
     group_size: GroupSize = None,
@@ -121,6 +125,7 @@ def quantize(
     Examples:
       trtpipe quantize HF_DIR OUT_DIR --quant fp8 --kv-cache fp8
       trtpipe quantize HF_DIR OUT_DIR --quant int4-awq --calib FILE.txt --samples 128
+      trtpipe quantize HF_DIR OUT_DIR --quant int8-sq --format compressed-tensors
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping

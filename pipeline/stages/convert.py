@@ -116,7 +116,7 @@ def checkpoint_disk(spec: BuildSpec, model: ModelConfig) -> int:
 
 def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
     """The values that a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
-    if form == "hf":
+    if form != "trtllm":
         return {"form": form}
     return {"form": form, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size, "toolchain": toolchain}
 
