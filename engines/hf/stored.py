@@ -22,7 +22,7 @@ from trtpipe.engines.hf import compressed_tensors, fp8_method
 from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, read_config_json
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import compressed, unified
 
 MODELOPT, FP8 = "modelopt", "fp8"
@@ -135,7 +135,7 @@ def _of_attention(names: SourceNames) -> tuple[str, str]:
 
 METHODS = {
     MODELOPT: _Method(plan=unified.plan, cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale")),
-    compressed_tensors.METHOD: _Method(plan=compressed.plan, cache=_of_attention),
+    COMPRESSED_TENSORS: _Method(plan=compressed.plan, cache=_of_attention),
     FP8: _Method(plan=fp8_method.plan, cache=_of_attention),
 }
 
@@ -172,7 +172,7 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
             why=f"quantization_config says {said}, and {DETAILS} is modelopt's",
             remedy="download the model again",
         )
-    elif said == compressed_tensors.METHOD:
+    elif said == COMPRESSED_TENSORS:
         quantization = compressed_tensors.parse(method or {}, where, names.head)
     else:
         quantization = fp8_method.parse(method or {}, where, names)

@@ -9,9 +9,9 @@ import torch
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.compressed_tensors import bits
 from trtpipe.engines.hf.stored import FP8, MODELOPT, Stored
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.quantize.algorithms import Tensors
 from trtpipe.engines.quantize.formats import HUGGING_FACE
-from trtpipe.engines.quantize.packing import unpack
 
 # Names of the tensors, of any method, that are scales.
 _DIVISORS = ("input_scale",)
@@ -43,7 +43,35 @@ def read_linear(tensors: Mapping[str, torch.Tensor], linear: str, stored: Stored
         if shape[0] != len(words) or -(-shape[1] * bits(algo.row) // 32) != words.shape[1]:
             held = f"weight_packed holds {len(words)} rows of {words.shape[1]} words"
             raise InputDataError(f"{linear}.weight_shape is {shape}", why=held, remedy="download the model again")
-    return unpack(found, algo)
+    return _unpack(found, algo)
+
+
+def _unpack(stored: Mapping[str, torch.Tensor], algo: QuantAlgo) -> Tensors:
+    """The inverse of `engines.quantize.packing.pack`."""
+    scale = stored["weight_scale"]
+    out = {"scale": scale[:, 0] if algo.row.scale == "row" else scale}
+    if "weight_packed" in stored:
+        codes = unpack_int32(stored["weight_packed"], bits(algo.row), int(stored["weight_shape"][1]))
+        out["weight"] = pack_int4(codes) if algo.row.scale == "group" else codes
+    else:
+        out["weight"] = stored["weight"]
+    if "input_scale" in stored:
+        out["input_scale"] = stored["input_scale"]
+    return out
+
+
+def unpack_int32(packed: torch.Tensor, width: int, features: int) -> torch.Tensor:
+    """Inverse of `engines.quantize.packing.pack_int32`: int8 [out, features]."""
+    unsigned = packed.contiguous().view(torch.uint8)
+    if width == 4:
+        unsigned = torch.stack((unsigned & 0x0F, unsigned >> 4), dim=2).flatten(1)
+    return (unsigned[:, :features].to(torch.int16) - (1 << (width - 1))).to(torch.int8)
+
+
+def pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Inverse of `unpack_int4`: codes int8 [out, in] -> uint8 [out / 2, in]."""
+    low, high = codes[0::2] & 0x0F, codes[1::2] & 0x0F
+    return (low | (high << 4)).view(torch.uint8)
 
 
 def cache_scale(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
