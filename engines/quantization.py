@@ -379,7 +379,7 @@ def resolve_precision(
         # Imported here: backends import this module.
         from trtpipe.engines.backends.base import runtimes_of
 
-        reason += f"; {', '.join(runtimes_of(recipe.quant_algo))} run it"
+        reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
@@ -443,14 +443,19 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
-        raise UsageError(f"{recipe.name} does not run on {gpu.describe()}", why=f"it runs on {where}", remedy=remedy)
+        known = recipe.quant_algo is None or "trtllm" in recipe.quant_algo.row.formats
+        raise UsageError(
+            f"{recipe.name} does not run on {gpu.describe()}",
+            why=f"{'TensorRT-LLM' if known else 'vLLM'} runs it on {where}",
+            remedy=remedy,
+        )
     cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
         raise UsageError(
             f"a KV cache in {cache.value} does not run on {gpu.describe()}",
-            why=f"it runs on {where}",
+            why=f"TensorRT-LLM runs it on {where}",
             remedy="use --kv-cache none here",
         )
 

@@ -109,7 +109,7 @@ def checkpoint_form(runtime: str, algo: QuantAlgo | None) -> str:
         others = f"--runtime {' or '.join(runtimes_of(algo))}, or " if runtimes_of(algo) else ""
         raise UsageError(
             f"the runtime {runtime} does not run {algo.value}",
-            why=f"it does not read it from {' or '.join(algo.row.formats)}, the formats that can hold it",
+            why=f"it does not read the formats that can hold it ({', '.join(algo.row.formats)})",
             remedy=f"use {others}another --dtype",
         )
     return form

@@ -46,17 +46,27 @@ def make(quantization: Quantization, head: str) -> dict[str, Any]:
     row, kind = algo.row, _kind(algo.row)
     inputs = None
     if row.operands:
-        inputs = _args(kind, 8, "tensor" if row.static_input else "token", dynamic=not row.static_input)
+        inputs = (
+            _args(kind, 8, "tensor", observer="static_minmax")
+            if row.static_input
+            else _args(kind, 8, "token", observer=None, dynamic=True)
+        )
     group = {
         "format": storage(row),
         "input_activations": inputs,
         "output_activations": None,
         "targets": [_ALL],
         "weights": _args(
-            kind, bits(row), _STRATEGIES[row.scale], group_size=quantization.group_size if quantization.packed else None
+            kind,
+            bits(row),
+            _STRATEGIES[row.scale],
+            observer="memoryless_minmax",
+            group_size=quantization.group_size if quantization.packed else None,
         ),
     }
-    cache = _args("float", 8, "tensor") if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8 else None
+    cache = None
+    if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+        cache = _args("float", 8, "tensor", observer=None)
     return {
         "config_groups": {"group_0": group},
         "format": storage(row),
@@ -114,16 +124,22 @@ _Args = tuple[str, int, str, int, bool]
 
 
 def _args(
-    kind: str, width: int, strategy: str, *, dynamic: bool = False, group_size: int | None = None
+    kind: str,
+    width: int,
+    strategy: str,
+    *,
+    observer: str | None,
+    dynamic: bool = False,
+    group_size: int | None = None,
 ) -> dict[str, Any]:
-    static = "memoryless_minmax"
+    """`observer` is how llm-compressor finds scales; a reader has no use for it."""
     return {
         "actorder": None,
         "block_structure": None,
         "dynamic": dynamic,
         "group_size": group_size,
         "num_bits": width,
-        "observer": None if dynamic else static,
+        "observer": observer,
         "observer_kwargs": {},
         "scale_dtype": None,
         "strategy": strategy,

@@ -32,12 +32,12 @@ def fold(linears: Smoothed, others: Tensors, source: SourceNames, head_size: int
         weights[name], vectors[name] = weight.float(), vector.float()
     for name, norm in ((source.q, source.input_norm), (source.gate, source.post_norm)):
         _multiply(others, f"{norm}.weight", vectors[name])
-    weights[source.up] *= vectors[source.down][:, None]
+    weights[source.up] = weights[source.up] * vectors[source.down][:, None]
     heads = vectors[source.o].view(len(weights[source.v]) // head_size, -1, head_size)
     shared = heads.amin(dim=1, keepdim=True)
-    weights[source.o] *= (heads / shared).flatten()
+    weights[source.o] = weights[source.o] * (heads / shared).flatten()
     values = shared.flatten()
-    weights[source.v] *= values[:, None]
+    weights[source.v] = weights[source.v] * values[:, None]
     _multiply(others, f"{source.v}.bias", values)
     return {name: (weight, None) for name, weight in weights.items()}, float(values.max())
 

@@ -1,8 +1,8 @@
-"""llm-compressor's own folders of a tiny Llama, as digests; and the Llama itself, whose weights every machine makes alike.
+"""llm-compressor's own folders of a tiny Llama, as digests; and that Llama, whose weights every machine makes alike.
 
 Run in an environment with llm-compressor, which needs torch and transformers of other versions than ours:
 
-    python tests/support/llmcompressor.py SCRATCH FILE.json
+    python tests/support/compressed_folders.py SCRATCH FILE.json
 
 writes the Llama to SCRATCH/model, its quantized forms beside it, and config and tensors of each form to FILE.json.
 """
@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 # Sizes that groups of 64 divide, and rows of words of int32 do not end in step with.
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32", "vocab_size": 96,
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "hidden_act": "silu", "max_position_embeddings": 64,
@@ -73,16 +73,19 @@ def write_model(folder: Path, dtype: str) -> None:
 
 def weights(dtype: str) -> dict[str, torch.Tensor]:
     hidden, ffn, kv, vocabulary = 128, 192, 64, 96
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
-    shapes["model.norm.weight"] = (hidden,)  # type: ignore[assignment]
-    for layer in range(CONFIG["num_hidden_layers"]):  # type: ignore[call-overload]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "lm_head.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(CONFIG["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         for name, shape in {
             "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
             "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden),
             "mlp.down_proj": (hidden, ffn), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         }.items():  # fmt: skip
-            shapes[f"{prefix}{name}.weight"] = shape  # type: ignore[assignment]
+            shapes[f"{prefix}{name}.weight"] = shape
     out, state = {}, 1
     for name, shape in shapes.items():
         count, numbers = int(torch.Size(shape).numel()), []
@@ -108,18 +111,23 @@ def folder(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def compress(model: Path, out: Path, arguments: dict[str, Any], dtype: str) -> None:
-    from datasets import Dataset
+    """Quantize the model as llm-compressor does, calibrated with four rows of ids where that has scales to find."""
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    rows = [[(row * 31 + column * 7) % CONFIG["vocab_size"] for column in range(32)] for row in range(4)]  # type: ignore[operator]
-    data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * 32 for _ in rows]})
+    rows = [{"input_ids": torch.tensor([[(row * 31 + column * 7) % 96 for column in range(32)]])} for row in range(4)]
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    recipe = QuantizationModifier(
-        ignore=["lm_head"], **({"targets": "Linear"} if "scheme" in arguments else {}), **arguments
+    targets = {"targets": "Linear"} if "scheme" in arguments else {}
+    oneshot(
+        model=loaded,
+        dataset=DataLoader(rows, batch_size=None),
+        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))),
+        recipe=QuantizationModifier(ignore=["lm_head"], **targets, **arguments),
+        pipeline="basic",
     )
-    oneshot(model=loaded, dataset=data, recipe=recipe, max_seq_length=32, num_calibration_samples=len(rows))
     loaded.save_pretrained(out, save_compressed=True)
 
 
@@ -130,11 +138,11 @@ def main() -> None:
         write_model(scratch / dtype / "model", dtype)
         for case, arguments in CASES.items():
             compress(scratch / dtype / "model", scratch / dtype / case, arguments, dtype)
+            print(case, dtype, flush=True)
             config, tensors = folder(scratch / dtype / case)
             scalars = {name: float(tensor) for name, tensor in tensors.items() if tensor.numel() == 1}
             digests = {name: digest(tensor) for name, tensor in sorted(tensors.items())}
             found[f"{case} {dtype}"] = {"quantization_config": config, "tensors": digests, "scalars": scalars}
-            print(case, dtype, flush=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
 
 
