@@ -29,7 +29,7 @@ from trtpipe.engines.reference.number_formats import (
 MIN_BLOCK_SCALE = 2.0**-9
 
 
-class Nvfp4Blocks(Arithmetic):
+class Nvfp4Vectors(Arithmetic):
     """NVFP4 weights and inputs; the scales of a tensor are shared by the linears of one input."""
 
     def encode(self, linear: Unencoded) -> Tensors:
