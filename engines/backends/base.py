@@ -63,6 +63,7 @@ class EngineBackend(Protocol):
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
+    WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
     READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
     """
@@ -75,6 +76,7 @@ class EngineBackend(Protocol):
     PROCESS: str
     SEQUENCES_PER_STUB: int | None
     ATTENTION_WINDOW: bool
+    WEIGHT_ONLY: tuple[QuantAlgo, ...]
     READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
 
@@ -114,10 +116,22 @@ def checkpoint_form(runtime: str, algo: QuantAlgo | None) -> str:
 
 
 def require_form(runtime: str, target: Target) -> None:
-    """Raises UsageError when no checkpoint format brings the target's quantization to `runtime`.
+    """Raises UsageError when no checkpoint format brings the target's quantization to `runtime`, and for a GPU on which
+    that runtime does not compute it.
 
     A model that came quantized is not written, but read as it is.
     """
+    algo, sm = target.quantization.quant_algo, target.gpu.sm
+    backend = load_backend(runtime)
+    if algo is not None and sm is not None and algo.row.native and algo not in backend.WEIGHT_ONLY:
+        if sm not in algo.row.native:
+            others = [name for name in BACKENDS if algo in load_backend(name).WEIGHT_ONLY]
+            raise UsageError(
+                f"the runtime {runtime} does not run {algo.value} on {target.gpu.describe()}",
+                why=f"its kernels need {', '.join(f'SM{one}' for one in algo.row.native)}",
+                remedy=f"use --runtime {' or '.join(others)}, which computes with the weights alone there, "
+                "or another --dtype",
+            )
     if not target.stored:
         checkpoint_form(runtime, target.quantization.quant_algo)
 

@@ -18,6 +18,7 @@ SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 

@@ -26,13 +26,14 @@ ATTENTION_WINDOW = True
 ONE_NODE = "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 # Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     "modelopt": (
         None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W8A16,
-        QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ,
+        QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ, QuantAlgo.NVFP4, QuantAlgo.FP8_BLOCK_SCALES,
     ),
-    "fp8": tuple(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES"),
+    "fp8": (QuantAlgo.FP8_BLOCK_SCALES,),
 }  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max_num_tokens": build.max_num_tokens,
         "max_beam_width": build.max_beam_width,
         "kv_cache_config": {
-            "dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
+            "dtype": cache.value.lower() if cache else "auto",
             "tokens_per_block": build.tokens_per_block,
         },
     }

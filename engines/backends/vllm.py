@@ -35,11 +35,13 @@ FILE = "engine_args.yaml"
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
 # prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024
+# Where the GPU has no FP4, vLLM's Marlin kernel decodes the weights and takes inputs as they are.
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = (QuantAlgo.NVFP4,)
 # As measured: docs/measurements/vllm.md.
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {
-    "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN),
+    "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.FP8_BLOCK_SCALES, QuantAlgo.NVFP4),
     COMPRESSED_TENSORS: tuple(algo for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats),
-    "fp8": (QuantAlgo.FP8, *(a for a in QuantAlgo if a.value == "FP8_BLOCK_SCALES")),
+    "fp8": (QuantAlgo.FP8, QuantAlgo.FP8_BLOCK_SCALES),
 }
 
 
@@ -73,10 +75,16 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "block-size": build.tokens_per_block,
         "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
         # Of a folder that came quantized vLLM finds the method itself.
-        "quantization": METHODS[checkpoint_form("vllm", algo)] if algo and not target.stored else None,
-        "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
+        "quantization": _method(algo) if algo and not target.stored else None,
+        "kv-cache-dtype": cache.value.lower() if cache else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _method(algo: QuantAlgo) -> str:
+    """vLLM's name of the method of a folder that is written for it."""
+    method = METHODS[checkpoint_form("vllm", algo)]
+    return "modelopt_fp4" if method == "modelopt" and algo is QuantAlgo.NVFP4 else method
 
 
 def build(

@@ -21,7 +21,7 @@ from trtpipe.engines.quantize.formats import COMPRESSED_TENSORS, HUGGING_FACE, T
 from trtpipe.engines.quantize.packing import pack
 from trtpipe.engines.quantize.scales import LayerScales
 from trtpipe.engines.reference.linear import INT8_MAX
-from trtpipe.engines.reference.number_formats import E4M3_MAX
+from trtpipe.engines.reference.number_formats import E2M1_MAX, E4M3_MAX
 
 
 def for_tensorrt_llm(
@@ -32,9 +32,9 @@ def for_tensorrt_llm(
     Raises InputDataError for a weight or input that is all zeros.
     """
     algo = quantization.quant_algo
-    # FP8 also runs fc and gate as one matrix; the other algorithms run them separately.
+    # FP8 and NVFP4 also run fc and gate as one matrix; the other algorithms run them separately.
     both = source.attention_inputs, source.mlp_inputs
-    fused = both if algo is not None and algo.row.fp8_tensors else both[:1]
+    fused = both if algo is not None and algo.row.scale in ("tensor", "vector") else both[:1]
     out = _others(weights, source)
     if algo is None or algo.row.engine_encodes:
         out.update(weights)
@@ -67,9 +67,10 @@ def for_hugging_face(
             before = f"{source.norm_before(name)}.weight"
             out[before] = weights[before] * made.pop("smooth")
         out.update(_named(name, made, HUGGING_FACE.names(algo)))
-    if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+    if quantization.kv_cache_quant_algo is not None:
         assert scales.k_amax is not None
         assert scales.v_amax is not None
+        # Of an NVFP4 cache too: attention computes with FP8.
         out[f"{source.k}.k_scale"] = scales.k_amax / E4M3_MAX
         out[f"{source.v}.v_scale"] = scales.v_amax / E4M3_MAX
     return out
@@ -181,7 +182,7 @@ def _linear(
             group=weights,
             input_amax=lambda: torch.stack([input_amax(one).to(weight.device) for one in group]).amax(),
             group_size=quantization.group_size,
-            scalar=form.scalar_shape,
+            scalar=algo.row.scalar if form.fuses else form.scalar_shape,
             half_steps=form.half_steps,
             scale_type=scale_type,
         )
@@ -196,11 +197,14 @@ def _named(name: str, made: Tensors, names: Mapping[str, str]) -> Tensors:
 
 
 def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None, prefix: str) -> Tensors:
-    if algo is KvCacheQuantAlgo.FP8:
+    if algo in (KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.NVFP4):
         assert scales.k_amax is not None
         assert scales.v_amax is not None
-        # A scale below one would gain more of the type's range than it loses, but upstream never uses one.
-        k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
+        if algo is KvCacheQuantAlgo.NVFP4:
+            k, v = (amax / (E2M1_MAX * E4M3_MAX) for amax in (scales.k_amax, scales.v_amax))
+        else:
+            # A scale below one would gain more of the type's range than it loses, but upstream never uses one.
+            k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
         both = torch.maximum(k, v)
         names = ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor")
         return {prefix + name: value for name, value in zip(names, (k, v, both), strict=True)}

@@ -13,7 +13,7 @@ class Format:
 
     scale         name of the weight's scale; None for the algorithm's own
     second_scale, smooth  names of what the format has; "" for what it has no place for
-    scalar_shape  shape of a scale of a tensor
+    scalar_shape  shape of a scale of a tensor, where the format fixes it
     fuses         whether linears of one input are one matrix, whose scale of a tensor they share
     half_steps    see `engines.quantize.algorithms.Unencoded`
     """

@@ -6,7 +6,9 @@ scales beside them. transformers does not know the method: it loads the codes as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from trtpipe.engines.files import write_json
 from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
 from trtpipe.engines.hf.folder import DETAILS, read_config_json
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE
 
 
@@ -29,7 +31,7 @@ def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
     names = family_of(model).names
     cached = {names.k: "k_scale", names.v: "v_scale"}
-    cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+    cache = quantization.kv_cache_quant_algo is not None
     linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
@@ -49,12 +51,19 @@ def _linear(
         yield whole(name, shape, None)
         return
     names = HUGGING_FACE.names(algo)
-    codes = "U8" if quantization.packed else algo.row.codes
-    yield whole(name, (out // 2, width) if quantization.packed else shape, codes)
-    if quantization.packed:
-        yield whole(stem + names["scale"], (out, width // quantization.group_size), "F32")
-    else:
-        yield whole(stem + names["scale"], () if algo.row.scale == "tensor" else (out,), "F32")
+    group = quantization.group_size
+    codes: dict[str, tuple[int, ...]] = {"group": (out // 2, width), "vector": (out, width // 2)}
+    scales: dict[str, tuple[int, ...]] = {
+        "tensor": (),
+        "row": (out,),
+        "group": (out, width // group),
+        "vector": (out, width // group),
+        # ModelOpt keeps the dimensions over which it took the maximum.
+        "block": (-(-out // group), 1, -(-width // group), 1),
+    }
+    kind = algo.row.scale
+    yield whole(name, codes.get(kind, shape), "U8" if kind in codes else algo.row.codes)
+    yield whole(stem + names["scale"], scales[kind], "F8_E4M3" if kind == "vector" else "F32")
     if algo.row.second_scale:
         yield whole(stem + names["second_scale"], (), "F32")
     if algo.row.static_input:
@@ -69,7 +78,10 @@ def write_settings(
 ) -> None:
     """Write config.json and hf_quant_config.json, and copy the tokenizer."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
-    facts: dict[str, Any] = {"quant_algo": algo and algo.value, "kv_cache_quant_algo": cache and cache.value}
+    named = algo and (algo.row.modelopt_name or algo.value)
+    facts: dict[str, Any] = {"quant_algo": named, "kv_cache_quant_algo": cache and cache.value}
+    if algo is not None and algo.row.scale == "vector":
+        facts["group_size"] = quantization.group_size
     if quantization.packed:
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
     excluded = [names.head, names.embedding]
@@ -80,9 +92,13 @@ def write_settings(
     if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
+    elif algo is QuantAlgo.NVFP4:
+        four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": quantization.group_size}
+        group = {"input_activations": four_bits, "weights": four_bits, "targets": ["Linear"]}
+        method["config_groups"] = {"group_0": group}
     method |= {"ignore": excluded, "quant_algo": facts["quant_algo"], "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
-        method["kv_cache_scheme"] = eight_bits
+        method["kv_cache_scheme"] = eight_bits if cache is KvCacheQuantAlgo.FP8 else cache.value
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
     copy_companions(source, out)
 
@@ -112,6 +128,11 @@ def parse_settings(
         found["quantization_config"] = {**own, **method, "exclude_modules": method.get("ignore"), **_cache(method)}
     if details is not None:
         found[DETAILS] = details
+    for place, facts in found.items():
+        _refuse_mixed(facts.get("exclude_modules"), f"{folder}: {place}", names)
+    names_of = {algo.row.modelopt_name: algo.value for algo in QuantAlgo if algo.row.modelopt_name}
+    for facts in found.values():
+        facts["quant_algo"] = names_of.get(str(facts.get("quant_algo")).lower(), facts.get("quant_algo"))
     # The same keys as in a checkpoint's config.
     parsed = {place: parse_quantization(facts, f"{folder}: {place}", names.head) for place, facts in found.items()}
     first, *others = parsed.values()
@@ -132,6 +153,16 @@ def parse_settings(
     return first
 
 
+def _refuse_mixed(excluded: Any, where: str, names: SourceNames) -> None:
+    """Raises InputDataError for a pattern of modules without quantization that a linear of a layer matches."""
+    for pattern in excluded if isinstance(excluded, list) else []:
+        layers = {0, *map(int, re.findall(rf"{re.escape(names.layers)}(\d{{1,4}})", str(pattern)))}
+        if any(fnmatchcase(names.layer(n) + linear, str(pattern)) for n in layers for linear in names.linears):
+            raise InputDataError(
+                f"{where}: exclude_modules has {pattern!r}", why="layers of mixed precision are not read here"
+            )
+
+
 def summary(quantization: Quantization) -> dict[str, Any]:
     """The fields that identify a quantization, under their names in a config."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
@@ -147,5 +178,7 @@ def _cache(method: dict[str, Any]) -> dict[str, Any]:
     scheme = method.get("kv_cache_scheme")
     if scheme is None:
         return {}
+    if scheme == KvCacheQuantAlgo.NVFP4.value:
+        return {"kv_cache_quant_algo": scheme}
     float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}

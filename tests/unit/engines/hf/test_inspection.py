@@ -184,7 +184,7 @@ DETAILS, CONFIG = "hf_quant_config.json", "config.json"
             "describes two quantizations: quantization_config says quant_algo FP8",
         ),
         (DETAILS, {"quant_algo": "NVFP4"}, "hf_quant_config.json is quantized with NVFP4"),
-        (CONFIG, {"quant_method": "gptq"}, "is quantized by gptq: of quantized folders only ModelOpt's are read"),
+        (CONFIG, {"quant_method": "gptq"}, "is quantized by gptq: the methods read here are modelopt, "),
         (CONFIG, {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "the KV cache is quantized with the scheme"),
         (CONFIG, {"kv_cache_scheme": 8}, "the KV cache is quantized with the scheme 8"),
         (CONFIG, {"ignore": []}, "exclude_modules does not name lm_head"),
@@ -275,7 +275,7 @@ def test_a_damaged_quantized_folder_still_shows_what_it_says_of_itself(fp8_kv: P
 
 def test_modelopts_folder_is_no_source(fp8_kv: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputDataError, match="describes an already quantized model; start from the model's bf16"):
+    with pytest.raises(InputDataError, match="describes an already quantized model: only an unquantized one can be"):
         convert(fp8_kv, tmp_path / "out", dtype=None, mapping=Mapping())
     with pytest.raises(InputDataError, match="describes an already quantized model"):
         job.check(fp8_kv, load_quant_recipes()["int8-wo"], job.Layout())

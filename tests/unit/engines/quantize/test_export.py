@@ -29,8 +29,18 @@ CASES = {
     "int8-sq": ("INT8_SMOOTHQUANT_CFG", Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL)),
     "int8-wo": ("INT8_WEIGHT_ONLY_CFG", Quantization(quant_algo=QuantAlgo.W8A16)),
     "int4-awq": ("INT4_AWQ_CFG", Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=64)),
+    "nvfp4": (
+        "NVFP4_DEFAULT_CFG",
+        Quantization(quant_algo=QuantAlgo.NVFP4, kv_cache_quant_algo=KvCacheQuantAlgo.NVFP4),
+    ),
+    "fp8-block": (
+        "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+        Quantization(quant_algo=QuantAlgo.FP8_BLOCK_SCALES, kv_cache_quant_algo=KvCacheQuantAlgo.FP8),
+    ),
     "w4a8-awq": ("W4A8_AWQ_BETA_CFG", Quantization(quant_algo=QuantAlgo.W4A8_AWQ, group_size=64)),
 }
+# Of these ModelOpt's TensorRT-LLM form is one that TensorRT-LLM cannot load: of int8-wo ours is another, on purpose.
+UNLOADABLE = ("int8-wo", "fp8-block")
 
 
 @pytest.fixture(scope="module")
@@ -87,20 +97,21 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
             if part and "block_sizes" in part and quantization.packed:
                 part["block_sizes"][-1] = quantization.group_size
     if quantization.kv_cache_quant_algo:
-        recipe["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+        caches = {KvCacheQuantAlgo.FP8: mtq.FP8_KV_CFG, KvCacheQuantAlgo.NVFP4: mtq.NVFP4_KV_CFG}
+        recipe["quant_cfg"] += caches[quantization.kv_cache_quant_algo]["quant_cfg"]
     mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
     out = tmp_path_factory.mktemp("modelopt")
-    export_tensorrt_llm_checkpoint(
-        copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
-    )
+    if request.param not in UNLOADABLE:
+        export_tensorrt_llm_checkpoint(
+            copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
+        )
     export_hf_checkpoint(model, torch.bfloat16, export_dir=str(out / "hf"))
     return request.param, out
 
 
-# ModelOpt's TensorRT-LLM form of int8-wo is one that TensorRT-LLM cannot load: ours is another, on purpose.
 @pytest.mark.parametrize(
     ("theirs", "form"),
-    [(case, form) for case in CASES for form in ("trtllm", "hf") if (case, form) != ("int8-wo", "trtllm")],
+    [(case, form) for case in CASES for form in ("trtllm", "hf") if form == "hf" or case not in UNLOADABLE],
     indirect=["theirs"],
     scope="module",
 )
