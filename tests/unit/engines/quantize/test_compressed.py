@@ -227,7 +227,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, case:
         job.check(tmp_path / "model", load_quant_recipes()[case], job.Layout(form=form))
     assert str(error.value).startswith(message)
     nvfp4 = with_kv_cache(load_quant_recipes()["fp8"], "nvfp4")
-    with pytest.raises(UsageError, match="^an NVFP4 KV cache cannot be written as compressed-tensors: its scales"):
+    with pytest.raises(UsageError, match=r"^an NVFP4 KV cache cannot be written as compressed-tensors: its scales"):
         job.check(tmp_path / "model", nvfp4, job.Layout(form=COMPRESSED_TENSORS))
     job.check(tmp_path / "model", with_group_size(load_quant_recipes()["int4-awq"], 64), job.Layout(form=form))
 
