@@ -235,7 +235,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, case:
 def test_a_linear_without_a_scale_is_named(tmp_path: Path) -> None:
     quantization = quantization_of("fp8-kv")
     found = [dataclasses.replace(one, linears={}) for one in scales_of({}, quantization)]
-    with pytest.raises(InputDataError, match=r"^layer 0: there is no calibration of the input of self_attn\.q_proj"):
+    with pytest.raises(InputDataError, match=r"scales lacks 'model\.layers\.0\.self_attn\.q_proj\.input_amax': the re"):
         written(tmp_path, quantization, found, "bfloat16")
 
 
