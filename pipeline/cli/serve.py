@@ -51,7 +51,7 @@ def serve(
     served_model_name: ServedModelName = None,
     cors_origin: CorsOrigin = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
-    shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
+    shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
         str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
     ] = None,
@@ -73,7 +73,7 @@ def serve(
       trtpipe serve llama3-8b.h100.fp8
       trtpipe serve --detach --http-port 0 --grpc-port 0
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.serving import background, serve, watchdog
 
@@ -91,8 +91,8 @@ def serve(
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
 
     def work(leave: background.Ready | None) -> None:
-        with console_serve.starting() as show:
-            running, process = serve.launch(found, store, options, console.note, show)
+        with console_progress.working("starting", announce=False) as progress:
+            running, process = serve.launch(found, store, options, console.note, progress.step)
 
         def announce() -> None:
             console_serve.started(running, attached=leave is None, as_json=as_json)
@@ -212,10 +212,11 @@ def reload(
       trtpipe reload
       trtpipe reload llama3-8b.h100.fp8
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.serving import serve
 
-    renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
+    with console_progress.working("reload", announce=False):
+        renewed, loaded = serve.reload(own_store(), server, target, allow_model_code=allow_model_code)
     if as_json:
         console.result_json({"server": renewed.name, "loaded": [one.repository for one in loaded]})
         return
@@ -235,10 +236,11 @@ def stop(
       trtpipe stop llama3-8b.h100.fp8
       trtpipe stop --all
     """
-    from trtpipe.pipeline.cli import console, console_serve
+    from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.serving import serve
 
-    ended = serve.stop(own_store(), name, everything=everything)
+    with console_progress.working("stopping", announce=False):
+        ended = serve.stop(own_store(), name, everything=everything)
     if as_json:
         console.result_json([console_serve.facts(server, stopped=True) for server in ended])
     else:
@@ -315,6 +317,7 @@ def monitoring(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File that holds a key of the gateways, as Prometheus finds it.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a Grafana dashboard, scrape config and alerts.
 
@@ -336,6 +339,9 @@ def monitoring(
         gateways=gateways.split(",") if gateways else [one.gateway_url for one in found if one.gateway_url] or GATEWAYS,
         key_file=api_key_file,
     )  # fmt: skip
+    if as_json:
+        console.result_json({"folder": written, "files": sorted(path.name for path in written.iterdir())})
+        return
     if not gateways and api_key_file is None and any(one.keyed for one in found):
         console.note("the gateway asks Prometheus for a key too: name a file with one by --api-key-file")
     console.result(str(written))
@@ -409,6 +415,7 @@ def k8s(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other setting: replicas_max=8; repeatable.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Write a kustomize base, a Helm chart and KServe's resources that serve a target.
 
@@ -437,5 +444,8 @@ def k8s(
     chosen = {key: value for key, value in given.items() if value is not None}
     made = read.build(DeployConfig, chosen, "--set", UsageError)
     paths = write(passport, facts.find_gpu(passport.gpu), made, out)
+    if as_json:
+        console.result_json({"folder": out, "files": [path.relative_to(out) for path in paths]})
+        return
     console.table(("written",), [(path,) for path in paths])
     console.result(f"next: kubectl apply -k {out}/base, or helm install NAME {out}/chart   ({out}/README.md says more)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,9 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
 # Shows the stage of a server's start, and a detail of it that changes.
 Show = Callable[[str, str], None]
 SERVERS = ("auto", "local", "docker")
+SHM_SIZE = "2g"
+# A number of bytes as Docker takes it.
+SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmgt]?b?", re.IGNORECASE)
 # Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.
 START_CRASH = "boost::interprocess::lock_exception"
 
@@ -64,7 +68,7 @@ class LaunchOptions:
     model_names          names of the only target's model at the gateway; the target's name if left out
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
-    shm_size             shared memory of a container; each Python model and rank takes some
+    shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
     engine_python        interpreter of the engine process, where vLLM is installed in another environment
     allow_model_code     whether code of unknown templates may run
     """
@@ -82,7 +86,7 @@ class LaunchOptions:
     model_names: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
-    shm_size: str = "2g"
+    shm_size: str | None = None
     engine_python: str = sys.executable
     allow_model_code: bool = False
 
@@ -149,6 +153,17 @@ def choose_server(asked: str, passport: Passport) -> str:
     return usual
 
 
+def check_container_options(options: LaunchOptions, kind: str) -> None:
+    """Raises UsageError for a shared memory that is no size, and for options of a container where there is none."""
+    if options.shm_size is not None and not SIZE.fullmatch(options.shm_size):
+        raise UsageError(f"--shm-size {options.shm_size} is not a size", remedy="give for example 512m or 2g")
+    for option, value in (("--shm-size", options.shm_size), ("--gpus", options.gpus)):
+        if kind == "local" and value is not None:
+            raise UsageError(
+                f"{option} is for a container, and this server runs without one", remedy=f"leave {option} out"
+            )
+
+
 def launch(
     targets: Sequence[tuple[str, Path]], store: Store, options: LaunchOptions, note: Callable[[str], None],
     show: Show = lambda stage, detail: None,
@@ -168,6 +183,7 @@ def launch(
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
+    check_container_options(options, kind)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
         if server.name == name and server.watcher != os.getpid():
@@ -215,7 +231,7 @@ def launch(
             tritonserver.start_docker,
             passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if _served_by(passport) is ServedBy.TENSORRTLLM else 1,
-            gpus=options.gpus, shm_size=options.shm_size,
+            gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE,
         )  # fmt: skip
     process = start_until_ready(start, endpoints, log, note, tritonserver.Loading(names, log, show))
     server = Server(name=name, pid=process.pid, served=served, log=log, endpoints=endpoints, keyed=keyed)
