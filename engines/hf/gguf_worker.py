@@ -31,17 +31,18 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": Tru
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
     import gguf
-    import torch
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers calls both functions of the package at each use: it reads the vocabulary five times, seconds each,
     # and maps all tensors' names for every module. Caching avoids that.
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # type: ignore[misc, assignment]
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
     source, out = Path(spec["gguf"]), Path(spec["out"])
     _report_reading(source, progress)
+
+    import torch  # after the first report: these imports take most of the time of a small model
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     options: dict[str, Any] = {"gguf_file": source.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the quantized codes by default
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -53,10 +54,11 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
 
 
 def _report_reading(source: Path, progress: Progress) -> None:
-    """Have `progress` called with the bytes of the tensors as transformers reads them, one by one."""
+    """Have `progress` called with the bytes of the tensors: now, and as transformers reads them one by one."""
     import gguf
 
     read, total, done = gguf.dequantize, sum(tensor.n_bytes for tensor in gguf.GGUFReader(str(source)).tensors), 0
+    progress(done, total)
 
     def dequantize(data: Any, kind: Any) -> Any:
         nonlocal done

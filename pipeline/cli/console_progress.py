@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PERIOD_S = 15.0
 # Seconds after which the hashing of a file is shown.
 SLOW_S = 2.0
+# Seconds after which a rate means something.
+SETTLED_S = 0.5
 # Characters of a bar, and its updates in a second.
 BAR, UPDATES = 20, 4
 
@@ -47,9 +49,10 @@ class Work:
         if done >= total or console.size(done) == console.size(total):
             self.detail = f"{console.size(total)} done, finishing"
         else:
-            rate = done / max(now - self._begun, 1e-9)
-            left = f", {duration((total - done) / rate)} left" if rate and now > self._begun else ""
-            self.detail = f"{console.size(done)} of {console.size(total)}, {console.size(rate)}/s{left}"
+            self.detail = f"{console.size(done)} of {console.size(total)}"
+            if done and now - self._begun >= SETTLED_S:
+                rate = done / (now - self._begun)
+                self.detail += f", {console.size(rate)}/s, {duration((total - done) / rate)} left"
         self.show()
 
     def step(self, text: str, detail: str = "") -> None:

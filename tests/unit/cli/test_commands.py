@@ -749,11 +749,25 @@ def test_quiet_prints_results_alone_and_verbose_the_defaults_too(build: Run, mod
             "No such option: --modle (did you mean --model?); see `trtpipe settings --help`",
         ),
         (["bench", "--bogus"], "No such option: --bogus; see `trtpipe bench --help`"),
+        (
+            ["plan", "--gpu", "a100", "--model", "llama3-8b", "--gpu", "h100"],
+            "--gpu is given 2 times; give it once; a list, where it takes one, is --gpu A,B",
+        ),
+        (["deploy", "k8s", "t", "-o", "a", "--output=b"], "--output is given 2 times; give it once"),
+        (
+            ["bench", "--kernel-timestamps", "--no-kernel-timestamps"],
+            "--kernel-timestamps is given 2 times; give it once",
+        ),
     ],
 )
 def test_a_word_that_is_wrong(run: Run, words: list[str], line: str) -> None:
     done = run(*words)
     assert (done.status, done.error()) == (2, line)
+
+
+def test_flags_and_repeatable_options_may_be_given_twice(run: Run) -> None:
+    assert run("plan", "--model", "llama3-8b", "--gpu", "h100", "-q", "-q", "--json", "--json", "--slo", "ttft:5s",
+               "--slo", "tpot:1s").status == 0  # fmt: skip
 
 
 def test_an_argument_that_is_not_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1090,7 +1104,8 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     assert run("rm", "runs/tiny.cpu.bf16/").out == "removed tiny.cpu.bf16\n"
     assert re.fullmatch(r"removed tiny.cpu.fp32\nnext: trtpipe gc   \(frees \S+ kB\)\n", run("rm", "tiny.cpu.fp32").out)
     build(model)
-    assert "dropped 5 artefacts" in run("rm", "tiny.cpu.fp32", "--gc").out
+    told = json.loads(run("rm", "tiny.cpu.fp32", "--gc", "--json").out)
+    assert (told["removed"], told["dropped"], len(told["garbage"])) == (["tiny.cpu.fp32"], True, 5)
     assert not list((store.home / "artefacts").glob("*/*"))
 
 
@@ -1120,7 +1135,8 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alon
     written = (in_folder / "one" / "base" / "deployment.yaml").read_text()
     assert "key: spot" in written
     assert ("image: ours:1" in written, "--api-keys-file" in written) == (True, False)
-    assert run(*deploy, "two", "--no-openai").status == 0
+    told = json.loads(run(*deploy, "two", "--no-openai", "--json").out)
+    assert (told["folder"], "base/deployment.yaml" in told["files"]) == ("two", True)
     assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
     passport(target(), runtime="trtllm_pytorch").write(in_folder / "r" / ENGINE_FOLDER)
     assert "a gateway cannot serve an engine of trtllm_pytorch" in run("gateway", "r").error()
@@ -1151,6 +1167,8 @@ def test_monitoring_scrapes_the_server_that_runs(
     servers.remember(store, dataclasses.replace(server, gateway_url="https://127.0.0.1:4", keyed=True))
     assert "--api-key-file" in run("monitoring", "a").err
     assert run("monitoring", "a", "--api-key-file", "/keys").err == ""
+    told = json.loads(run("monitoring", "a", "--json").out)
+    assert (told["folder"], "prometheus.yml" in told["files"]) == ("monitoring", True)
     assert scraped("--metrics", "x:1,y:2", "--gateways", "z:3") == [["x:1", "y:2"], ["z:3"]]
     assert "'not a host' is not the address" in run("monitoring", "a", "--metrics", "not a host").error()
 

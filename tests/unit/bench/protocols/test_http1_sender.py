@@ -115,7 +115,7 @@ def test_a_server_that_closes_after_each_answer() -> None:
 @pytest.mark.loopback
 @pytest.mark.parametrize("connections", [0, 2])
 def test_connections_that_the_server_closed_while_nobody_looked_are_not_used(connections: int) -> None:
-    """Servers close what is idle; prompts of the next level are made meanwhile, and the loop does not turn."""
+    """Servers close what is idle; prompts of the next load point are made meanwhile, and the loop does not turn."""
 
     async def scenario() -> None:
         async with serving() as (server, sender):

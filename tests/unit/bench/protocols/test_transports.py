@@ -523,7 +523,7 @@ def test_a_server_killed_in_mid_stream_gone_and_back(fleeting: Fleeting) -> None
 
 
 def test_a_server_that_was_started_anew_while_nobody_looked(fleeting: Fleeting) -> None:
-    """Prompts of a level take a while to make, and the loop does not turn meanwhile."""
+    """Prompts of a load point take a while to make, and the loop does not turn meanwhile."""
 
     async def scenario() -> None:
         async with contextlib.AsyncExitStack() as stack:

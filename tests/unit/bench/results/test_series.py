@@ -1,4 +1,4 @@
-"""A level over time and its histograms: nothing is lost at an edge."""
+"""A load point over time and its histograms: nothing is lost at an edge."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def there(found: dict[str, Any], key: str) -> dict[float, float]:
     return {start: value for start, value in values.items() if value}
 
 
-def test_steps_of_a_level() -> None:
+def test_steps_of_a_load_point() -> None:
     found = drawn(made(*LEVEL))
     assert found["interval_s"] == 0.01
     assert found["t_s"] == pytest.approx([step / 100 for step in range(120)])
