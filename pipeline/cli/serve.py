@@ -75,11 +75,15 @@ def serve(
     """
     from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
-    from trtpipe.pipeline.serving import background, serve, watchdog
+    from trtpipe.pipeline.serving import background, launch_options, repositories, serve, watchdog
 
     store = own_store()
-    found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
-    options = serve.LaunchOptions(
+    found = (
+        [repositories.find_repository(target) for target in targets]
+        if targets
+        else [repositories.find_repository(None)]
+    )
+    options = launch_options.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
@@ -139,10 +143,11 @@ def gateway(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.gateway import access, supervisor
     from trtpipe.pipeline.gateway.options import GatewayOptions
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import launch_options
 
     options = GatewayOptions(
-        models=(serve.gateway_model(target, tuple(served_model_name or ())),), grpc_url=triton, host=host, port=port,
+        models=(launch_options.gateway_model(target, tuple(served_model_name or ())),),
+        grpc_url=triton, host=host, port=port,
         cors_origins=tuple(cors_origin or ()),
         workers=workers, api_keys_file=api_keys_file, tls_cert=tls_cert, tls_key=tls_key,
         linger_s=linger, drain_s=drain,
@@ -191,9 +196,9 @@ def logs(
       trtpipe logs --server llama3-8b.h100.fp8
     """
     from trtpipe.pipeline.cli import console
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import logs
 
-    for piece in serve.read_log(own_store(), server, lines=lines, follow=follow):
+    for piece in logs.read_log(own_store(), server, lines=lines, follow=follow):
         console.text(piece)
 
 
@@ -328,9 +333,9 @@ def monitoring(
     """
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.monitoring import GATEWAYS, SERVERS, write_monitoring
-    from trtpipe.pipeline.serving import serve, servers
+    from trtpipe.pipeline.serving import repositories, servers
 
-    name, repository = serve.find_repository(target)
+    name, repository = repositories.find_repository(target)
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     found = [one for one in servers.running(own_store()) if name in {served.name for served in one.served}]
     written = write_monitoring(
@@ -432,11 +437,11 @@ def k8s(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.deploy.config import DeployConfig
     from trtpipe.pipeline.deploy.kubernetes import write
-    from trtpipe.pipeline.serving import serve
+    from trtpipe.pipeline.serving import repositories
     from trtpipe.pipeline.spec import set_layer
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
-    name, repository = serve.find_repository(target)
+    name, repository = repositories.find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
     given = {"name": name, "namespace": namespace, "image": image, "pvc": pvc, "model_image": model_image,
              "host_path": host_path, "gateway_image": gateway_image, "openai": False if no_openai else None,

@@ -34,7 +34,7 @@ from trtpipe.pipeline.api import bench as api
 from trtpipe.pipeline.cli import app as cli
 from trtpipe.pipeline.cli import bench
 from trtpipe.pipeline.serving import tritonserver
-from trtpipe.pipeline.serving.serve import find_repository
+from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served, Server, find_running, running
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
@@ -293,7 +293,7 @@ def test_a_relative_home_serves_as_well(build: Run, model: Path, monkeypatch: py
 # What is wrong: one line, an exit code by class, nothing half-written
 
 
-def test_two_is_for_the_request(run: Run, build: Run, model: Path) -> None:
+def test_a_wrong_request_exits_with_2(run: Run, build: Run, model: Path) -> None:
     def refused(*arguments: object) -> str:
         done = run(*arguments)
         assert done.status == 2
@@ -448,7 +448,7 @@ DAMAGES = [
     ("damage", "message"),
     [*DAMAGES, (no_tokenizer, "{0} has no tokenizer.json: serving reads the fast tokenizer only")],
 )
-def test_three_is_for_the_data(
+def test_damaged_data_exits_with_3(
     build: Run, model: Path, store: Store, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(model)
@@ -544,7 +544,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
 
 
-def test_four_is_for_the_machine(
+def test_a_machine_that_lacks_something_exits_with_4(
     build: Run, run: Run, model: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     with monkeypatch.context() as full:
@@ -647,7 +647,7 @@ def test_keys_and_certificate_are_read_before_anything_starts(
     assert run("serve", *ports).error() == "the server is next"
 
 
-def test_five_is_for_a_stage(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stage_exits_with_5(build: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:
         raise StageFailed("it broke", why="line one\nline two", remedy="the log is x")
 

@@ -13,7 +13,7 @@ import pytest
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving.serve import LaunchOptions, check_container_options, exposure
+from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
 

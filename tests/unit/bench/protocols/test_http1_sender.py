@@ -161,7 +161,7 @@ def test_a_request_cancelled_before_it_has_a_connection_is_never_sent() -> None:
 
 
 @pytest.mark.loopback
-def test_nobody_listens() -> None:
+def test_a_refused_connection_fails_its_request() -> None:
     async def scenario() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

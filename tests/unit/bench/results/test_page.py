@@ -132,7 +132,9 @@ def marks(figure: ElementTree.Element) -> list[ElementTree.Element]:
         ([-3, 3], -4, 4, (-4, -2, 0, 2, 4), False),
     ],
 )
-def test_axes(values: list[float], low: float, high: float, ticks: tuple[float, ...], log: bool) -> None:
+def test_an_axis_fits_its_values(
+    values: list[float], low: float, high: float, ticks: tuple[float, ...], log: bool
+) -> None:
     found = axes.fitting("ms", values)
     assert (found.low, found.high) == pytest.approx((low, high))
     assert found.log == log

@@ -120,7 +120,7 @@ def rows(draw: st.DrawFn) -> Row:
 
 
 @given(st.lists(rows(), min_size=1, max_size=12))
-def test_nothing_is_lost(some: list[Row]) -> None:
+def test_a_series_counts_every_request(some: list[Row]) -> None:
     records = made(*some)
     found = drawn(records)
     interval = found["interval_s"]

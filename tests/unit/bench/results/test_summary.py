@@ -51,7 +51,7 @@ def test_what_a_load_point_has_to_say(changes: dict[str, Any], line: str) -> Non
     assert list(notes(report(result(**changes)))) == [f"grpc, 1 in flight: {line}"]
 
 
-def test_what_a_run_has_to_say() -> None:
+def test_notes_of_a_run_name_what_limits_its_figures() -> None:
     off = {"streams": 4, "ttft_p50_ms": 1.25, "ttft_p99_ms": 3.5}
     whole = report(
         result(verdict=LATE),

@@ -87,7 +87,7 @@ def test_no_prompt_is_asked_twice(tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize(("total", "of", "counts"), [(10, 3, [4, 3, 3]), (2, 2, [1, 1]), (7, 1, [7])])
-def test_shares(total: int, of: int, counts: list[int]) -> None:
+def test_workers_share_requests_evenly(total: int, of: int, counts: list[int]) -> None:
     assert [Share(index, of).count(total) for index in range(of)] == counts
     assert [len(list(Share(index, of).take(range(total)))) for index in range(of)] == counts
 

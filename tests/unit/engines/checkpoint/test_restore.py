@@ -45,7 +45,9 @@ def change(path: Path, tensor: str, element: int = 0) -> None:
 
 
 @given(case=models(), tied=st.booleans(), embedding=st.sampled_from(EmbeddingSharding))
-def test_there_and_back_again(case: tuple[dict[str, Any], int, int], tied: bool, embedding: EmbeddingSharding) -> None:
+def test_a_restored_checkpoint_equals_its_source(
+    case: tuple[dict[str, Any], int, int], tied: bool, embedding: EmbeddingSharding
+) -> None:
     overrides, tp, pp = case
     if embedding is EmbeddingSharding.HIDDEN:
         overrides["hidden_size"] *= tp
