@@ -67,7 +67,7 @@ def _report_reading(source: Path, progress: Progress) -> None:
         progress(done, total)
         return values
 
-    gguf.dequantize = dequantize
+    gguf.dequantize = dequantize  # type: ignore[assignment]
 
 
 def _write_both_rope_spellings(path: Path) -> None:

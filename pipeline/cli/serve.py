@@ -95,7 +95,8 @@ def serve(
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
 
     def work(leave: background.Ready | None) -> None:
-        with console_progress.working("starting", announce=False) as progress:
+        with console_progress.working("serve", announce=False) as progress:
+            progress.step("checking the repository")
             running, process = serve.launch(found, store, options, console.note, progress.step)
 
         def announce() -> None:

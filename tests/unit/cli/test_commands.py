@@ -656,7 +656,7 @@ def test_a_failed_stage_exits_with_5(build: Run, model: Path, monkeypatch: pytes
     assert (done.status, done.error()) == (5, "it broke: line one line two; the log is x")
 
 
-def test_six_is_for_an_engine_that_belongs_elsewhere(
+def test_an_engine_that_belongs_elsewhere_exits_with_6(
     run: Run, in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = in_folder / "repository-of-mine"
