@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds that progress sees."""
     clock = [100.0]
-    monkeypatch.setattr(console_progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
     return clock
 
 
