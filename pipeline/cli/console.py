@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     Progress = Callable[[int, int], None]
 
 
+# Keys of a checkpoint's quantization of which a quantized one has a value.
+QUANTIZED = ("quant_method", "quant_algo", "kv_cache_quant_algo")
+
+
 @dataclass
 class Flags:
     """The options -q and -v of the command that runs."""
@@ -200,6 +204,8 @@ def inspection(found: Inspection, problems: Sequence[str], *, tensors: bool = Fa
     result(f"tensors: {len(found.tensors):,} in {files} file(s)" + ("" if tensors else "; --tensors lists them"))
     for name, settings in (("mapping", found.mapping), ("quantization", found.quantization)):
         told = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+        if name == "quantization" and not any(settings.get(key) for key in QUANTIZED):
+            told = ""  # the rest are defaults that nothing uses
         result(f"{name}: {told or 'none'}")
     for remark in found.notes:
         result(f"note: {remark}")
