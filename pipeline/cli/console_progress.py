@@ -36,22 +36,22 @@ class Work:
         self.name = name
         self.reason = reason
         self.started = self._begun = time.monotonic()
-        self.done = self.total = 0
+        self.done = self.total = self._before = 0
         self.detail = "running"
         self._steps: set[str] = set()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if total != self.total or done < self.done:  # another phase of the work
-            self._begun = now
+        if total != self.total or done < self.done or not self.done:  # another phase of the work, or its first bytes
+            self._begun, self._before = now, done
         self.done, self.total = done, total
         # A total may be rounded, as pip's log rounds it.
         if done >= total or console.size(done) == console.size(total):
             self.detail = f"{console.size(total)} done, finishing"
         else:
             self.detail = f"{console.size(done)} of {console.size(total)}"
-            if done and now - self._begun >= SETTLED_S:
-                rate = done / (now - self._begun)
+            if done > self._before and now - self._begun >= SETTLED_S:
+                rate = (done - self._before) / (now - self._begun)
                 self.detail += f", {console.size(rate)}/s, {duration((total - done) / rate)} left"
         self.show()
 

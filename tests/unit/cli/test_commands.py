@@ -1421,6 +1421,8 @@ def test_inspect_begins_with_the_summary(run: Run, model: Path) -> None:
     long = run("inspect", model, "--tensors").out.splitlines()
     assert long[len(short)].split() == ["file", "tensor", "dtype", "shape", "bytes"]
     assert len(long) > len(short) + 10
+    assert run("convert", model, "out").status == 0
+    assert "quantization: none" in run("inspect", "out").out.splitlines()
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -35,9 +35,12 @@ def test_bytes_have_a_rate_and_the_time_left(now: list[float]) -> None:
     work = Work("download", "first run")
     assert work.line() == "download  running"
     work(0, 92 * MB)
+    now[0] += 60  # until the first bytes
+    work(23 * MB, 92 * MB)
+    assert work.line() == "download  23.0 MB of 92.0 MB"
     now[0] += 10
     work(46 * MB, 92 * MB)
-    assert work.line() == "download  46.0 MB of 92.0 MB, 4.6 MB/s, 10 s left"
+    assert work.line() == "download  46.0 MB of 92.0 MB, 2.3 MB/s, 20 s left"
 
 
 @pytest.mark.parametrize("done", [92_860_000, 92_900_000])
@@ -51,10 +54,10 @@ def test_a_second_phase_has_a_rate_of_its_own(now: list[float]) -> None:
     work = Work("download", "first run")
     now[0] += 50
     work(92 * MB, 92 * MB)
-    work(0, 80 * MB)
+    work(20 * MB, 80 * MB)
     now[0] += 2
     work(40 * MB, 80 * MB)
-    assert work.line() == "download  40.0 MB of 80.0 MB, 20.0 MB/s, 2 s left"
+    assert work.line() == "download  40.0 MB of 80.0 MB, 10.0 MB/s, 4 s left"
 
 
 @pytest.mark.parametrize(
