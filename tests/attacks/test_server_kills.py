@@ -28,7 +28,8 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(cli: Cli, tiny_
         record = running(cli, tiny_repository)
         log = cli.home / "logs" / f"serve-{record['server']}.log"
         psutil.Process(record["pid"]).send_signal(signal.SIGSEGV)
-        for told in ("starting tritonserver with ", "loading the models", "asking "):
+        steps = ("checking the repository", "loading the models", "asking ")
+        for told in ("starting tritonserver with ", *(f"serve     {step}" for step in steps)):
             assert serving.stderr.readline().startswith(told)
         crash = serving.stderr.readline()
         assert "tritonserver ended by itself (status -" in crash
