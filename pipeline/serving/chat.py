@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from trtpipe.engines.errors import HostError, StageFailed, UsageError
-from trtpipe.engines.json_input import parse_json
+from trtpipe.engines.json_input import parse_json, read_json
 from trtpipe.pipeline.serving.generate import SILENCE_SECONDS
+
+
+def usual_temperature(tokenizer: Path) -> float | None:
+    """None where the model in this folder recommends a temperature, which its gateway then takes; else 0: at 1, which
+    is the API's, a small model talks nonsense. Raises InputDataError."""
+    path = tokenizer / "generation_config.json"
+    return None if path.is_file() and "temperature" in read_json(path, "generation config") else 0.0
 
 
 class Conversation:
