@@ -47,6 +47,22 @@ class ServedBy(str, enum.Enum):
     ENGINE_PROCESS = "engine process"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeServer:
+    """How a runtime's own OpenAI-compatible server is started.
+
+    program      the word of `command` by which its process is recognised
+    command      its command line; without the interpreter where `in_image` is False: words after `python`
+    in_image     whether it runs in the toolchain's image; otherwise in the environment where the runtime is installed
+    environment  variables that it needs
+    """
+
+    program: str
+    command: tuple[str, ...]
+    in_image: bool
+    environment: dict[str, str]
+
+
 class EngineBackend(Protocol):
     """Engine backend of one runtime.
 
@@ -86,6 +102,12 @@ class EngineBackend(Protocol):
     ) -> tuple[Engine, dict[str, str]]:
         """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
         facts about where it was built."""
+
+    def native_server(
+        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]
+    ) -> NativeServer:
+        """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
+        own name. Raises UsageError for a runtime without one."""
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:

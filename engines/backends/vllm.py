@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -77,3 +77,17 @@ def build(
 ) -> tuple[Engine, dict[str, str]]:
     """Link the folder and write engine_args.yaml."""
     return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}
+
+
+def native_server(engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]) -> NativeServer:
+    """`vllm serve` with the engine's settings file."""
+    program = "vllm.entrypoints.cli.main"
+    settings = ("--config", str(engine / FILE), "--tokenizer", str(tokenizer))
+    address = ("--host", host, "--port", str(port), "--served-model-name", *names)
+    return NativeServer(
+        program=program,
+        command=("-m", program, "serve", str(engine), *settings, *address),
+        in_image=False,
+        # It would look for newer files at the hub, and report its use to its authors.
+        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )

@@ -25,7 +25,7 @@ from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
-from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving import http_streams, native, tritonserver
 from trtpipe.pipeline.serving.servers import (
     Served,
     Server,
@@ -46,6 +46,7 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER, model_names
 # Shows the stage of a server's start, and a detail of it that changes.
 Show = Callable[[str, str], None]
 SERVERS = ("auto", "local", "docker")
+FRONTS = ("triton", "native")
 # Exception of Triton 2.51 now and then when many Python models start on a busy machine; the next start succeeds.
 START_CRASH = "boost::interprocess::lock_exception"
 
@@ -54,6 +55,7 @@ START_CRASH = "boost::interprocess::lock_exception"
 class LaunchOptions:
     """Options for the start of a server.
 
+    front                triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`)
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
@@ -69,6 +71,7 @@ class LaunchOptions:
     allow_model_code     whether code of unknown templates may run
     """
 
+    front: str = "triton"
     server: str = "auto"
     host: str = "127.0.0.1"
     http: int = 8000
@@ -167,6 +170,8 @@ def launch(
         compatibility.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
+    if options.front not in FRONTS:
+        raise UsageError(f"unknown front '{options.front}'", remedy=suggestion(options.front, FRONTS))
     kind = choose_server(options.server, passport)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
@@ -174,28 +179,26 @@ def launch(
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
+    if options.front == "native":
+        if len(targets) > 1:
+            raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")
+        exposed = exposure(options, None, keyed=False)
+        if exposed is not None:
+            note(exposed)
+        (one,) = _served(targets, options)
+        return native.launch(one, passport, store, _log(store, name), options, show)
     # The LLM API's models take text, and the gateway does not support them.
     openai = None if _served_by(passport) is ServedBy.LLM_API else options.openai
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
-    alone = len(targets) == 1
-    served = tuple(
-        Served(
-            name=target,
-            repository=repository,
-            prefix="" if alone else f"{target}.",
-            imported=imports(target, repository),
-            names=options.model_names,
-        )
-        for target, repository in targets
-    )
+    served = _served(targets, options)
     gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
     models = lay_out_models(served, folder)
-    if not alone:
+    if len(targets) > 1:
         _check_together(models, passport, note)
     warning = http_streams.warning(passports, http_streams.capacity())
     if warning is not None:
@@ -237,6 +240,20 @@ def launch(
     return server, process
 
 
+def _served(targets: Sequence[tuple[str, Path]], options: LaunchOptions) -> tuple[Served, ...]:
+    alone = len(targets) == 1
+    return tuple(
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+            names=options.model_names,
+        )
+        for target, repository in targets
+    )
+
+
 def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: bool) -> str | None:
     """A warning where other machines reach a server that asks for no key; None on loopback.
 
@@ -244,7 +261,8 @@ def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: b
     """
     if options.host == "localhost" or options.host.startswith("127."):
         return None
-    ports = "HTTP, gRPC and metrics" + ("" if keyed or gateway is None else ", and the gateway")
+    triton = "its port" if options.front == "native" else "HTTP, gRPC and metrics"
+    ports = triton + ("" if keyed or gateway is None else ", and the gateway")
     advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
     return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
 
@@ -257,7 +275,7 @@ def start_until_ready(
     for attempt in (1, 2):
         process = start()
         try:
-            tritonserver.wait_ready(process, endpoints, log, tick)
+            tritonserver.wait_ready(process, endpoints.ready_url, log, tick)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
@@ -355,7 +373,7 @@ def end(server: Server) -> None:
     """End a server and its gateway. Requests in flight have some seconds to end."""
     if server.gateway_pid is not None:
         gateway_process.end(server.gateway_pid)
-    tritonserver.end(server.pid)
+    tritonserver.end(server.pid, server.program)
 
 
 def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
@@ -390,6 +408,8 @@ def reload(
     load: the server then keeps what it has.
     """
     server = find_running(store, name)
+    if server.native:
+        raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
     if target is None:
         fresh = {one.name: find_repository(one.name)[1] for one in server.served}
     else:
@@ -510,7 +530,7 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
     for server in servers:
         if server.died is None:
             end_watcher(server)
-            if tritonserver.alive(server.pid):
+            if server.alive:
                 end(server)
         forget(store, server)
     return servers
