@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trtpipe.engines.base import Checkpoint, Engine, Mapping
+from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
@@ -19,12 +19,13 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain."""
+    """Target of an engine build: GPU, mapping, quantization, toolchain, and the type of what is not quantized."""
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
+    dtype: DataType = DataType.BFLOAT16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class EngineBackend(Protocol):
     SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
     COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
     ANYWHERE  whether its engines run on any machine, with or without a GPU
+    ON_CPU    whether it makes engines for `--gpu cpu`
     SERVED_BY program that executes its engines under tritonserver
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
@@ -81,6 +83,7 @@ class EngineBackend(Protocol):
     SETTINGS: tuple[str, ...]
     COMPILED: bool
     ANYWHERE: bool
+    ON_CPU: bool
     SERVED_BY: ServedBy
     PROCESS: str
     SEQUENCES_PER_STUB: int | None

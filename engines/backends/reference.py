@@ -22,6 +22,7 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "trtllm"
 COMPILED = False
 ANYWHERE = True
+ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 SEQUENCES_PER_STUB = None

@@ -16,6 +16,7 @@ __all__ = ["SETTINGS", "build", "rendered", "tool_versions"]
 FORM = "trtllm"
 COMPILED = True
 ANYWHERE = False
+ON_CPU = False
 SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 SEQUENCES_PER_STUB = None

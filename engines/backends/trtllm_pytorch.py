@@ -19,6 +19,7 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+ON_CPU = False
 SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
 SEQUENCES_PER_STUB = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
@@ -16,6 +17,7 @@ from trtpipe.engines.toolchain import Toolchain
 FORM = "hf"
 COMPILED = False
 ANYWHERE = False
+ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
@@ -27,12 +29,14 @@ FILE = "engine_args.yaml"
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
 # prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024
+# Version of FILE, part of the engine's key; increase it when `rendered` writes something else for the same target.
+VERSION = "2"
 # Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
-    return {}
+    return {"engine_args": VERSION}
 
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
@@ -65,11 +69,21 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max-model-len": build.max_seq_len,
         "max-num-batched-tokens": build.max_num_tokens,
         "block-size": build.tokens_per_block,
-        "max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size)),
+        # Left to itself, vLLM computes in half precision what a folder holds in float32.
+        "dtype": target.dtype.value,
+        **_execution(build, target),
         "quantization": "modelopt" if algo else None,
         "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _execution(build: BuildConfig, target: Target) -> dict[str, Any]:
+    """How a step is run: on a GPU as a CUDA graph up to some size; on a CPU as it is, since compiling it takes minutes
+    and a C++ compiler."""
+    if target.gpu.is_cpu:
+        return {"enforce-eager": True}
+    return {"max-cudagraph-capture-size": min(build.max_num_tokens, max(GRAPH_TOKENS, 2 * build.max_batch_size))}
 
 
 def build(

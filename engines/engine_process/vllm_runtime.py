@@ -7,38 +7,53 @@ vLLM does not handle as TensorRT-LLM does is refused, never ignored.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtpipe.engines.backends.vllm import FILE
+from trtpipe.engines.base import DataType
 from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.yaml_input import load_yaml
 
 # Default of the memory share, which the engine's own arguments do not set.
 DEFAULT_MEMORY_FRACTION = 0.9
+# Most bytes of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more: as the reference runtime's.
+CPU_CACHE_BYTES = 1 << 30
+# An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# On a CPU the engine runs in this process: another would import vLLM once more, which takes most of a start.
+CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class Runtime:
     """Runs an engine folder of the vllm runtime.
 
+    device                         cpu for an engine made for a CPU; else vLLM takes what it was installed for
     policy                         admission policy; vLLM has only its own, which pauses and recomputes
     enable_kv_cache_reuse          share the blocks of equal prompt starts
     enable_chunked_context         always on in vLLM
     kv_cache_free_gpu_mem_fraction share of the GPU's memory for weights, activations and cache together
+    kv_cache_tokens                tokens in the KV cache, rounded up to blocks. Default: on a GPU what its share of the
+                                   memory holds, on a CPU max_num_seqs * max_model_len, but at most 1 GiB of them
     """
 
     def __init__(
         self,
         engine: Path,
         *,
+        device: str = "auto",
         policy: str = "guaranteed_no_evict",
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = True,
         kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
     ) -> None:
+        for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
+            os.environ.setdefault(name, value)
         from vllm import EngineArgs  # type: ignore[import-not-found,unused-ignore]
         from vllm.v1.engine.llm_engine import LLMEngine  # type: ignore[import-not-found,unused-ignore]
 
@@ -47,6 +62,8 @@ class Runtime:
         self._max_seq_len = int(arguments["max_model_len"])
         self._block = int(arguments["block_size"])
         self._max_batch = int(arguments["max_num_seqs"])
+        if device == "cpu" or kv_cache_tokens is not None:
+            arguments |= _cache_size(engine, arguments, kv_cache_tokens)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(engine),
@@ -215,6 +232,19 @@ class _Running:
         if len(self._tokens) < asked:
             return False
         return any(word and tuple(self._tokens[-len(word) :]) == word for word in self._request.stop_words)
+
+
+def _cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> dict[str, int]:
+    """Arguments for a KV cache of so many tokens, or of the default size on a CPU; at least of max_model_len."""
+    model, longest = read_model_config(engine), int(arguments["max_model_len"])
+    itemsize = DataType(arguments["dtype"]).itemsize if arguments["kv_cache_dtype"] == "auto" else 1
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * itemsize
+    if tokens is None:
+        tokens = min(int(arguments["max_num_seqs"]) * longest, CPU_CACHE_BYTES // per_token)
+    block = int(arguments["block_size"])
+    # One block is vLLM's own.
+    blocks = -(-max(tokens, longest) // block) + 1
+    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * per_token}
 
 
 def _name(identity: Any) -> str:
