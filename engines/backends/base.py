@@ -107,7 +107,7 @@ class EngineBackend(Protocol):
         facts about where it was built."""
 
     def native_server(
-        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]
+        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
     ) -> NativeServer:
         """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
         own name. Raises UsageError for a runtime without one."""

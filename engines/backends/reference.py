@@ -80,7 +80,9 @@ def build(
     return Engine(path=out), {}
 
 
-def native_server(engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]) -> NativeServer:
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
     """Raises UsageError: there is none."""
     raise UsageError(
         "the reference runtime has no server of its own",

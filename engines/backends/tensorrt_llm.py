@@ -30,7 +30,9 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     return trtllm_options.resolve(build, target)
 
 
-def native_server(engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]) -> NativeServer:
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
     """Raises UsageError: engines are served by Triton."""
     raise UsageError(
         "compiled engines are served by Triton alone",

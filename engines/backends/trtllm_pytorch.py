@@ -80,7 +80,9 @@ def build(
     return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}
 
 
-def native_server(engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...]) -> NativeServer:
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
     """`trtllm-serve` with the engine's settings file; it calls the model by the name of its folder. Raises UsageError.
 
     Releases before 1.3 know the option of the file only by this name, which 1.3 still takes.

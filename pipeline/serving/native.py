@@ -39,17 +39,22 @@ def launch(
         raise UsageError("a name of --served-model-name holds a /", remedy="give one without")
     folder = store.home / "servers" / served.name / "native"
     engine = folder / served.model_names[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    for link in folder.iterdir():
+        link.unlink()
+    engine.symlink_to((served.repository / ENGINE_FOLDER).resolve())
     spec = load_backend(passport.runtime).native_server(
-        engine, served.tokenizer.resolve(), host=options.host, port=port, names=served.model_names
+        engine,
+        served.tokenizer.resolve(),
+        host=options.host,
+        port=port,
+        names=served.model_names,
+        on_cpu=passport.gpu == "cpu",
     )
     image = passport.image
     if spec.in_image:
         assert image is not None
         DockerExecutor(image).require()
-    folder.mkdir(parents=True, exist_ok=True)
-    for link in folder.iterdir():
-        link.unlink()
-    engine.symlink_to((served.repository / ENGINE_FOLDER).resolve())
     log.parent.mkdir(parents=True, exist_ok=True)
     process = _start(spec, image, served, folder, log, options)
     endpoints = Endpoints(host=options.host, http=port, grpc=0, metrics=port)
