@@ -63,6 +63,11 @@ class NativeServer:
     in_image: bool
     environment: dict[str, str]
 
+    @property
+    def name(self) -> str:
+        """Name of the program in messages: "vllm" for a module of it."""
+        return self.program.partition(".")[0]
+
 
 class EngineBackend(Protocol):
     """Engine backend of one runtime.

@@ -176,11 +176,11 @@ def measure(
         except HostError as error:  # the measurement must not be lost for that
             note(f"how wrong {options.wiring.transport} is here is not known: {error}")
     if served is not None:
-        from trtpipe.pipeline.serving import serve
+        from trtpipe.pipeline.serving import repositories
         from trtpipe.pipeline.store.manifest import read_manifest
 
         measured.target = served.name
-        measured.engine = {**vars(serve.check_passport(served.repository))}
+        measured.engine = {**vars(repositories.check_passport(served.repository))}
         made = read_manifest(served.repository.resolve().parent / "manifest.json")
         if made is not None:  # None for another program's folder
             measured.repository_sha256 = made.content

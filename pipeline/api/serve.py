@@ -148,13 +148,14 @@ def serve(
     this does not. Raises UsageError, HostError, InputDataError, ArtefactRefused or StageFailed.
     """
     from trtpipe.configs.home import default_home
+    from trtpipe.pipeline.serving import launch_options, repositories
     from trtpipe.pipeline.serving import serve as serving
     from trtpipe.pipeline.store.store import Store
 
     store = Store(default_home())
     names = [target] if target is None or isinstance(target, str) else target
-    found = [serving.find_repository(name) for name in names]
-    options = serving.LaunchOptions(
+    found = [repositories.find_repository(name) for name in names]
+    options = launch_options.LaunchOptions(
         front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port, openai=openai_port,
         gpus=None if gpus is None else tuple(gpus), engine_python=engine_python, allow_model_code=allow_model_code,
     )  # fmt: skip

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.pipeline.cli import console
-from trtpipe.pipeline.cli.console_text import bounded
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.serving.serve import Show
     from trtpipe.pipeline.serving.servers import Server
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[Show]:
-    """A line with the stage, its detail and the time since the start; without a terminal a line for each stage."""
-    where = console.err()
-    if not where.is_terminal:
-        told: list[str] = []
-
-        def tell(stage: str, detail: str) -> None:
-            if stage not in told:
-                told.append(stage)
-                console.note(stage)
-
-        yield tell
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    stage = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
-    with Progress(SpinnerColumn(), TimeElapsedColumn(), stage, console=where, transient=True, expand=True) as progress:
-        task = progress.add_task("checking the repository", total=None)
-        yield lambda stage, detail: progress.update(task, description=bounded(f"{stage}  {detail}".rstrip()))
 
 
 def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:

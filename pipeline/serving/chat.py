@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
+from trtpipe.engines.json_input import read_json
 from trtpipe.pipeline.serving.openai_client import events
+
+
+def usual_temperature(tokenizer: Path) -> float | None:
+    """None where the model in this folder recommends a temperature, which its gateway then takes; else 0: at 1, which
+    is the API's, a small model talks nonsense. Raises InputDataError."""
+    path = tokenizer / "generation_config.json"
+    return None if path.is_file() and "temperature" in read_json(path, "generation config") else 0.0
 
 
 class Conversation:

@@ -15,6 +15,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.launch_options import SHM_SIZE
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.servers import Served, Server, remember
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -22,7 +23,8 @@ from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.serving.serve import LaunchOptions, Show
+    from trtpipe.pipeline.serving.launch_options import LaunchOptions
+    from trtpipe.pipeline.serving.serve import Show
 
 
 def launch(
@@ -61,16 +63,20 @@ def launch(
     # A server that listens on all addresses is reached on loopback.
     url = endpoints.http_url.replace("0.0.0.0", "127.0.0.1")
     try:
-        program = spec.program.partition(".")[0]
         tritonserver.wait_ready(
-            process, f"{url}/health", log, lambda: show(f"starting {program}", ""), program=program
-        )  # fmt: skip
+            process, f"{url}/health", log, lambda: show(f"starting {spec.name}", ""), program=spec.name
+        )
         show(f"asking {served.name} for an answer", "")
         post(url, "/v1/completions", {"model": served.model_names[0], "prompt": "Hello", "max_tokens": 1})
         server = Server(
-            name=served.name, pid=process.pid, served=(served,), log=log, endpoints=endpoints, gateway_url=url,
+            name=served.name,
+            pid=process.pid,
+            served=(served,),
+            log=log,
+            endpoints=endpoints,
+            gateway_url=url,
             native=spec.program,
-        )  # fmt: skip
+        )
         remember(store, server)
     except BaseException as error:
         tritonserver.end(process.pid, spec.program)
@@ -108,10 +114,7 @@ def _start(
         assert image is not None
         reads = [served.repository.resolve()]
         return tritonserver.spawn_in_docker(
-            image, spec.command, reads, folder, log, gpus=options.gpus, shm_size=options.shm_size
+            image, spec.command, reads, folder, log, gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE
         )
-    environment = dict(spec.environment)
-    if options.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.gpus))
     path = f"{Path(options.engine_python).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}"
-    return tritonserver.spawn([options.engine_python, *spec.command], {**environment, "PATH": path}, folder, log)
+    return tritonserver.spawn([options.engine_python, *spec.command], {**spec.environment, "PATH": path}, folder, log)

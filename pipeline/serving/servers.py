@@ -83,6 +83,7 @@ class Server:
 
     @property
     def program(self) -> str:
+        """The word of its command line by which its process is known."""
         return self.native or tritonserver.PROGRAM
 
     @property

@@ -23,8 +23,9 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.net import triton_metrics
 from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving.launch_options import LaunchOptions
 from trtpipe.pipeline.serving.python_processes import Stubs, is_zombie
-from trtpipe.pipeline.serving.serve import LaunchOptions, end, launch
+from trtpipe.pipeline.serving.serve import end, launch
 from trtpipe.pipeline.serving.servers import Server, backends_folder, bury, clean_up, forget, remember, running
 from trtpipe.pipeline.store.store import Store
 from trtpipe.triton_repo.launch import ENGINE_MODEL
