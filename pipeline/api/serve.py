@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class Client:
     def target(self) -> str:
         """Name of the target, also of the model at `openai_url`."""
         return self._served.name
+
+    @property
+    def tokenizer(self) -> Path:
+        """The model's tokenizer.json."""
+        return self._served.tokenizer / "tokenizer.json"
 
     @property
     def grpc_url(self) -> str:
