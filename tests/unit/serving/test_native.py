@@ -147,7 +147,8 @@ def test_what_it_does_not_do_is_refused_before_it_starts(
     chosen = LaunchOptions(**{"front": "native", "openai": 0, "engine_python": python, **options})  # type: ignore[arg-type]
     with pytest.raises(TrtpipeError, match=words.replace("-", r"\-").replace("/", r"\/")):
         serve.launch([(target, Path("runs", target, "repository").resolve())], Store(default_home()), chosen, print)
-    assert not list((default_home() / "logs").glob("serve-*")) and not (default_home() / "servers").exists()
+    assert not list((default_home() / "logs").glob("serve-*"))
+    assert not (default_home() / "servers").exists()
 
 
 @pytest.mark.parametrize("runtime", ["reference", "tensorrt_llm"])
