@@ -38,7 +38,7 @@ LOG_LINES = 60
 
 def prove(
     model: str = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None, dtype: str | Sequence[str] = (),
-    toolchain: str | None = None, executor: str | None = None, set: Mapping[str, Any] | None = None,
+    toolchain: str | None = None, executor: str | None = None, set: Mapping[str, Any] | None = None,  # noqa: A002
     engine_python: str = sys.executable, output: Path = Path("proof"), note: Callable[[str], None] = log.info,
 ) -> Proof:  # fmt: skip
     """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
@@ -83,7 +83,7 @@ def prove(
         lanes.append(_lane(name, spec, {**common, "dtype": name}, engine_python, note))
     proof = Proof(
         version=__version__, date=time.strftime("%Y-%m-%d"), machine=_machine(gpu, next(iter(specs.values()))),
-        model=model, runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
+        model=scrubbed(model), runtime=next(iter(specs.values())).runtime, lanes=tuple(lanes), refused=refused,
     )  # fmt: skip
     page.write(proof, output)
     return proof
@@ -172,8 +172,9 @@ def _served(spec: BuildSpec, model: str, engine_python: str) -> tuple[str, tuple
     with serve(spec.target, engine_python=engine_python, openai_port=None) as client:
         answers = _answers(client)
         report = bench(
-            client, concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS
-        )
+            client, protocol="grpc", concurrency=CONCURRENCY, requests=REQUESTS, input_tokens=INPUT_TOKENS,
+            output_tokens=OUTPUT_TOKENS,
+        )  # fmt: skip
     if report.broken is not None:
         raise report.broken
     speeds = [
@@ -212,15 +213,21 @@ def _compared(answers: list[list[int]], options: Mapping[str, Any]) -> tuple[str
     reference = settings(**{**options, "runtime": "reference", "toolchain": None, "executor": None})
     with serve(reference.target, openai_port=None) as client:
         expected = _answers(client)
-    alike = [_common(one, other) for one, other in zip(answers, expected, strict=True)]
-    first, whole = sum(length > 0 for length in alike), sum(map(list.__eq__, answers, expected))
-    told = (
-        f"{first} of {len(alike)} answers begin with the same token, {whole} are the same to the end, "
-        f"{sum(alike)} of {sum(map(len, expected))} tokens come before they part"
-    )
-    if first < FIRST_TOKENS * len(alike):
+    told, first = compared(answers, expected)
+    if first < FIRST_TOKENS * len(expected):
         raise StageFailed("the engine does not compute as the reference runtime does", why=told)
     return told, None
+
+
+def compared(answers: list[list[int]], expected: list[list[int]]) -> tuple[str, int]:
+    """How alike answers are, in words, and how many of them begin alike."""
+    pairs = list(zip(answers, expected, strict=True))
+    first, whole = sum(one[:1] == other[:1] for one, other in pairs), sum(one == other for one, other in pairs)
+    alike, tokens = sum(_common(one, other) for one, other in pairs), sum(map(len, expected))
+    return (
+        f"{first} of {len(pairs)} answers begin with the same token, {whole} are the same to the end; "
+        f"{alike} of {tokens} tokens come before they part"
+    ), first
 
 
 def _answers(client: Any) -> list[list[int]]:

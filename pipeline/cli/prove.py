@@ -44,12 +44,13 @@ def prove(
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.prove.proof import HTML_NAME, JSON_NAME
-    from trtpipe.pipeline.spec import set_layer
+    from trtpipe.pipeline.spec import assignments
 
     proof = run(
         model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
-        executor=executor, set=set_layer(settings or [])[1],
-        engine_python=engine_python or str(read_config().engine_python or sys.executable), output=out, note=console.note,
+        executor=executor, set=assignments(settings or []),
+        engine_python=engine_python or str(read_config().engine_python or sys.executable), output=out,
+        note=console.note,
     )  # fmt: skip
     if as_json:
         console.result_json(proof.to_json())
