@@ -52,9 +52,9 @@ class ServedBy(str, enum.Enum):
 class NativeServer:
     """How a runtime's own OpenAI-compatible server is started.
 
-    program      the word of `command` by which its process is recognised
-    command      its command line; without the interpreter where `in_image` is False: words after `python`
-    in_image     whether it runs in the toolchain's image; otherwise in the environment where the runtime is installed
+    program      a program of the toolchain's image, or a Python module of the environment with the runtime
+    command      its arguments
+    in_image     which of the two
     environment  variables that it needs
     """
 

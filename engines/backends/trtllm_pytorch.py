@@ -93,7 +93,7 @@ def native_server(
     settings = ("--backend", "pytorch", "--extra_llm_api_options", str(engine / FILE), "--tokenizer", str(tokenizer))
     return NativeServer(
         program=program,
-        command=(program, str(engine), *settings, "--host", host, "--port", str(port)),
+        command=(str(engine), *settings, "--host", host, "--port", str(port)),
         in_image=True,
         environment={},
     )

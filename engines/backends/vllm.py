@@ -135,7 +135,7 @@ def native_server(
     words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
     return NativeServer(
         program=program,
-        command=("-m", program, "--model", str(engine), *words, "--served-model-name", *names),
+        command=("--model", str(engine), *words, "--served-model-name", *names),
         in_image=False,
         environment=ENVIRONMENT,
     )

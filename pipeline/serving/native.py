@@ -11,6 +11,7 @@ from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import NativeServer
 from trtpipe.engines.errors import StageFailed, UsageError
 from trtpipe.engines.passport import Passport
+from trtpipe.engines.process import python_command
 from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
@@ -114,7 +115,14 @@ def _start(
         assert image is not None
         reads = [served.repository.resolve()]
         return tritonserver.spawn_in_docker(
-            image, spec.command, reads, folder, log, gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE
+            image,
+            (spec.program, *spec.command),
+            reads,
+            folder,
+            log,
+            gpus=options.gpus,
+            shm_size=options.shm_size or SHM_SIZE,
         )
     path = f"{Path(options.engine_python).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}"
-    return tritonserver.spawn([options.engine_python, *spec.command], {**spec.environment, "PATH": path}, folder, log)
+    command = [*python_command(spec.program, options.engine_python, outlives=True), *spec.command]
+    return tritonserver.spawn(command, {**spec.environment, "PATH": path}, folder, log)
