@@ -29,7 +29,9 @@ def prove(
     out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the report.")] = Path("proof"),
     as_json: Json = False,
 ) -> int:
-    """Build, serve, compare and measure a small model on this machine, in each precision that it runs.
+    """Prove that this machine builds, serves and computes right: a small model.
+
+    Each precision that its GPU runs is built, served, compared and measured.
 
     Greedy answers are compared with those of the reference runtime, and the speed with what `plan` predicts. The report
     names no secret and no home folder, and is made to be attached to an issue.

@@ -68,7 +68,7 @@ def serve(
     ] = False,
     as_json: Json = False,
 ) -> int | None:
-    """Serve a model repository with tritonserver, or its engine with the runtime's own server.
+    """Serve a target with tritonserver, or with the runtime's own server.
 
     The command returns, or reports that the server is ready, after one request has been answered.
 

@@ -43,9 +43,9 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export",
-    "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
-    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
+    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan", "probe",
+    "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore",
+    "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
 
@@ -1028,7 +1028,7 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
-    monkeypatch.setattr(tritonserver, "end", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
     remember(store, "a")
     assert run("stop").out == "stopped a\n"
     for name in ("a", "b", "c"):
