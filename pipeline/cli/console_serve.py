@@ -21,8 +21,9 @@ def facts(server: Server, *, stopped: bool = False) -> dict[str, Any]:
         "server": server.name,
         "state": now,
         "pid": server.pid if now == "running" else None,
-        "http": server.endpoints.http_url,
-        "grpc": server.endpoints.grpc_url,
+        "front": "native" if server.native else "triton",
+        "http": None if server.native else server.endpoints.http_url,
+        "grpc": None if server.native else server.endpoints.grpc_url,
         "metrics": server.endpoints.metrics_url,
         "openai": server.gateway_url,
         "models": {one.name: list(one.model_names) for one in server.served},
@@ -40,7 +41,12 @@ def servers(found: list[Server]) -> None:
     from trtpipe.pipeline.serving.servers import state
 
     rows = [
-        (one.name, state(one), *((one.endpoints.http_url, one.gateway_url) if one.died is None else (None, None)))
+        (
+            one.name,
+            state(one),
+            None if one.native or one.died is not None else one.endpoints.http_url,
+            one.gateway_url if one.died is None else None,
+        )
         for one in found
     ]
     console.table(("server", "state", "http", "openai"), rows)
@@ -57,9 +63,12 @@ def started(server: Server, *, attached: bool, as_json: bool) -> None:
         console.result_json(facts(server))
         return
     points = server.endpoints
-    rows = [
+    triton = [
         *(("HTTP", f"{points.http_url}/v2/models/{one.front}/generate_stream") for one in server.served),
         ("gRPC", points.grpc_url),
+    ]
+    rows = [
+        *([] if server.native else triton),
         ("metrics", points.metrics_url),
         ("OpenAI", f"{server.gateway_url}/v1" if server.gateway_url else None),
         ("log", server.log),
@@ -81,4 +90,6 @@ def first_steps(server: Server) -> list[str]:
             f"curl {server.gateway_url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
             f"-d {shlex.quote(json.dumps(body))}"
         )
+    if server.native:
+        steps.append("trtpipe bench --protocol completions")
     return steps

@@ -35,6 +35,10 @@ ApiKeysFile = Annotated[Path | None, typer.Option(help="File of API keys, one a 
 
 def serve(
     targets: Targets = None,
+    front: Annotated[
+        str,
+        typer.Option(help="triton, or native: the runtime's own server (vllm serve, trtllm-serve) at --openai-port."),
+    ] = "triton",
     server: Annotated[
         str, typer.Option(help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.")
     ] = "auto",
@@ -64,14 +68,14 @@ def serve(
     ] = False,
     as_json: Json = False,
 ) -> int | None:
-    """Serve a model repository with tritonserver.
+    """Serve a target with tritonserver, or with the runtime's own server.
 
     The command returns, or reports that the server is ready, after one request has been answered.
 
     \b
     Examples:
       trtpipe serve llama3-8b.h100.fp8
-      trtpipe serve --detach --http-port 0 --grpc-port 0
+      trtpipe serve llama3-8b.h100.vllm.fp8 --front native --detach
     """
     from trtpipe.pipeline.cli import console, console_progress, console_serve
     from trtpipe.pipeline.cli.config import read_config
@@ -84,7 +88,7 @@ def serve(
         else [repositories.find_repository(None)]
     )
     options = launch_options.LaunchOptions(
-        server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
@@ -92,7 +96,8 @@ def serve(
         engine_python=engine_python or str(read_config().engine_python or sys.executable),
         allow_model_code=allow_model_code,
     )  # fmt: skip
-    console.note("starting tritonserver with " + ", ".join(name for name, _ in found))
+    program = "the runtime's own server" if front == "native" else "tritonserver"
+    console.note(f"starting {program} with " + ", ".join(name for name, _ in found))
 
     def work(leave: background.Ready | None) -> None:
         with console_progress.working("serve", announce=False) as progress:

@@ -19,6 +19,7 @@ from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
 from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
+FRONTS = ("triton", "native")
 SHM_SIZE = "2g"
 # A number of bytes as Docker takes it.
 SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmgt]?b?", re.IGNORECASE)
@@ -28,6 +29,7 @@ SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[kmgt]?b?", re.IGNORECASE)
 class LaunchOptions:
     """Options for the start of a server.
 
+    front                triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`)
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
@@ -43,6 +45,7 @@ class LaunchOptions:
     allow_model_code     whether code of unknown templates may run
     """
 
+    front: str = "triton"
     server: str = "auto"
     host: str = "127.0.0.1"
     http: int = 8000
@@ -79,7 +82,8 @@ def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: b
     """
     if options.host == "localhost" or options.host.startswith("127."):
         return None
-    ports = "HTTP, gRPC and metrics" + ("" if keyed or gateway is None else ", and the gateway")
+    triton = "its port" if options.front == "native" else "HTTP, gRPC and metrics"
+    ports = triton + ("" if keyed or gateway is None else ", and the gateway")
     advice = "close these ports to others" if keyed or gateway is None else "pass --api-keys-file, and close the others"
     return f"warning: whoever reaches {options.host} can use {ports}: they ask for no key; {advice}"
 

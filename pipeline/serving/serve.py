@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError
+from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline import compatibility
 from trtpipe.pipeline.execution.diagnosis import explain
@@ -20,8 +20,9 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.run_folder import RUNS
-from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving import http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
+    FRONTS,
     SHM_SIZE,
     LaunchOptions,
     check_container_options,
@@ -78,6 +79,8 @@ def launch(
         compatibility.require_trusted(called, repository, store, allow_code=options.allow_model_code)
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
+    if options.front not in FRONTS:
+        raise UsageError(f"unknown front '{options.front}'", remedy=suggestion(options.front, FRONTS))
     kind = choose_server(options.server, passport)
     check_container_options(options, kind)
     name = "+".join(target for target, _ in targets)
@@ -86,28 +89,26 @@ def launch(
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
+    if options.front == "native":
+        if len(targets) > 1:
+            raise UsageError("a runtime's own server is of one target", remedy="serve them by several commands")
+        exposed = exposure(options, None, keyed=False)
+        if exposed is not None:
+            note(exposed)
+        (one,) = _served(targets, options)
+        return native.launch(one, passport, store, log_path(store, name), options, show)
     # The LLM API's models take text, and the gateway does not support them.
     openai = None if served_by(passport) is ServedBy.LLM_API else options.openai
     endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
     folder = store.home / "servers" / name
-    alone = len(targets) == 1
-    served = tuple(
-        Served(
-            name=target,
-            repository=repository,
-            prefix="" if alone else f"{target}.",
-            imported=imports(target, repository),
-            names=options.model_names,
-        )
-        for target, repository in targets
-    )
+    served = _served(targets, options)
     gateway = None if openai is None else gateway_options(served, passports, endpoints, openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
         note(exposed)
     models = lay_out_models(served, folder)
-    if not alone:
+    if len(targets) > 1:
         _check_together(models, passport, note)
     warning = http_streams.warning(passports, http_streams.capacity())
     if warning is not None:
@@ -149,6 +150,20 @@ def launch(
     return server, process
 
 
+def _served(targets: Sequence[tuple[str, Path]], options: LaunchOptions) -> tuple[Served, ...]:
+    alone = len(targets) == 1
+    return tuple(
+        Served(
+            name=target,
+            repository=repository,
+            prefix="" if alone else f"{target}.",
+            imported=imports(target, repository),
+            names=options.model_names,
+        )
+        for target, repository in targets
+    )
+
+
 def start_until_ready(
     start: Callable[[], subprocess.Popen[bytes]], endpoints: Endpoints, log: Path, note: Callable[[str], None],
     tick: Callable[[], None] = lambda: None,
@@ -157,7 +172,7 @@ def start_until_ready(
     for attempt in (1, 2):
         process = start()
         try:
-            tritonserver.wait_ready(process, endpoints, log, tick)
+            tritonserver.wait_ready(process, endpoints.ready_url, log, tick)
         except BaseException as error:
             tritonserver.end(process.pid)
             tritonserver.remove_shared_memory(endpoints)
@@ -191,7 +206,7 @@ def end(server: Server) -> None:
     """End a server and its gateway. Requests in flight have some seconds to end."""
     if server.gateway_pid is not None:
         gateway_process.end(server.gateway_pid)
-    tritonserver.end(server.pid)
+    tritonserver.end(server.pid, server.program)
 
 
 def lay_out_models(served: Sequence[Served], folder: Path) -> Path:
@@ -226,6 +241,8 @@ def reload(
     load: the server then keeps what it has.
     """
     server = find_running(store, name)
+    if server.native:
+        raise UsageError(f"{server.program} cannot change its model", remedy="stop it, and serve the new one")
     if target is None:
         fresh = {one.name: find_repository(one.name)[1] for one in server.served}
     else:
@@ -296,7 +313,7 @@ def stop(store: Store, name: str | None, *, everything: bool = False) -> list[Se
     for server in servers:
         if server.died is None:
             end_watcher(server)
-            if tritonserver.alive(server.pid):
+            if server.alive:
                 end(server)
         forget(store, server)
     return servers

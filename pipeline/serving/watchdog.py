@@ -183,7 +183,7 @@ def _start_again(
     """Start an ended server again at its old ports; its gateway continues, unless it has ended as well."""
     # `reload` may have changed what the server serves.
     server = next((one for one in running(store) if one.name == server.name), server)
-    tritonserver.end(server.pid)
+    tritonserver.end(server.pid, server.program)
     clean_up(store, server)
     kept = server.gateway_pid is not None and gateway_process.alive(server.gateway_pid)
     openai = None if kept or server.gateway_url is None else int(server.gateway_url.rpartition(":")[2])
@@ -199,7 +199,7 @@ def _start_again(
 
 def _ended(status: int, server: Server) -> StageFailed:
     error = StageFailed(
-        f"tritonserver ended by itself (status {status})",
+        f"{server.program} ended by itself (status {status})",
         why=tritonserver.failure(server.log),
         remedy=f"its log is {server.log}",
     )

@@ -38,9 +38,9 @@ def test_a_crash_is_started_again_and_its_stack_stays_in_the_log(cli: Cli, tiny_
         assert str(log) in crash
         assert "serves again" in next(lines)
         text = log.read_text(errors="replace")
-        assert text.count("--- tritonserver is started ") == 2
+        assert text.count("--- server is started ") == 2
         # The stack of the first, where the message said that it is.
-        assert text.index("Signal (11) received.") < text.rindex("--- tritonserver is started ")
+        assert text.index("Signal (11) received.") < text.rindex("--- server is started ")
         again = running(cli, tiny_repository)
         assert (again["http"], again["grpc"]) == (record["http"], record["grpc"])
         psutil.Process(again["pid"]).send_signal(signal.SIGSEGV)

@@ -43,9 +43,9 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
     "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export",
-    "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
-    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
+    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan", "probe",
+    "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore",
+    "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
 
@@ -998,7 +998,7 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
     engine = in_folder / ENGINE_FOLDER
     engine.mkdir(parents=True)
     write_passport(engine, build_config={"max_input_len": 1024, "max_seq_len": 2048})
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     measured: list[str] = []
     monkeypatch.setattr(bench, "_measure", lambda options, served, *rest, **more: measured.append(served.name))
     remember(store, "a", repository=in_folder)
@@ -1012,7 +1012,7 @@ def test_fixed_lengths_beyond_the_engine_are_refused_before_a_request(
 
 
 def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")
     assert find_running(store, None).name == "a"
     assert find_running(store, None).find(None).tokenizer == Path("/r/preprocessing/1/tokenizer")
@@ -1027,8 +1027,8 @@ def test_which_server_is_meant(store: Store, run: Run, monkeypatch: pytest.Monke
 
 
 def test_stop_ends_the_only_server_the_named_or_all(store: Store, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
-    monkeypatch.setattr(tritonserver, "end", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
+    monkeypatch.setattr(tritonserver, "end", lambda pid, program: True)
     remember(store, "a")
     assert run("stop").out == "stopped a\n"
     for name in ("a", "b", "c"):
@@ -1093,7 +1093,7 @@ def test_targets_are_listed_and_removed(build: Run, run: Run, model: Path, store
     _, whole = json.loads(run("ls", "--json").out)
     assert (whole["model"], whole["gpu"], whole["dtype"], whole["server"]) == ("tiny", "cpu", "fp32", None)
     assert (whole["done"][0], whole["done"][-1], whole["missing"]) == ("download", "package", [])
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "tiny.cpu.fp32")
     assert rows(run("ls").out)[2][-1] == "tiny.cpu.fp32"
     refused = run("rm", "tiny.cpu.bf16", "tiny.cpu.fp32")
@@ -1158,7 +1158,7 @@ def test_monitoring_scrapes_the_server_that_runs(
         return [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
 
     assert scraped() == [["localhost:8002"], ["localhost:9000"]]
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "a")
     (server,) = running(store)
     servers.remember(store, dataclasses.replace(server, gateway_url="http://127.0.0.1:4"))
@@ -1233,13 +1233,13 @@ def test_the_log_of_a_server_that_has_ended(store: Store, run: Run, monkeypatch:
         "no server is running, and several have left a log; name one with --server: a.cpu.bf16, b"
     )
     assert run("logs", "--server", "b").out == "of b\n"
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "b")
     assert run("logs").out == "of b\n"  # the one that runs is meant
 
 
 def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: True)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: True)
     remember(store, "chat+draft")
     server = find_running(store, None)
     assert server.find("draft").name == "draft"
@@ -1250,7 +1250,7 @@ def test_which_of_a_servers_targets_is_meant(store: Store, monkeypatch: pytest.M
 
 
 def test_records_of_damaged_servers_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tritonserver, "alive", lambda pid: pid == 1)
+    monkeypatch.setattr(tritonserver, "alive", lambda pid, program: pid == 1)
     remember(store, "living")
     remember(store, "dead", pid=2)
     (store.home / "servers" / "damaged.json").write_text("{")
