@@ -373,9 +373,10 @@ def _quantization_values(precision: Precision, origin: Callable[..., str], accep
     if recipe is None:
         return []
     cache = recipe.kv_cache_quant_algo
-    group = [Value("group_size", recipe.group_size, origin("group_size", "recipe"))]
+    otherwise = precision.reason if precision.stored else "recipe"
+    group = [Value("group_size", recipe.group_size, origin("group_size", otherwise))]
     return [
-        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", "recipe")),
+        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", otherwise)),
         *(group if recipe.quantization.packed else []),
         Value("accept_accuracy", accept, origin("accept_accuracy")),
     ]

@@ -9,13 +9,17 @@ inputs get a scale for each token and 128 features, found as the model runs. Sou
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
+from trtpipe.engines.checkpoint.layout import source_shapes
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
+from trtpipe.engines.hf.export import linear_names, whole
+from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import QuantAlgo, Quantization
 
-METHOD = "fp8"
 BLOCK = 128
 # Keys that list modules without quantization.
 _EXCLUDED = ("modules_to_not_convert", "ignored_layers")
@@ -49,11 +53,18 @@ def parse(raw: dict[str, Any], where: str, names: SourceNames) -> Quantization:
     return Quantization(quant_algo=QuantAlgo.FP8_BLOCK_SCALES, group_size=BLOCK)
 
 
-def roles(algo: QuantAlgo) -> dict[str, str]:
-    """Role -> name of a linear's tensor."""
-    if algo is QuantAlgo.FP8:
-        return {"weight": "weight", "scale": "weight_scale", "input_scale": "input_scale"}
-    return {"weight": "weight", "scale": "weight_scale_inv"}
+def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
+    """Plans of all tensors of a folder."""
+    linears, block = linear_names(model), quantization.quant_algo is not QuantAlgo.FP8
+    for name, shape in source_shapes(model).items():
+        yield whole(name, shape, "F8_E4M3" if name in linears else None)
+        if name not in linears:
+            continue
+        if block:
+            yield whole(f"{name}_scale_inv", tuple(-(-size // BLOCK) for size in shape), "F32")
+        else:
+            yield whole(f"{name}_scale", (), "F32")
+            yield whole(name.removesuffix("weight") + "input_scale", (), "F32")
 
 
 def _check_excluded(excluded: Any, where: str, names: SourceNames) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from trtpipe.engines.base import DataType
 from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
+from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import families, family_of
 from trtpipe.engines.families.base import SourceNames
@@ -22,10 +23,9 @@ from trtpipe.engines.hf.config_fields import ConfigFields
 from trtpipe.engines.hf.folder import DETAILS, LocatedTensor, read_config_json
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.quantize import unified
-from trtpipe.engines.quantize.formats import HUGGING_FACE
+from trtpipe.engines.quantize import compressed, unified
 
-MODELOPT = "modelopt"
+MODELOPT, FP8 = "modelopt", "fp8"
 FLOATS = tuple(SAFETENSORS_DTYPE.values())
 Shapes = tuple[tuple[int, ...], ...]
 SCALAR: Shapes = ((), (1,))
@@ -57,23 +57,17 @@ class Stored:
         )
         return cls(method=raw["method"], dtype=DataType(raw["dtype"]), quantization=quantization)
 
-    def roles(self) -> Mapping[str, str]:
-        """Role -> name of a linear's tensor after the linear's name; a linear need not have all of them."""
-        algo = self.quantization.quant_algo
-        return {"weight": "weight"} if algo is None else METHODS[self.method].roles(algo)
-
     def cache_scales(self, names: SourceNames) -> tuple[str, str]:
         """Names within a layer of the scales of keys and of values."""
         return METHODS[self.method].cache(names)
 
     def faults(self, model: ModelConfig, found: Mapping[str, LocatedTensor]) -> Iterator[str]:
         """Differences between the tensors `found` and those that the config implies."""
-        names, layout = family_of(model).names, dict(METHODS[self.method].layout(model, self.quantization))
-        if self.quantization.kv_cache_quant_algo is not None:
-            scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
-            # Without any of them the runtimes use 1.
-            if scales & found.keys():
-                layout.update(dict.fromkeys(sorted(scales), (FLOATS, SCALAR)))
+        names, layout = family_of(model).names, _layout(METHODS[self.method].plan(model, self.quantization))
+        scales = {names.layer(n) + s for n in range(model.num_hidden_layers) for s in self.cache_scales(names)}
+        # Without any scale of keys and values the runtimes use 1.
+        if not scales & found.keys():
+            layout = {name: allowed for name, allowed in layout.items() if name not in scales}
         # Some folders store a head although the config ties it, and buffers of older exports; loaders read neither.
         head = f"{names.head}.weight" if model.tie_word_embeddings else ""
         read = {name: tensor for name, tensor in found.items() if name != head and not name.endswith(DERIVED_SUFFIX)}
@@ -114,72 +108,25 @@ def deviations(found: Mapping[str, LocatedTensor], layout: Layout, within: str =
             yield f"{tensor.path.name}: tensor '{name}' has no place in this model"
 
 
+def _layout(plans: Iterator[TensorPlan]) -> dict[str, tuple[tuple[str, ...], Shapes]]:
+    """The tensors planned; numbers may have any float type, and a single one a dimension or none."""
+    out: dict[str, tuple[tuple[str, ...], Shapes]] = {}
+    for plan in plans:
+        dtypes = FLOATS if plan.dtype in (None, *FLOATS) else (plan.dtype,) if plan.dtype != "I64" else ("I64", "I32")
+        out[plan.name] = dtypes, SCALAR if plan.shape in SCALAR else (plan.shape,)
+    return out
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Method:
     """A way to store quantized weights.
 
-    layout  tensors that a folder must have, without the scales of the KV cache
-    roles   see `Stored.roles`
-    cache   see `Stored.cache_scales`
+    plan   all tensors of a folder
+    cache  names within a layer of the scales of keys and of values
     """
 
-    layout: Callable[[ModelConfig, Quantization], Layout]
-    roles: Callable[[QuantAlgo], Mapping[str, str]]
+    plan: Callable[[ModelConfig, Quantization], Iterator[TensorPlan]]
     cache: Callable[[SourceNames], tuple[str, str]]
-
-
-def _linears(model: ModelConfig) -> set[str]:
-    names = family_of(model).names
-    return {f"{names.layer(n)}{linear}.weight" for n in range(model.num_hidden_layers) for linear in names.linears}
-
-
-def _modelopt_layout(model: ModelConfig, quantization: Quantization) -> Layout:
-    weights = Quantization(quant_algo=quantization.quant_algo, group_size=quantization.group_size)
-    return {
-        plan.name: ((plan.dtype,) if plan.dtype else FLOATS, (plan.shape,)) for plan in unified.plan(model, weights)
-    }
-
-
-def _layout(roles: Callable[[QuantAlgo], Mapping[str, str]]) -> Callable[[ModelConfig, Quantization], Layout]:
-    """Layout of a method that stores codes, scales of weights in any float type, and a scale of static inputs."""
-
-    def layout(model: ModelConfig, quantization: Quantization) -> Layout:
-        algo = quantization.quant_algo
-        assert algo is not None
-        row, names, group, linears = algo.row, roles(algo), quantization.group_size, _linears(model)
-        out: dict[str, tuple[tuple[str, ...], Shapes]] = {}
-        for name, shape in source_shapes(model).items():
-            if name not in linears:
-                out[name] = FLOATS, (shape,)
-                continue
-            stem, (height, width) = name.removesuffix("weight"), shape
-            if names["weight"] == "weight":
-                out[name] = (row.codes,), (shape,)
-            else:
-                words = -(-width * compressed_tensors.bits(row) // 32)
-                out[stem + names["weight"]] = ("I32",), ((height, words),)
-                out[stem + "weight_shape"] = ("I64", "I32"), ((2,),)
-            scales: dict[str, Shapes] = {
-                "tensor": SCALAR,
-                "row": ((height, 1),),
-                "group": ((height, -(-width // group)),),
-                "block": ((-(-height // group), -(-width // group)),),
-            }
-            out[stem + names["scale"]] = FLOATS, scales[row.scale]
-            if row.static_input:
-                out[stem + names["input_scale"]] = FLOATS, SCALAR
-        return out
-
-    return layout
-
-
-def _packed_roles(algo: QuantAlgo) -> dict[str, str]:
-    packed = compressed_tensors.storage(algo.row) == compressed_tensors.PACKED
-    return {
-        "weight": "weight_packed" if packed else "weight",
-        "scale": "weight_scale",
-        "input_scale": "input_scale",
-    }
 
 
 def _of_attention(names: SourceNames) -> tuple[str, str]:
@@ -187,13 +134,9 @@ def _of_attention(names: SourceNames) -> tuple[str, str]:
 
 
 METHODS = {
-    MODELOPT: _Method(
-        layout=_modelopt_layout,
-        roles=HUGGING_FACE.names,
-        cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale"),
-    ),
-    COMPRESSED_TENSORS: _Method(layout=_layout(_packed_roles), roles=_packed_roles, cache=_of_attention),
-    fp8_method.METHOD: _Method(layout=_layout(fp8_method.roles), roles=fp8_method.roles, cache=_of_attention),
+    MODELOPT: _Method(plan=unified.plan, cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale")),
+    COMPRESSED_TENSORS: _Method(plan=compressed.plan, cache=_of_attention),
+    FP8: _Method(plan=fp8_method.plan, cache=_of_attention),
 }
 
 

@@ -18,7 +18,7 @@ from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.process import Progress, run_worker
-from trtpipe.engines.quantization import FORMATS, KvCacheQuantAlgo, QuantRecipe
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, FORMATS, KvCacheQuantAlgo, QuantRecipe
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -60,6 +60,12 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
             "an INT8 KV cache has no place in a Hugging Face folder",
             why="neither ModelOpt nor vLLM knows one",
             remedy="use --kv-cache fp8 or none",
+        )
+    if layout.form == COMPRESSED_TENSORS and recipe.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4:
+        raise UsageError(
+            "an NVFP4 KV cache cannot be written as compressed-tensors",
+            why="its scales of keys and values are for FP8",
+            remedy="use --kv-cache fp8 or none, or --format hf",
         )
     if algo is None:
         raise UsageError("a Hugging Face folder needs quantized weights", remedy="choose another recipe")

@@ -6,7 +6,9 @@ scales beside them. transformers does not know the method: it loads the codes as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,8 @@ def parse_settings(
         found["quantization_config"] = {**own, **method, "exclude_modules": method.get("ignore"), **_cache(method)}
     if details is not None:
         found[DETAILS] = details
+    for place, facts in found.items():
+        _refuse_mixed(facts.get("exclude_modules"), f"{folder}: {place}", names)
     names_of = {algo.row.modelopt_name: algo.value for algo in QuantAlgo if algo.row.modelopt_name}
     for facts in found.values():
         facts["quant_algo"] = names_of.get(str(facts.get("quant_algo")).lower(), facts.get("quant_algo"))
@@ -147,6 +151,16 @@ def parse_settings(
             remedy="use a TensorRT-LLM checkpoint for that",
         )
     return first
+
+
+def _refuse_mixed(excluded: Any, where: str, names: SourceNames) -> None:
+    """Raises InputDataError for a pattern of modules without quantization that a linear of a layer matches."""
+    for pattern in excluded if isinstance(excluded, list) else []:
+        layers = {0, *map(int, re.findall(rf"{re.escape(names.layers)}(\d{{1,4}})", str(pattern)))}
+        if any(fnmatchcase(names.layer(n) + linear, str(pattern)) for n in layers for linear in names.linears):
+            raise InputDataError(
+                f"{where}: exclude_modules has {pattern!r}", why="layers of mixed precision are not read here"
+            )
 
 
 def summary(quantization: Quantization) -> dict[str, Any]:

@@ -8,54 +8,75 @@ import torch
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.compressed_tensors import bits
-from trtpipe.engines.hf.stored import Stored
+from trtpipe.engines.hf.stored import FP8, MODELOPT, Stored
+from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.quantize.algorithms import Tensors
+from trtpipe.engines.quantize.formats import HUGGING_FACE
+
+# Names of the tensors, of any method, that are scales.
+_DIVISORS = ("input_scale",)
+_FACTORS = ("weight_scale", "weight_scale_2", "weight_scale_inv")
+_NAMES = ("weight", "weight_packed", "weight_shape", "pre_quant_scale", *_DIVISORS, *_FACTORS)
+# Role -> names, in folders of the method fp8, where weights have one scale or one a block.
+_FP8 = {"weight": ("weight",), "scale": ("weight_scale", "weight_scale_inv"), "input_scale": ("input_scale",)}
 
 
-def read_linear(tensors: Mapping[str, torch.Tensor], linear: str, stored: Stored) -> dict[str, torch.Tensor]:
-    """The tensors of `linear` by role: scales in float32, one of a row [out], packed codes as in `unpack_int4`.
+def read_linear(tensors: Mapping[str, torch.Tensor], linear: str, stored: Stored) -> Tensors:
+    """The tensors of `linear` by role.
 
-    Raises InputDataError for a scale that no number of the type can have been encoded with, and for packed codes of
-    another shape than is said beside them.
+    Raises InputDataError for a scale that no number can have been encoded with, and for packed codes of another shape
+    than stands beside them.
     """
-    out: dict[str, torch.Tensor] = {}
-    for role, name in stored.roles().items():
-        full = f"{linear}.{name}"
-        if full not in tensors:
-            continue
-        tensor = tensors[full]
-        out[role] = _scale(tensor, full, divides=role == "input_scale") if "scale" in role else tensor
     algo = stored.quantization.quant_algo
     if algo is None:
-        return out
-    if algo.row.scale == "row" and out["scale"].dim() == 2:
-        out["scale"] = out["scale"][:, 0]
-    if out["weight"].dtype == torch.int32:
-        shape = tensors[f"{linear}.weight_shape"].tolist()
-        words, width = out["weight"], bits(algo.row)
-        if shape[0] != len(words) or -(-shape[1] * width // 32) != words.shape[1]:
-            raise InputDataError(
-                f"{linear}.weight_shape is {shape}", why=f"weight_packed holds {len(words)} rows of other length"
-            )
-        codes = unpack_words(words, width)[:, : shape[1]]
-        out["weight"] = _pack_rows(codes) if stored.quantization.packed else codes
+        return {"weight": tensors[f"{linear}.weight"]}
+    found = {name: tensors[f"{linear}.{name}"] for name in _NAMES if f"{linear}.{name}" in tensors}
+    for name, tensor in found.items():
+        if name in (*_DIVISORS, *_FACTORS):
+            found[name] = _scale(tensor, f"{linear}.{name}", divides=name in _DIVISORS)
+    if stored.method == MODELOPT:
+        return {role: found[name] for role, name in HUGGING_FACE.names(algo).items() if name in found}
+    if stored.method == FP8:
+        return {role: found[name] for role, names in _FP8.items() for name in names if name in found}
+    if "weight_shape" in found:
+        shape, words = found["weight_shape"].tolist(), found["weight_packed"]
+        if shape[0] != len(words) or -(-shape[1] * bits(algo.row) // 32) != words.shape[1]:
+            held = f"weight_packed holds {len(words)} rows of {words.shape[1]} words"
+            raise InputDataError(f"{linear}.weight_shape is {shape}", why=held, remedy="download the model again")
+    return _unpack(found, algo)
+
+
+def _unpack(stored: Mapping[str, torch.Tensor], algo: QuantAlgo) -> Tensors:
+    """The inverse of `engines.quantize.packing.pack`."""
+    scale = stored["weight_scale"]
+    out = {"scale": scale[:, 0] if algo.row.scale == "row" else scale}
+    if "weight_packed" in stored:
+        codes = unpack_int32(stored["weight_packed"], bits(algo.row), int(stored["weight_shape"][1]))
+        out["weight"] = pack_int4(codes) if algo.row.scale == "group" else codes
+    else:
+        out["weight"] = stored["weight"]
+    if "input_scale" in stored:
+        out["input_scale"] = stored["input_scale"]
     return out
+
+
+def unpack_int32(packed: torch.Tensor, width: int, features: int) -> torch.Tensor:
+    """Inverse of `engines.quantize.packing.pack_int32`: int8 [out, features]."""
+    unsigned = packed.contiguous().view(torch.uint8)
+    if width == 4:
+        unsigned = torch.stack((unsigned & 0x0F, unsigned >> 4), dim=2).flatten(1)
+    return (unsigned[:, :features].to(torch.int16) - (1 << (width - 1))).to(torch.int8)
+
+
+def pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Inverse of `unpack_int4`: codes int8 [out, in] -> uint8 [out / 2, in]."""
+    low, high = codes[0::2] & 0x0F, codes[1::2] & 0x0F
+    return (low | (high << 4)).view(torch.uint8)
 
 
 def cache_scale(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """A scale of the KV cache, [] or [1] float32; 1 where the folder stores none."""
     return _scale(tensors[name], name, divides=True) if name in tensors else torch.ones(())
-
-
-def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [out, n] -> int8 [out, n * 32 / bits]: the first code is in the lowest bits, with half the range added."""
-    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    codes = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
-    return (codes - (1 << (bits - 1))).to(torch.int8).flatten(1)
-
-
-def _pack_rows(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [out, in] in -8 to 7 -> uint8 [out / 2, in], row 2j in the low nibble: see `unpack_int4`."""
-    return ((codes[0::2] & 0x0F) | ((codes[1::2] & 0x0F) << 4)).view(torch.uint8)
 
 
 def _scale(tensor: torch.Tensor, name: str, *, divides: bool) -> torch.Tensor:

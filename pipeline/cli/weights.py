@@ -47,7 +47,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint.
 
-    Both are plain folders, outside the store.
+    Both are plain folders, outside the store. A folder that is quantized already keeps its codes and scales.
 
     \b
     Examples:
@@ -57,10 +57,13 @@ def convert(
     from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
+    from trtpipe.engines.errors import UsageError
     from trtpipe.engines.families import family_of
     from trtpipe.engines.hf.folder import read_model_config
+    from trtpipe.engines.hf.stored import read_stored
     from trtpipe.engines.model_config import EmbeddingSharding
     from trtpipe.engines.quantization import parse_float
+    from trtpipe.engines.quantize.stored import convert_stored
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.store.folders import new_folder
 
@@ -68,20 +71,36 @@ def convert(
     release = facts.find_toolchain(toolchain).name
     mapping = Mapping(tp_size=tp, pp_size=pp)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
-    with new_folder(out_dir) as out, console.BuildReporter().stage("convert", str(hf_dir)) as progress:
-        write_checkpoint(
-            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
+    notices: list[str] = []
+    stored = read_stored(hf_dir) if (hf_dir / "config.json").is_file() else None
+    if stored is not None and (wanted is not None or use_parallel_embedding):
+        raise UsageError(
+            f"{hf_dir} is already quantized: {stored.describe()}",
+            why="it is written as it is",
+            remedy="leave --dtype and --use-parallel-embedding out",
         )
-    model = read_model_config(hf_dir)
-    for notice in family_of(model).notices(model):
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(new_folder(out_dir))
+        progress = stack.enter_context(console.BuildReporter().stage("convert", str(hf_dir)))
+        if stored is not None:
+            log = stack.enter_context(_log("convert"))
+            notices = convert_stored(hf_dir, out, mapping=mapping, toolchain=release, log=log, progress=progress)
+        else:
+            write_checkpoint(
+                hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
+            )
+    model = read_model_config(hf_dir, quantized=True)
+    for notice in (*family_of(model).notices(model), *notices):
         console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "rank_files": mapping.world_size})
         return
-    console.result(
-        f"{out_dir}: config.json and {mapping.world_size} rank file(s)",
-        f"next: {_command('inspect', out_dir, '--verify-against', hf_dir)}",
+    proof = (
+        _command("inspect", out_dir, "--verify-against", hf_dir)
+        if stored is None
+        else _command("verify", hf_dir, out_dir)
     )
+    console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)", f"next: {proof}")
 
 
 def quantize(

@@ -21,11 +21,16 @@ from trtpipe.pipeline.store.digests import Digests
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`alone` says that the checkpoint is the model itself, so that there is nothing to compare it with."""
+    """Settings of the gate.
+
+    stored  whether the model came quantized
+    alone   whether the checkpoint is the model itself, so that there is nothing to compare it with
+    """
 
     recipe: QuantRecipe
     dtype: DataType
     accept: bool
+    stored: bool
     alone: bool
 
 
@@ -48,6 +53,7 @@ class Verify(Stage):
         assert spec.precision.recipe is not None
         return Settings(
             recipe=spec.precision.recipe, dtype=spec.precision.dtype, accept=spec.accept_accuracy,
+            stored=spec.precision.stored != "",
             alone=spec.precision.stored != "" and load_backend(spec.runtime).FORM == "hf",
         )  # fmt: skip
 
@@ -84,6 +90,8 @@ class Verify(Stage):
             page.write(report, kept)
             raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
+        if settings.stored and not settings.alone:
+            notices.append("the original below is the quantized folder that the checkpoint was made of")
         return {"notices": [*notices, report.line()]}
 
 

@@ -123,7 +123,7 @@ def compress(model: Path, out: Path, arguments: dict[str, Any], dtype: str) -> N
     targets = {"targets": "Linear"} if "scheme" in arguments else {}
     oneshot(
         model=loaded,
-        dataset=DataLoader(rows, batch_size=None),
+        dataset=DataLoader(rows, batch_size=None),  # type: ignore[arg-type]  # a list has what it asks for
         processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))),
         recipe=QuantizationModifier(ignore=["lm_head"], **targets, **arguments),
         pipeline="basic",

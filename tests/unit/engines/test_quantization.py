@@ -57,15 +57,18 @@ def test_what_is_asked_for_is_given(requested: str, name: str, dtype: DataType, 
     )
 
 
+ALL = "(runtimes tensorrt_llm, trtllm_pytorch, vllm)"
+
+
 @pytest.mark.parametrize(
     ("device", "name", "reason"),
     [
         (CPU, "bf16", "auto: the CPU computes bfloat16"),
-        (A100, "int8-sq", "auto: SM80 has no FP8, and computes INT8"),
-        (gpu("a10", 86), "int8-sq", "auto: SM86 has no FP8, and computes INT8"),
-        (L40S, "fp8-kv", "auto: SM89 computes FP8, weights and KV cache"),
-        (H100, "fp8-kv", "auto: SM90 computes FP8, weights and KV cache"),
-        (B200, "fp8-kv", "auto: SM100 computes FP8, weights and KV cache"),
+        (A100, "int8-sq", "auto: SM80 has no FP8, and computes INT8 (runtimes tensorrt_llm, vllm)"),
+        (gpu("a10", 86), "int8-sq", "auto: SM86 has no FP8, and computes INT8 (runtimes tensorrt_llm, vllm)"),
+        (L40S, "fp8-kv", f"auto: SM89 computes FP8, weights and KV cache {ALL}"),
+        (H100, "fp8-kv", f"auto: SM90 computes FP8, weights and KV cache {ALL}"),
+        (B200, "fp8-kv", f"auto: SM100 computes FP8, weights and KV cache {ALL}"),
     ],
 )
 def test_auto_says_why(device: GpuSpec, name: str, reason: str) -> None:
@@ -103,7 +106,7 @@ def test_gpus_older_than_sm80_are_refused(requested: str) -> None:
         (
             "fp8", A100,
             "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
-            "use --dtype int4-awq, int8-sq, int8-wo or bf16 here",
+            "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         (
             "int8", B200,
@@ -113,7 +116,7 @@ def test_gpus_older_than_sm80_are_refused(requested: str) -> None:
         (
             "w4a8-awq", A100,
             "w4a8-awq does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90; "
-            "use --dtype int4-awq, int8-sq, int8-wo or bf16 here",
+            "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
     ],
 )  # fmt: skip
@@ -161,7 +164,7 @@ def test_an_impossible_kv_cache_is_refused(kv_cache: str, device: GpuSpec, line:
         (
             "q4_k_m",
             "known: auto, bf16, bfloat16, float16, float32, fp16, fp32, fp8, fp8-kv, fp8-pc-pt, int4-awq, int8, "
-            "int8-sq, int8-wo, none, w4a8-awq",
+            "int8-pc-pt, int8-sq, int8-wo, none, w4a8-awq",
         ),
     ],
 )

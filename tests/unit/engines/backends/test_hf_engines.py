@@ -13,6 +13,7 @@ import yaml
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.backends import vllm
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.hf import export as hf_export
@@ -23,6 +24,8 @@ from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec, resolve
+from trtpipe.pipeline.stages.build import BUILD
+from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store
 
 
@@ -147,7 +150,10 @@ def test_an_engine_is_the_folder_and_its_settings(
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
             "the LLM API has no INT8 KV cache: a Hugging Face folder has",
         ),
-        ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
+        (
+            {"runtime": "vllm", "dtype": "w4a8-awq"},
+            "the runtime vllm does not run W4A8_AWQ: it does not read the formats",
+        ),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
         ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),
@@ -158,3 +164,15 @@ def test_what_a_runtime_cannot_run_is_refused_in_the_plan(options: dict[str, Any
     with pytest.raises(UsageError) as error:
         resolve([("option", layer)])
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "method"),
+    [("int8", "compressed-tensors", "compressed-tensors"), ("fp8-kv", "hf", "modelopt"), ("bf16", None, None)],
+)
+def test_vllm_gets_a_recipe_in_a_format_that_it_reads(dtype: str, form: str | None, method: str | None) -> None:
+    gpu = "a100" if dtype == "int8" else "h100"
+    spec = resolve([("option", {"model": "llama3-8b", "gpu": gpu, "dtype": dtype, "runtime": "vllm"})])
+    assert (QUANTIZE.settings(spec).form if QUANTIZE.applies(spec) else None) == form
+    settings = yaml.safe_load(vllm.rendered(spec.build, BUILD.settings(spec).target)["engine_args.yaml"])
+    assert settings.get("quantization") == method

@@ -19,7 +19,7 @@ from trtpipe.engines.backends.base import checkpoint_form, runtimes_of
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors
-from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization, with_group_size
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization, with_group_size, with_kv_cache
 from trtpipe.engines.quantize import job
 from trtpipe.engines.quantize.folding import fold
 from trtpipe.engines.quantize.packing import pack_int32
@@ -226,6 +226,9 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, case:
     with pytest.raises(UsageError) as error:
         job.check(tmp_path / "model", load_quant_recipes()[case], job.Layout(form=form))
     assert str(error.value).startswith(message)
+    nvfp4 = with_kv_cache(load_quant_recipes()["fp8"], "nvfp4")
+    with pytest.raises(UsageError, match=r"^an NVFP4 KV cache cannot be written as compressed-tensors: its scales"):
+        job.check(tmp_path / "model", nvfp4, job.Layout(form=COMPRESSED_TENSORS))
     job.check(tmp_path / "model", with_group_size(load_quant_recipes()["int4-awq"], 64), job.Layout(form=form))
 
 

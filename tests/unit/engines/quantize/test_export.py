@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,11 @@ def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_pa
     case, folder = theirs
     expected = load_file(folder / form / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
     got = ours(llama, tmp_path / form, case, form)
+    if form == "hf":
+        for name in ("config.json", "hf_quant_config.json"):
+            told, wanted_text = ((place / name).read_text() for place in (tmp_path / form, folder / form))
+            assert json.loads(told).get("quantization_config") == json.loads(wanted_text).get("quantization_config")
+            assert json.loads(told).get("quantization") == json.loads(wanted_text).get("quantization")
     assert sorted(got) == sorted(expected)
     for name, tensor in got.items():
         wanted = expected[name]

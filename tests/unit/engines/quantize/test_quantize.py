@@ -323,7 +323,7 @@ def check(llama: Path, name: str, *, kv_cache: str | None = None, **layout: Any)
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(llama: Path) -> None:
-    assert check(llama, "fp8", form="onnx") == "unknown format 'onnx'; known: trtllm, hf"
+    assert check(llama, "fp8", form="onnx") == "unknown format 'onnx'; known: trtllm, hf, compressed-tensors"
     assert check(llama, "none").startswith("nothing is to be quantized; use `trtpipe convert`")
     assert check(llama, "fp8", form="hf", mapping=Mapping(tp_size=2)).startswith("a Hugging Face folder has no tp")
     assert check(llama, "fp8", kv_cache="int8", form="hf").startswith("an INT8 KV cache has no place")
