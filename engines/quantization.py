@@ -38,8 +38,8 @@ class Algorithm:
     passes          how often calibration runs the samples through a layer; 0 if scales depend on the weights alone
     operands        type of the operands of the GPU's product; "" for the model's type
     tiled           whether TensorRT-LLM's kernel needs whole tiles of weights
-    native          SMs with tensor cores for the operands; elsewhere a runtime may compute with the weights alone. Empty
-                    for those of the recipe
+    native          SMs with tensor cores for the operands, where the recipe has others on which a runtime computes with
+                    the weights alone
     group_sizes     group sizes that TensorRT-LLM's kernel knows
     engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
                     of its GPU

@@ -153,15 +153,15 @@ def require_form(runtime: str, target: Target) -> None:
     """
     algo, sm = target.quantization.quant_algo, target.gpu.sm
     backend = load_backend(runtime)
-    if algo is not None and sm is not None and algo.row.native and algo not in backend.WEIGHT_ONLY:
-        if sm not in algo.row.native:
-            others = [name for name in BACKENDS if algo in load_backend(name).WEIGHT_ONLY]
-            raise UsageError(
-                f"the runtime {runtime} does not run {algo.value} on {target.gpu.describe()}",
-                why=f"its kernels need {', '.join(f'SM{one}' for one in algo.row.native)}",
-                remedy=f"use --runtime {' or '.join(others)}, which computes with the weights alone there, "
-                "or another --dtype",
-            )
+    native = algo is None or sm is None or not algo.row.native or sm in algo.row.native
+    if algo is not None and not native and algo not in backend.WEIGHT_ONLY:
+        others = [name for name in BACKENDS if algo in load_backend(name).WEIGHT_ONLY]
+        raise UsageError(
+            f"the runtime {runtime} does not run {algo.value} on {target.gpu.describe()}",
+            why=f"its kernels need {', '.join(f'SM{one}' for one in algo.row.native)}",
+            remedy=f"use --runtime {' or '.join(others)}, which computes with the weights alone there, "
+            "or another --dtype",
+        )
     if not target.stored:
         checkpoint_form(runtime, target.quantization.quant_algo)
 

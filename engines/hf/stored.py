@@ -25,7 +25,7 @@ from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize import compressed, unified
 
-MODELOPT, FP8 = "modelopt", "fp8"
+MODELOPT = "modelopt"
 FLOATS = tuple(SAFETENSORS_DTYPE.values())
 Shapes = tuple[tuple[int, ...], ...]
 SCALAR: Shapes = ((), (1,))
@@ -112,7 +112,8 @@ def _layout(plans: Iterator[TensorPlan]) -> dict[str, tuple[tuple[str, ...], Sha
     """The tensors planned; numbers may have any float type, and a single one a dimension or none."""
     out: dict[str, tuple[tuple[str, ...], Shapes]] = {}
     for plan in plans:
-        dtypes = FLOATS if plan.dtype in (None, *FLOATS) else (plan.dtype,) if plan.dtype != "I64" else ("I64", "I32")
+        stored = plan.dtype or FLOATS[0]
+        dtypes = FLOATS if stored in FLOATS else ("I64", "I32") if stored == "I64" else (stored,)
         out[plan.name] = dtypes, SCALAR if plan.shape in SCALAR else (plan.shape,)
     return out
 
@@ -121,10 +122,12 @@ def _layout(plans: Iterator[TensorPlan]) -> dict[str, tuple[tuple[str, ...], Sha
 class _Method:
     """A way to store quantized weights.
 
+    parse  quantization of (quantization_config or None, ModelOpt's own file or None, path of config.json, names)
     plan   all tensors of a folder
     cache  names within a layer of the scales of keys and of values
     """
 
+    parse: Callable[[dict[str, Any] | None, dict[str, Any] | None, Path, SourceNames], Quantization]
     plan: Callable[[ModelConfig, Quantization], Iterator[TensorPlan]]
     cache: Callable[[SourceNames], tuple[str, str]]
 
@@ -133,10 +136,36 @@ def _of_attention(names: SourceNames) -> tuple[str, str]:
     return f"{names.attention}k_scale", f"{names.attention}v_scale"
 
 
+def _alone(parse: Callable[[dict[str, Any], str, SourceNames], Quantization]) -> Callable[..., Quantization]:
+    """Parser of a method that states itself in config.json alone."""
+
+    def checked(
+        raw: dict[str, Any] | None, details: dict[str, Any] | None, path: Path, names: SourceNames
+    ) -> Quantization:
+        raw = raw or {}
+        if details is not None:
+            raise InputDataError(
+                f"{path.parent} describes two quantizations",
+                why=f"quantization_config says {raw.get('quant_method')}, and {DETAILS} is modelopt's",
+                remedy="download the model again",
+            )
+        return parse(raw, f"{path}: quantization_config", names)
+
+    return checked
+
+
 METHODS = {
-    MODELOPT: _Method(plan=unified.plan, cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale")),
-    COMPRESSED_TENSORS: _Method(plan=compressed.plan, cache=_of_attention),
-    FP8: _Method(plan=fp8_method.plan, cache=_of_attention),
+    MODELOPT: _Method(
+        parse=unified.parse_settings,
+        plan=unified.plan,
+        cache=lambda names: (f"{names.k}.k_scale", f"{names.v}.v_scale"),
+    ),
+    COMPRESSED_TENSORS: _Method(
+        parse=_alone(lambda raw, where, names: compressed_tensors.parse(raw, where, names.head)),
+        plan=compressed.plan,
+        cache=_of_attention,
+    ),
+    "fp8": _Method(parse=_alone(fp8_method.parse), plan=fp8_method.plan, cache=_of_attention),
 }
 
 
@@ -159,23 +188,11 @@ def parse_stored(raw: dict[str, Any], path: Path, details: dict[str, Any] | None
     said = MODELOPT if method is None else method.get("quant_method", MODELOPT)
     if said not in list(METHODS):
         raise InputDataError(
-            f"{path.parent} is quantized by {said}",
+            f"{path.parent} is quantized by {str(said)[:60]}",
             why=f"the methods read here are {', '.join(METHODS)}",
             remedy="start from the model's bf16 or fp16 folder, or from one quantized by such a method",
         )
-    names, where = _names(raw), f"{path}: quantization_config"
-    if said == MODELOPT:
-        quantization = unified.parse_settings(method, details, path, names)
-    elif details is not None:
-        raise InputDataError(
-            f"{path.parent} describes two quantizations",
-            why=f"quantization_config says {said}, and {DETAILS} is modelopt's",
-            remedy="download the model again",
-        )
-    elif said == COMPRESSED_TENSORS:
-        quantization = compressed_tensors.parse(method or {}, where, names.head)
-    else:
-        quantization = fp8_method.parse(method or {}, where, names)
+    quantization = METHODS[said].parse(method, details, path, _names(raw))
     dtype = ConfigFields(path, raw).dtype()
     # A few numbers in float32 make no model that computes in float32.
     return Stored(

@@ -61,7 +61,7 @@ def _layer(
     if algo is not None:
         names = TENSORRT_LLM.names(algo)
         for group in groups:
-            linears = [read_linear(tensors, prefix + name, stored) for name in group]
+            linears = [read_linear(tensors, prefix + name, stored.quantization) for name in group]
             rounded += _share(linears, algo.row)
             for name, linear in zip(group, linears, strict=True):
                 if algo.row.smoothed:

@@ -114,7 +114,7 @@ class QuantizedFolder:
 
     def _linear(self, name: str) -> Linear:
         algo = self.config.quantization.quant_algo
-        return make_linear(algo, read_linear(self._tensors, name, self._stored), self._dtype)
+        return make_linear(algo, read_linear(self._tensors, name, self.config.quantization), self._dtype)
 
     def _codec(self, prefix: str) -> KvCodec | None:
         cache = self.config.quantization.kv_cache_quant_algo

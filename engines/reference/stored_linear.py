@@ -8,56 +8,45 @@ import torch
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.hf.compressed_tensors import bits
-from trtpipe.engines.hf.stored import FP8, MODELOPT, Stored
-from trtpipe.engines.quantization import QuantAlgo
+from trtpipe.engines.quantization import Quantization
 from trtpipe.engines.quantize.algorithms import Tensors
-from trtpipe.engines.quantize.formats import HUGGING_FACE
 
-# Names of the tensors, of any method, that are scales.
-_DIVISORS = ("input_scale",)
-_FACTORS = ("weight_scale", "weight_scale_2", "weight_scale_inv")
-_NAMES = ("weight", "weight_packed", "weight_shape", "pre_quant_scale", *_DIVISORS, *_FACTORS)
-# Role -> names, in folders of the method fp8, where weights have one scale or one a block.
-_FP8 = {"weight": ("weight",), "scale": ("weight_scale", "weight_scale_inv"), "input_scale": ("input_scale",)}
+# Name of a tensor after the linear's name -> its role. A name means the same in the folders of every method.
+ROLES = {
+    "weight": "weight",
+    "weight_packed": "weight",
+    "weight_scale": "scale",
+    "weight_scale_inv": "scale",
+    "weight_scale_2": "second_scale",
+    "input_scale": "input_scale",
+    "pre_quant_scale": "smooth",
+}
 
 
-def read_linear(tensors: Mapping[str, torch.Tensor], linear: str, stored: Stored) -> Tensors:
-    """The tensors of `linear` by role.
+def read_linear(tensors: Mapping[str, torch.Tensor], linear: str, quantization: Quantization) -> Tensors:
+    """The tensors of `linear` by role; scales in float32, those of rows [out].
 
     Raises InputDataError for a scale that no number can have been encoded with, and for packed codes of another shape
     than stands beside them.
     """
-    algo = stored.quantization.quant_algo
+    algo, out = quantization.quant_algo, Tensors()
+    for name, role in ROLES.items():
+        full = f"{linear}.{name}"
+        if full in tensors:
+            out[role] = _scale(tensors[full], full) if role.endswith("scale") else tensors[full]
     if algo is None:
-        return {"weight": tensors[f"{linear}.weight"]}
-    found = {name: tensors[f"{linear}.{name}"] for name in _NAMES if f"{linear}.{name}" in tensors}
-    for name, tensor in found.items():
-        if name in (*_DIVISORS, *_FACTORS):
-            found[name] = _scale(tensor, f"{linear}.{name}", divides=name in _DIVISORS)
-    if stored.method == MODELOPT:
-        return {role: found[name] for role, name in HUGGING_FACE.names(algo).items() if name in found}
-    if stored.method == FP8:
-        return {role: found[name] for role, names in _FP8.items() for name in names if name in found}
-    if "weight_shape" in found:
-        shape, words = found["weight_shape"].tolist(), found["weight_packed"]
-        if shape[0] != len(words) or -(-shape[1] * bits(algo.row) // 32) != words.shape[1]:
-            held = f"weight_packed holds {len(words)} rows of {words.shape[1]} words"
-            raise InputDataError(f"{linear}.weight_shape is {shape}", why=held, remedy="download the model again")
-    return _unpack(found, algo)
-
-
-def _unpack(stored: Mapping[str, torch.Tensor], algo: QuantAlgo) -> Tensors:
-    """The inverse of `engines.quantize.packing.pack`."""
-    scale = stored["weight_scale"]
-    out = {"scale": scale[:, 0] if algo.row.scale == "row" else scale}
-    if "weight_packed" in stored:
-        codes = unpack_int32(stored["weight_packed"], bits(algo.row), int(stored["weight_shape"][1]))
-        out["weight"] = pack_int4(codes) if algo.row.scale == "group" else codes
-    else:
-        out["weight"] = stored["weight"]
-    if "input_scale" in stored:
-        out["input_scale"] = stored["input_scale"]
+        return out
+    if algo.row.scale == "row":
+        out["scale"] = out["scale"].flatten()
+    if out["weight"].dtype == torch.int32:
+        codes = _unpack(out["weight"], tensors[f"{linear}.weight_shape"].tolist(), bits(algo.row), linear)
+        out["weight"] = pack_int4(codes) if quantization.packed else codes
     return out
+
+
+def cache_scale(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A scale of the KV cache, [] or [1] float32; 1 where the folder stores none."""
+    return _scale(tensors[name], name) if name in tensors else torch.ones(())
 
 
 def unpack_int32(packed: torch.Tensor, width: int, features: int) -> torch.Tensor:
@@ -74,18 +63,23 @@ def pack_int4(codes: torch.Tensor) -> torch.Tensor:
     return (low | (high << 4)).view(torch.uint8)
 
 
-def cache_scale(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A scale of the KV cache, [] or [1] float32; 1 where the folder stores none."""
-    return _scale(tensors[name], name, divides=True) if name in tensors else torch.ones(())
+def _unpack(words: torch.Tensor, shape: list[int], width: int, linear: str) -> torch.Tensor:
+    if shape[0] != len(words) or -(-shape[1] * width // 32) != words.shape[1]:
+        raise InputDataError(
+            f"{linear}.weight_shape is {shape}",
+            why=f"weight_packed holds {len(words)} rows of {words.shape[1]} words",
+            remedy="download the model again",
+        )
+    return unpack_int32(words, width, shape[1])
 
 
-def _scale(tensor: torch.Tensor, name: str, *, divides: bool) -> torch.Tensor:
-    """In float32, except scales that are codes themselves. Raises InputDataError for one that is not above zero.
+def _scale(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """In float32, except scales that are codes themselves.
 
-    divides  whether numbers are divided by it; others may be 0, for a row of zeros
+    Raises InputDataError for one that is not above zero. Of a weight it may be zero: for codes that are zeros.
     """
-    exact = tensor.float()
-    if not bool((exact.isfinite() & ((exact > 0) if divides else (exact >= 0))).all()):
+    exact, weight = tensor.float(), ".weight_scale" in name
+    if not bool((exact.isfinite() & ((exact >= 0) if weight else (exact > 0))).all()):
         raise InputDataError(
             f"tensor '{name}' holds a scale that is not a positive number",
             why="codes times such a scale are no weights",

@@ -26,7 +26,8 @@ from typing import Any
 PLAIN = "bf16"
 # Folder -> its recipe and format.
 FOLDERS = {
-    **{name: (name, "hf") for name in ("fp8", "fp8-kv", "fp8-pc-pt", "int8-sq", "int4-awq", "w4a8-awq", "int8-wo")},
+    **{name: (name, "hf") for name in ("fp8", "fp8-kv", "fp8-pc-pt", "fp8-block", "nvfp4")},
+    **{name: (name, "hf") for name in ("int8-sq", "int4-awq", "w4a8-awq", "int8-wo")},
     **{
         f"compressed-{name}": (name, "compressed-tensors")
         for name in ("fp8", "fp8-kv", "fp8-pc-pt", "int8-sq", "int8-pc-pt", "int8-wo", "int4-awq")

@@ -183,7 +183,7 @@ DETAILS, CONFIG = "hf_quant_config.json", "config.json"
             {"kv_cache_quant_algo": None},
             "describes two quantizations: quantization_config says quant_algo FP8",
         ),
-        (DETAILS, {"quant_algo": "NVFP4"}, "hf_quant_config.json is quantized with NVFP4"),
+        (DETAILS, {"quant_algo": "MXFP8"}, "hf_quant_config.json is quantized with MXFP8"),
         (CONFIG, {"quant_method": "gptq"}, "is quantized by gptq: the methods read here are modelopt, "),
         (CONFIG, {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "the KV cache is quantized with the scheme"),
         (CONFIG, {"kv_cache_scheme": 8}, "the KV cache is quantized with the scheme 8"),
