@@ -177,8 +177,8 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
         ),
         (
             {"runtime": "tensorrt_llm", "dtype": "fp8-block"},
-            "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read it from hf, the formats that can "
-            "hold it; use --runtime trtllm_pytorch or vllm, or another --dtype",
+            "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read the formats that can hold it "
+            "(hf); use --runtime trtllm_pytorch or vllm, or another --dtype",
         ),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
