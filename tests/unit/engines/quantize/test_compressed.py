@@ -218,6 +218,10 @@ def test_a_runtime_takes_an_algorithm_in_a_format_that_it_reads(algo: str, forms
             "int8-pc-pt cannot be written as hf: that format has no place for INT8_PER_CHANNEL_PER_TOKEN; "
             "use --format compressed-tensors",
         ),
+        (
+            "fp8-block", "hf",
+            "blocks of 128 do not divide the 128 and 192 input features at tp_size 1; with a --dtype without groups",
+        ),
         ("int4-awq", COMPRESSED_TENSORS, "groups of 128 do not divide the 128 and 192 input features at tp_size 1"),
     ],
 )  # fmt: skip
