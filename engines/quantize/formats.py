@@ -55,7 +55,7 @@ HUGGING_FACE = Format(
     fuses=False,
 )
 # The codes of a weight are in an order of their own: see `engines.quantize.packing`. llm-compressor has 7.5 for four
-# bits, but AWQ makes the weights that matter most the largest of their groups, and calibration looked for vectors with 7.
+# bits, but AWQ makes weights that matter the largest of their groups, and calibration looked for vectors with 7.
 COMPRESSED_TENSORS = Format(
     scale="weight_scale",
     second_scale="",
