@@ -104,6 +104,7 @@ def test_a_folder_is_llm_compressors(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(3600)
 def test_the_golden_file_is_what_llm_compressor_writes(tmp_path: Path) -> None:
     """In an environment of its own: it wants other releases of transformers and numpy (2 GB, minutes)."""
