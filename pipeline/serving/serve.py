@@ -55,6 +55,7 @@ class LaunchOptions:
     """Options for the start of a server.
 
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
+    image                image of a docker server, in place of the toolchain's
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
     openai               port of the OpenAI-compatible gateway; None starts none
@@ -70,6 +71,7 @@ class LaunchOptions:
     """
 
     server: str = "auto"
+    image: str | None = None
     host: str = "127.0.0.1"
     http: int = 8000
     grpc: int = 8001
@@ -144,9 +146,21 @@ def choose_server(asked: str, passport: Passport) -> str:
         raise ArtefactRefused(
             f"this engine is for the {passport.runtime} runtime on {passport.target()}",
             why="the tritonserver of this environment runs reference and vllm engines",
-            remedy=f"serve it with --server docker, from {passport.image}",
+            remedy=f"serve it with --server docker, from {passport.image or 'an image given as --image'}",
         )
     return usual
+
+
+def server_image(options: LaunchOptions, passport: Passport) -> str:
+    """Image of a docker server. Raises UsageError where none is given and none is known."""
+    image = options.image or passport.image
+    if image is None:
+        raise UsageError(
+            f"no image with tritonserver and TensorRT-LLM {passport.toolchain} is known",
+            why="no document of NVIDIA's names one",
+            remedy="give --image, one that holds both",
+        )
+    return image
 
 
 def launch(
@@ -174,9 +188,7 @@ def launch(
             raise HostError(
                 f"{name} is already served at {server.endpoints.http_url}", remedy="run `trtpipe stop` first"
             )
-    # The LLM API's models take text, and the gateway does not support them.
-    openai = None if _served_by(passport) is ServedBy.LLM_API else options.openai
-    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
+    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     folder = store.home / "servers" / name
     alone = len(targets) == 1
     served = tuple(
@@ -189,7 +201,9 @@ def launch(
         )
         for target, repository in targets
     )
-    gateway = None if openai is None else _gateway_options(served, passports, endpoints, openai, options)
+    gateway = None
+    if options.openai is not None:
+        gateway = _gateway_options(served, passports, endpoints, options.openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
@@ -209,11 +223,11 @@ def launch(
         tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
         start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
     else:
-        assert passport.image is not None
-        DockerExecutor(passport.image).require()
+        image = server_image(options, passport)
+        DockerExecutor(image).require()
         start = partial(
             tritonserver.start_docker,
-            passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
+            image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if _served_by(passport) is ServedBy.TENSORRTLLM else 1,
             gpus=options.gpus, shm_size=options.shm_size,
         )  # fmt: skip
@@ -341,14 +355,9 @@ def _gateway_model(served: Served, passport: Passport) -> ServedModel:
 def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
-    passport = read_passport(repository / ENGINE_FOLDER)
-    if _served_by(passport) is ServedBy.LLM_API:
-        raise ArtefactRefused(
-            f"a gateway cannot serve an engine of {passport.runtime}",
-            why="its models take text, and the gateway sends tokens",
-            remedy="ask Triton itself, or build with --runtime tensorrt_llm",
-        )
-    return _gateway_model(Served(name=found, repository=repository, names=names), passport)
+    return _gateway_model(
+        Served(name=found, repository=repository, names=names), read_passport(repository / ENGINE_FOLDER)
+    )
 
 
 def end(server: Server) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.engines.test_passport import passport
+from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving.serve import LaunchOptions, exposure
+from trtpipe.pipeline.serving.serve import LaunchOptions, choose_server, exposure, server_image
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
 
@@ -54,6 +56,15 @@ def test_who_can_reach_a_server_without_a_key(
     warning = exposure(LaunchOptions(host=host), gateway, keyed=keyed)
     assert (warning is None) == (words is None)
     assert all(word in str(warning) for word in words or ())
+
+
+def test_a_release_without_a_known_image_is_served_from_one_that_is_given() -> None:
+    newest = passport(runtime="trtllm_pytorch", toolchain="1.3.0rc29", image=None)
+    assert choose_server("auto", newest) == "docker"
+    with pytest.raises(UsageError, match=r"no image with tritonserver and TensorRT-LLM 1\.3\.0rc29 .*; give --image"):
+        server_image(LaunchOptions(), newest)
+    assert server_image(LaunchOptions(image="ours:1"), newest) == "ours:1"
+    assert server_image(LaunchOptions(), passport()) == passport().image
 
 
 @pytest.mark.parametrize("keyed", [False, True])
