@@ -99,6 +99,7 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
             "decoupled": serving.decoupled,
             "cancellation_check_period_ms": serving.cancellation_check_period_ms,
             "stats_check_period_ms": serving.stats_check_period_ms,
+            "max_queue_size": serving.max_queue_size,
         },
     }
     return merged(settings, serving.llm_args or {})

@@ -27,6 +27,7 @@ STOP_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 _INT32 = struct.Struct("<i")
 _ONE = _INT32.pack(1)
 
+
 class Upstream:
     """Client of Triton, through a pool of connections with our own reader."""
 

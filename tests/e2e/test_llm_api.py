@@ -6,6 +6,8 @@ arguments and sampling parameters that TensorRT-LLM does not have. Everything el
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -74,6 +76,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         model = hf_folder(work / "tiny", dtype="BF16", max_position_embeddings=8192, eos_token_id=1)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         chosen = {"model": str(model), "gpu": "h100", "dtype": "bf16", "runtime": "trtllm_pytorch", "build": SIZES}
+        chosen["serving"] = {"max_queue_size": 2}
         spec = resolve([("option", chosen)])
         execute(spec, Store(work / "home"), Recorder())
         repository = RunFolder.of(spec.target).linked("repository").resolve()
@@ -177,6 +180,22 @@ def test_a_client_that_leaves_ends_its_request_and_the_metrics_follow(front: Fro
     assert until(lambda: front.active() == 0, seconds=5)
     idle = front.gauges()
     assert [idle[f"nv_trt_llm_request_metrics.{name}"] for name in ("scheduled", "context", "waiting")] == [0, 0, 0]
+
+
+def test_a_full_queue_is_told_at_once(front: Front) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    with contextlib.ExitStack() as open_streams:
+        for _ in range(4):  # as many as are active together
+            url = f"{front.openai}/v1/completions"
+            answer = open_streams.enter_context(httpx.stream("POST", url, json=body, timeout=60))
+            assert answer.status_code == 200
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(front.ask, "completions", prompt="abc", max_tokens=1) for _ in range(2)]
+            assert until(lambda: front.gauges()["nv_trt_llm_request_metrics.waiting"] == 2)
+            refused = front.ask("completions", prompt="abc", max_tokens=1)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            open_streams.close()
+            assert [one.result().status_code for one in waiting] == [200, 200]
 
 
 def test_nvidia_s_clients_send_and_get_text(front: Front) -> None:

@@ -216,5 +216,6 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
         "enable_iter_perf_stats": True,
         "triton_config": {
             "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
+            "max_queue_size": 0,
         },
     }  # fmt: skip

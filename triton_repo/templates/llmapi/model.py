@@ -87,6 +87,8 @@ class TritonPythonModel:
         self.decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
         self.cancel_period = triton["cancellation_check_period_ms"] / 1000
         self.stats_period = triton["stats_check_period_ms"] / 1000
+        self.max_queue_size = triton["max_queue_size"]
+        self.max_batch_size = settings["max_batch_size"]
         # A relative path counts from the root of the model repository.
         settings["model"] = str(Path(args["model_repository"]).parent / settings["model"])
         self.llm = LLM(**settings)
@@ -112,6 +114,11 @@ class TritonPythonModel:
         try:
             if _value(request, "stop", False):
                 self._stop(request, sender)
+                return
+            if self.max_queue_size and self.answering >= self.max_batch_size + self.max_queue_size:
+                # Triton's own queue stays empty, since execute returns at once.
+                reason = f"Maximum queue size of {self.max_queue_size} has been reached, please try again later"
+                _fail(sender, reason, pb_utils.TritonError.UNAVAILABLE)
                 return
             identity = request.request_id()
             if identity:

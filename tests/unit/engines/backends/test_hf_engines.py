@@ -187,6 +187,10 @@ def test_an_engine_is_the_folder_and_its_settings(
             {"runtime": "trtllm_pytorch", "toolchain": "1.3", "serving": {"llm_args": {"enable_sleep": True}}},
             "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
         ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"bls_instance_count": 2}},
+            "serving.bls_instance_count is not for the runtime trtllm_pytorch: its repository is one model",
+        ),
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
