@@ -14,20 +14,6 @@ from trtpipe.triton_repo.llm_args import require_arguments
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")
-# Options of the five models around an engine, and of NVIDIA's C++ backend, which the one model of the LLM API has not.
-NOT_OF_THE_LLM_API = (
-    "triton_max_batch_size",
-    "multi_block_mode",
-    "exclude_input_in_output",
-    "normalize_log_probs",
-    "max_queue_delay_microseconds",
-    "ensemble",
-    "preprocessing_instance_count",
-    "bls_instance_count",
-    "add_special_tokens",
-    "skip_special_tokens",
-    "accumulate_tokens",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,14 +158,6 @@ def resolve_serving(
         each = backend.SEQUENCES_PER_STUB
         count = 1 if each is None else -(-build.max_batch_size // each)
         chosen["engine_instance_count"] = count, f"for {build.max_batch_size} sequences on {runtime}"
-    if backend.SERVED_BY is ServedBy.LLM_API:
-        for name in NOT_OF_THE_LLM_API:
-            if getattr(serving, name) != getattr(ServingConfig(), name):
-                raise UsageError(
-                    f"serving.{name} is not for the runtime {runtime}",
-                    why="its repository is one model, which has no such option",
-                    remedy="leave it out",
-                )
     if serving.llm_args is not None:
         if backend.SERVED_BY is not ServedBy.LLM_API or toolchain is None:
             raise UsageError(

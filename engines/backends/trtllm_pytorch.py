@@ -67,9 +67,9 @@ def _require_formats(target: Target) -> None:
         engines = ", or --runtime tensorrt_llm" if "tensorrt_llm" in toolchain.runtimes else ""
         raise UsageError(
             f"the LLM API of TensorRT-LLM {toolchain.name} does not run {algo.value}{what} on {gpu.describe()}",
-            why=f"its PyTorch backend runs it on {where} only"
+            why=f"its PyTorch backend runs it on {where} alone"
             if where
-            else "NVIDIA's table of the formats of its PyTorch backend does not list it",
+            else "its PyTorch backend has no kernel for it that is known",
             remedy=f"it runs {', '.join([*there, unquantized])} there: choose {option} of these "
             f"(`trtpipe quants` lists them){engines}",
         )

@@ -141,24 +141,24 @@ def test_an_engine_is_the_folder_and_its_settings(
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "int8"},
-            "the LLM API of TensorRT-LLM 1.2.1 does not run W8A8_SQ_PER_CHANNEL on h100 (SM90): NVIDIA's table of the "
-            "formats of its PyTorch backend does not list it; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run W8A8_SQ_PER_CHANNEL on h100 (SM90): its PyTorch backend "
+            "has no kernel for it that is known; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
         ),
         (
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
-            "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): NVIDIA's table of the "
-            "formats of its PyTorch backend does not list it; it runs FP8, ",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): its PyTorch "
+            "backend has no kernel for it that is known; it runs FP8, ",
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "fp8-pc-pt", "gpu": "l40s"},
             "the LLM API of TensorRT-LLM 1.2.1 does not run FP8_PER_CHANNEL_PER_TOKEN on l40s (SM89): its PyTorch "
-            "backend runs it on SM90 only; it runs FP8, W4A16_AWQ, W4A8_AWQ, bf16 there: choose --dtype of these "
-            "(`trtpipe quants` lists them), or --runtime tensorrt_llm",
+            "backend runs it on SM90 alone; it runs FP8, W4A16_AWQ, W4A8_AWQ, W8A16, bf16 there: choose --dtype of "
+            "these (`trtpipe quants` lists them), or --runtime tensorrt_llm",
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "int8", "gpu": "a100", "toolchain": "1.3"},
-            "the LLM API of TensorRT-LLM 1.3.0rc29 does not run W8A8_SQ_PER_CHANNEL on a100 (SM80): NVIDIA's table of "
-            "the formats of its PyTorch backend does not list it; it runs W4A16_AWQ, bf16 there: choose --dtype of "
+            "the LLM API of TensorRT-LLM 1.3.0rc29 does not run W8A8_SQ_PER_CHANNEL on a100 (SM80): its PyTorch "
+            "backend has no kernel for it that is known; it runs W4A16_AWQ, W8A16, bf16 there: choose --dtype of "
             "these (`trtpipe quants` lists them)",
         ),
         (
@@ -186,10 +186,6 @@ def test_an_engine_is_the_folder_and_its_settings(
         (
             {"runtime": "trtllm_pytorch", "toolchain": "1.3", "serving": {"llm_args": {"enable_sleep": True}}},
             "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
-        ),
-        (
-            {"runtime": "trtllm_pytorch", "serving": {"bls_instance_count": 2}},
-            "serving.bls_instance_count is not for the runtime trtllm_pytorch: its repository is one model",
         ),
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
