@@ -66,8 +66,11 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
-    settings = read_yaml(engine.path / FILE)
-    (version / SETTINGS).write_text(yaml.safe_dump(_settings(settings, serving), sort_keys=False), encoding="utf-8")
+    settings = _settings(read_yaml(engine.path / FILE), serving)
+    # The same for `trtllm-serve --config`, which is told of the model apart.
+    alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
+    for name, content in ((SETTINGS, settings), (FILE, alone)):
+        (version / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
 
 

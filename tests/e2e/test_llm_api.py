@@ -91,7 +91,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     endpoints, log = tritonserver.choose_endpoints("127.0.0.1", 0, 0, 0), work / "server.log"
     process = tritonserver.start_local(installation, models, ["tensorrt_llm"], backends, endpoints, log)
     try:
-        tritonserver.wait_ready(process, endpoints, log)
+        tritonserver.wait_ready(process, endpoints.ready_url, log)
         words = [
             "gateway",
             str(repository),

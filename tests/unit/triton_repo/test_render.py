@@ -199,9 +199,13 @@ def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) ->
     assert repository.models == ("tensorrt_llm",)
     check_golden("llmapi.pbtxt", (out / "tensorrt_llm" / "config.pbtxt").read_text())
     assert sorted(path.name for path in (out / "tensorrt_llm" / "1").iterdir()) == [
-        "config.json", "model.py", "model.safetensors", "model.yaml", "passport.json",
+        "config.json", "llm_args.yaml", "model.py", "model.safetensors", "model.yaml", "passport.json",
     ]  # fmt: skip
-    assert yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text()) == {
+    settings = yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    # For `trtllm-serve --config`, which knows no more.
+    alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
+    assert yaml.safe_load((out / "tensorrt_llm" / "1" / "llm_args.yaml").read_text()) == alone
+    assert settings == {
         "model": "tensorrt_llm/1",
         "backend": "pytorch",
         "tensor_parallel_size": 2,
