@@ -10,8 +10,8 @@ TOKENIZER_FOLDER = "preprocessing/1/tokenizer"
 
 def tokenizer_folder(repository: Path) -> Path:
     """Folder of the tokenizer; a repository of the LLM API has it beside the weights."""
-    folder = repository / TOKENIZER_FOLDER
-    return folder if folder.is_dir() else repository / ENGINE_FOLDER
+    folder, engine = repository / TOKENIZER_FOLDER, repository / ENGINE_FOLDER
+    return engine if engine.is_dir() and not folder.is_dir() else folder
 
 
 def model_names(repository: Path) -> list[str]:
