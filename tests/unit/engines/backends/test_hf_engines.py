@@ -182,6 +182,7 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read the formats that can hold it "
             "(hf); use --runtime trtllm_pytorch or vllm, or another --dtype",
         ),
+        (
             {"runtime": "trtllm_pytorch", "dtype": "fp8-pc-pt", "gpu": "l40s"},
             "the LLM API of TensorRT-LLM 1.2.1 does not run FP8_PER_CHANNEL_PER_TOKEN on l40s (SM89): its PyTorch "
             "backend runs it on SM90 alone; it runs FP8, W4A16_AWQ, W4A8_AWQ, W8A16, bf16 there: choose --dtype of "
