@@ -20,7 +20,7 @@ from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.hf import compressed_tensors
 from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization, with_group_size, with_kv_cache
-from trtpipe.engines.quantize import encode, job
+from trtpipe.engines.quantize import formats, job
 from trtpipe.engines.quantize.folding import fold
 from trtpipe.engines.quantize.packing import pack_int32
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales, save_scales
@@ -94,7 +94,8 @@ def compare(theirs: dict[str, Any], out: Path, dtype: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_is_llm_compressors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, dtype: str) -> None:
     # Its scales for four bits; ours are for AWQ.
-    monkeypatch.setattr(encode, "COMPRESSED_TENSORS", dataclasses.replace(encode.COMPRESSED_TENSORS, int4_max=7.5))
+    theirs_format = dataclasses.replace(formats.COMPRESSED_TENSORS, int4_max=7.5)
+    monkeypatch.setattr("trtpipe.engines.quantize.encode.COMPRESSED_TENSORS", theirs_format)
     theirs = json.loads(GOLDEN.read_text())[f"{case} {dtype}"]
     quantization = quantization_of(case)
     out = written(tmp_path, quantization, scales_of(theirs["scalars"], quantization), dtype)
