@@ -19,8 +19,8 @@ ABSENT = """\
 # The same of sections that are not there yet.
 MISSING = {
     "folders": """\
-- **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them; what vLLM's CPU
-  wheel computes from them is in vllm.md.
+- **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them, `verify` computes
+  with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was not measured.
 """,
     "kv_cache": """\
 - **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
