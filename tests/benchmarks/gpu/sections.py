@@ -153,7 +153,7 @@ def _vllm(
 
 
 def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
-    """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
+    """Our runtime from our checkpoints, beside transformers from the original; and INT8."""
     if "transformers" not in out:
         out["transformers"] = place.inside("transformers", model=str(model), streams=256, new=128)
         keep()
