@@ -15,6 +15,7 @@ from trtpipe.configs.read import ConfigError, build, check_keys, read_yaml
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.hf.folder import parse_model_config, read_model_config
+from trtpipe.engines.hf.stored import Stored, parse_stored, read_stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.model_source import SOURCE_KINDS, FolderSource, GgufSource, HubSource, ModelRef, Source
 from trtpipe.engines.quantization import QuantRecipe
@@ -111,7 +112,9 @@ def load_models() -> dict[str, ModelFacts]:
 def find_model(name: str, *, source: str | None, revision: str | None) -> ModelRef:
     """Resolve --model: a name or alias of configs/models, a folder, a .gguf file, or a Hugging Face id.
 
-    `source` picks one kind among a model file's sources; `revision` pins a Hugging Face one. Raises UsageError.
+    `source` picks one kind among a model file's sources; `revision` pins a Hugging Face one. Whether the files of a
+    Hugging Face id are quantized is not known here. Raises UsageError, and InputDataError for a folder that is
+    quantized in a way that is not read here.
     """
     models = load_models()
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
@@ -119,11 +122,14 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
     with contextlib.suppress(RuntimeError):  # `~user` of a user without a home folder
         path = path.expanduser()
     chosen: Source
+    stored: Stored | None = None
     if name.lower() in names:
         facts = names[name.lower()]
         short, chosen = facts.name, _choose(facts, source or ("hub" if revision else None))
+        stored = parse_stored(*_config(facts))
     elif path.is_dir():
         short, chosen = path.resolve().name, FolderSource(path=str(path.resolve()))
+        stored = read_stored(path) if (path / "config.json").is_file() else None
     elif path.suffix == ".gguf" and path.is_file():
         short, chosen = path.stem, GgufSource(path=str(path.resolve()))
     elif HUB_ID.fullmatch(name) and path.suffix != ".gguf":
@@ -142,7 +148,7 @@ def find_model(name: str, *, source: str | None, revision: str | None) -> ModelR
         if not isinstance(chosen, HubSource):
             raise UsageError(f"--revision does not apply to a {chosen.kind} source ({chosen.describe()})")
         chosen = dataclasses.replace(chosen, revision=revision)
-    return ModelRef(name=short.lower(), source=chosen)
+    return ModelRef(name=short.lower(), source=chosen, stored=stored)
 
 
 def find_shape(name: str) -> tuple[str, ModelConfig]:
@@ -154,14 +160,18 @@ def find_shape(name: str) -> tuple[str, ModelConfig]:
     names = {alias: model for model in models.values() for alias in (model.name, *model.aliases)}
     facts = names.get(name.lower())
     if facts is not None:
-        raw = {"architectures": [facts.architecture], **facts.config}
-        return facts.name, parse_model_config(raw, CONFIGS / "models" / f"{facts.name}.yaml")
+        return facts.name, parse_model_config(*_config(facts), quantized=True)
     ref = find_model(name, source=None, revision=None)
     if isinstance(ref.source, FolderSource):
-        return ref.name, read_model_config(Path(ref.source.path))
+        return ref.name, read_model_config(Path(ref.source.path), quantized=True)
     raise UsageError(
         f"the shapes of {name} are not known here", remedy="give its folder; a config.json in it is all that is needed"
     )
+
+
+def _config(facts: ModelFacts) -> tuple[dict[str, Any], Path]:
+    """The config.json of a model file, as far as it is there, and the file."""
+    return {"architectures": [facts.architecture], **facts.config}, CONFIGS / "models" / f"{facts.name}.yaml"
 
 
 def _choose(facts: ModelFacts, kind: str | None) -> Source:

@@ -38,7 +38,7 @@ class GpuSpec:
     memory_gib      nominal device memory in GiB (2**30 bytes); None for the CPU
     memory_mib      device memory as the driver reports it, in MiB
     bandwidth_gbs   memory bandwidth in GB/s (1e9 bytes per second)
-    tflops          1e12 operations per second by type: fp16, bf16, fp8, int8; absent types have no tensor cores
+    tflops          1e12 operations per second by type: fp16, bf16, fp8, int8, fp4; absent types have no tensor cores
     nvlink_gbs      GB/s in one direction, all links of one GPU together; None without NVLink
     nvlink_gpus     number of GPUs that a bridge joins; None where a switch joins all GPUs of a host
     pcie_gbs        GB/s in one direction

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from trtpipe.engines.errors import InputDataError
+from trtpipe.engines.hf.stored import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +59,19 @@ SOURCE_KINDS: dict[str, type[Source]] = {cls.kind: cls for cls in (HubSource, Py
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """A model's name and the one source of its files."""
+    """A model's name, the one source of its files, and their quantization where they are quantized already."""
 
     name: str
     source: Source
+    stored: Stored | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "source": {"kind": self.source.kind, **asdict(self.source)}}
+        stored = {} if self.stored is None else {"stored": self.stored.to_json()}
+        return {"name": self.name, "source": {"kind": self.source.kind, **asdict(self.source)}, **stored}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ModelRef:
-        """Inverse of `to_json`. Raises InputDataError for anything else."""
+        """Inverse of `to_json`. Raises InputDataError, KeyError, TypeError or ValueError for anything else."""
         source = raw.get("source")
         facts = dict(source) if isinstance(source, dict) else {}
         kind = SOURCE_KINDS.get(str(facts.pop("kind", None)))
@@ -76,4 +79,5 @@ class ModelRef:
         texts = [raw.get("name"), *facts.values()]
         if kind is None or facts.keys() != fields or not all(isinstance(text, str) for text in texts):
             raise InputDataError("the record of a model is damaged", why="it has no source of a kind that is known")
-        return cls(name=raw["name"], source=kind(**facts))
+        stored = Stored.from_json(raw["stored"]) if "stored" in raw else None
+        return cls(name=raw["name"], source=kind(**facts), stored=stored)

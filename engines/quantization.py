@@ -15,6 +15,10 @@ from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 
+# Checkpoint formats: TensorRT-LLM's, ModelOpt's unified Hugging Face folder, llm-compressor's Hugging Face folder.
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMATS = ("trtllm", "hf", COMPRESSED_TENSORS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
@@ -22,8 +26,11 @@ class Algorithm:
 
     arithmetic      its `engines.quantize.algorithms.Arithmetic`, as module:class
     codes           safetensors type of a weight's codes in a TensorRT-LLM checkpoint
-    scale           the weights that share a scale: those of a tensor, of an output row, or of a group of input features
-                    in a row. Grouped codes have four bits, two output rows to a byte
+    scale           the weights that share a scale: those of a tensor, of an output row, of a group or a vector of input
+                    features in a row, or of a square block. Codes of a group or a vector have four bits: of a group two
+                    output rows to a byte; of a vector two input features to a byte, and the scale is e4m3
+    block           number of input features, and of rows of a block, that share a scale, where the algorithm fixes it
+    scalar          shape of a scale of the tensor in a TensorRT-LLM checkpoint
     scale_name      name of the weight's scale in a TensorRT-LLM checkpoint
     second_scale    whether a weight has one scale more, for the tensor
     static_input    whether the input has one scale, from calibration
@@ -31,42 +38,52 @@ class Algorithm:
     passes          how often calibration runs the samples through a layer; 0 if scales depend on the weights alone
     operands        type of the operands of the GPU's product; "" for the model's type
     tiled           whether TensorRT-LLM's kernel needs whole tiles of weights
+    native          SMs with tensor cores for the operands, where the recipe has others on which a runtime computes with
+                    the weights alone
     group_sizes     group sizes that TensorRT-LLM's kernel knows
     engine_encodes  whether a TensorRT-LLM checkpoint stores float weights, which the engine build encodes in the layout
                     of its GPU
     exclude         modules that TensorRT-LLM's loader is told not to quantize
+    modelopt_name   name in ModelOpt's folder, where it is not TensorRT-LLM's
+    formats         checkpoint formats that can hold it; what a runtime reads of them, its backend says (`READS`)
     """
 
     arithmetic: str
     codes: str
-    scale: Literal["tensor", "row", "group"]
+    scale: Literal["tensor", "row", "group", "vector", "block"]
+    block: int = 0
+    scalar: tuple[int, ...] = (1,)
     scale_name: str = "weights_scaling_factor"
     second_scale: bool = False
     static_input: bool = False
     smoothed: bool = False
     passes: int
-    operands: Literal["fp8", "int8", ""] = ""
+    operands: Literal["fp4", "fp8", "int8", ""] = ""
+    native: tuple[int, ...] = ()
     tiled: bool = False
     group_sizes: tuple[int, ...] = ()
     engine_encodes: bool = False
     exclude: tuple[str, ...] = ("lm_head",)
+    modelopt_name: str = ""
+    formats: tuple[str, ...] = FORMATS[:2]
 
     @property
-    def fp8_inputs(self) -> bool:
-        """Whether linears take FP8 inputs with a scale from calibration."""
-        return self.operands == "fp8" and self.static_input
+    def fp8_attention(self) -> bool:
+        """Whether linears take FP8 or FP4 inputs with a scale from calibration, so that attention can be in FP8."""
+        return self.operands in ("fp8", "fp4") and self.static_input
 
     @property
     def fp8_tensors(self) -> bool:
         """Whether weights and inputs are FP8 with one scale each, which TensorRT multiplies without a plugin."""
-        return self.fp8_inputs and self.scale == "tensor"
+        return self.operands == "fp8" and self.static_input and self.scale == "tensor"
 
 
 _ARITHMETIC = "trtpipe.engines.quantize.algorithms:"
+_BLOCKS = "trtpipe.engines.quantize.blocks:"
 
 
 class QuantAlgo(str, enum.Enum):
-    """Quantization algorithms that a TensorRT-LLM checkpoint can have, by TensorRT-LLM's names; one row each."""
+    """Quantization algorithms, by TensorRT-LLM's names where it has one; one row each."""
 
     row: Algorithm
 
@@ -85,6 +102,7 @@ class QuantAlgo(str, enum.Enum):
             static_input=True,
             passes=1,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     FP8_PER_CHANNEL_PER_TOKEN = (
@@ -96,6 +114,7 @@ class QuantAlgo(str, enum.Enum):
             scale_name="per_channel_scale",
             passes=0,
             operands="fp8",
+            formats=FORMATS,
         ),
     )
     W8A8_SQ_PER_CHANNEL = (
@@ -108,6 +127,19 @@ class QuantAlgo(str, enum.Enum):
             smoothed=True,
             passes=1,
             operands="int8",
+            formats=FORMATS,
+        ),
+    )
+    # TensorRT-LLM has no name for it: its INT8 with a scale for each token is smoothed.
+    INT8_PER_CHANNEL_PER_TOKEN = (
+        "INT8_PER_CHANNEL_PER_TOKEN",
+        Algorithm(
+            arithmetic=_ARITHMETIC + "Int8RowPerToken",
+            codes="I8",
+            scale="row",
+            passes=0,
+            operands="int8",
+            formats=(COMPRESSED_TENSORS,),
         ),
     )
     W8A16 = (
@@ -121,6 +153,7 @@ class QuantAlgo(str, enum.Enum):
             engine_encodes=True,
             # Its loader is the only one that would quantize the embedding, and its scales are not written.
             exclude=("lm_head", "transformer.vocab_embedding"),
+            formats=FORMATS,
         ),
     )
     W4A16_AWQ = (
@@ -133,6 +166,7 @@ class QuantAlgo(str, enum.Enum):
             passes=2,
             tiled=True,
             group_sizes=(64, 128),
+            formats=FORMATS,
         ),
     )
     W4A8_AWQ = (
@@ -150,6 +184,35 @@ class QuantAlgo(str, enum.Enum):
             group_sizes=(128,),
         ),
     )
+    NVFP4 = (
+        "NVFP4",
+        Algorithm(
+            arithmetic=_BLOCKS + "Nvfp4Vectors",
+            codes="U8",
+            scale="vector",
+            block=16,
+            scalar=(),
+            second_scale=True,
+            static_input=True,
+            passes=1,
+            operands="fp4",
+            native=(100, 103, 120),
+        ),
+    )
+    FP8_BLOCK_SCALES = (
+        "FP8_BLOCK_SCALES",
+        Algorithm(
+            arithmetic=_BLOCKS + "Fp8Blocks",
+            codes="F8_E4M3",
+            scale="block",
+            block=128,
+            passes=0,
+            operands="fp8",
+            modelopt_name="fp8_pb_wo",
+            # TensorRT-LLM's engines have no kernel for it; the LLM API has.
+            formats=("hf",),
+        ),
+    )
 
 
 class KvCacheQuantAlgo(str, enum.Enum):
@@ -157,22 +220,31 @@ class KvCacheQuantAlgo(str, enum.Enum):
 
     FP8 = "FP8"
     INT8 = "INT8"
+    NVFP4 = "NVFP4"
+
+    def row_bytes(self, numbers: int) -> int:
+        """Bytes of `numbers` numbers, such as the key of one head for one token."""
+        return numbers // 2 + numbers // 16 if self is KvCacheQuantAlgo.NVFP4 else numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """Quantization of a checkpoint; both algorithms are None when there is none.
 
-    group_size  number of input features that share a scale, where the algorithm has groups
+    group_size  number of input features that share a scale, where the algorithm has groups; its own where it fixes it
     """
 
     quant_algo: QuantAlgo | None = None
     kv_cache_quant_algo: KvCacheQuantAlgo | None = None
     group_size: int = 128
 
+    def __post_init__(self) -> None:
+        if self.quant_algo is not None and self.quant_algo.row.block:
+            object.__setattr__(self, "group_size", self.quant_algo.row.block)
+
     @property
     def packed(self) -> bool:
-        """Whether weights are 4-bit codes, two to a byte, with a scale for each group."""
+        """Whether weights are 4-bit integers, two rows to a byte, with a scale for each group."""
         return self.quant_algo is not None and self.quant_algo.row.scale == "group"
 
     @property
@@ -214,7 +286,7 @@ class QuantRecipe:
     """Quantization recipe: a file of configs/quant.
 
     modelopt             name of ModelOpt's configuration; None quantizes no weights
-    sms                  SMs on which TensorRT-LLM runs it
+    sms                  SMs that have kernels for it
     kv_cache_quant_algo  default of the recipe; `--kv-cache` overrides it
     group_size           number of input features that share a scale, for recipes with groups
     exclude_modules      modules that are not quantized: the head, and the embedding if the algorithm could quantize it
@@ -241,13 +313,17 @@ class QuantRecipe:
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A resolved precision: element type of what is not quantized, recipe if any, reason of the choice, and compute
-    capabilities that run it."""
+    capabilities that run it.
+
+    stored  method by which the model's files are quantized already; "" where the pipeline quantizes them
+    """
 
     name: str
     dtype: DataType
     reason: str
     sms: tuple[int, ...]
     recipe: QuantRecipe | None = None
+    stored: str = ""
 
 
 # Values of --dtype besides recipes. The command line has short names, the checkpoint long ones.
@@ -260,11 +336,12 @@ FLOAT_NAMES = {
     "float32": DataType.FLOAT32,
 }
 SHORT_NAMES = {DataType.BFLOAT16: "bf16", DataType.FLOAT16: "fp16", DataType.FLOAT32: "fp32"}
-GROUP_SIZES = (64, 128)
 # SMs with FP8 tensor cores; other SMs convert an FP8 KV cache at every step, or cannot use one.
 FP8_SMS = (89, 90, 100, 103, 120)
 # The build for Blackwell refuses all INT8, including an INT8 KV cache.
 INT8_KV_SMS = (80, 86, 89, 90)
+# SM120 has FP4 tensor cores, but no attention that reads such a cache.
+NVFP4_KV_SMS = (100, 103)
 
 
 def resolve_precision(
@@ -285,8 +362,8 @@ def resolve_precision(
             why=gpu.refused.rstrip(".") or "releases since 0.16 support SM80 and newer",
             remedy="choose a GPU listed by `trtpipe gpus`",
         )
-    reason = "requested"
-    if requested == "auto":
+    reason, automatic = "requested", requested == "auto"
+    if automatic:
         requested, reason = _automatic(gpu)
         reason = f"auto: {reason}"
     if requested in FLOAT_NAMES:
@@ -298,6 +375,11 @@ def resolve_precision(
         dtype, recipe = DataType.BFLOAT16, find_recipe(requested, recipes)
     if recipe is None:
         return Precision(name=SHORT_NAMES[dtype], dtype=dtype, reason=reason, sms=find_recipe("none", recipes).sms)
+    if automatic:
+        # Imported here: backends import this module.
+        from trtpipe.engines.backends.base import runtimes_of
+
+        reason += f" (runtimes {', '.join(runtimes_of(recipe.quant_algo))})"
     recipe = with_group_size(with_kv_cache(recipe, kv_cache), group_size)
     # A changed KV cache may make the recipe equal another one, whose thresholds `verify` then uses.
     became = (recipe.quant_algo, recipe.kv_cache_quant_algo)
@@ -307,7 +389,7 @@ def resolve_precision(
     name = SHORT_NAMES[dtype] if recipe.quant_algo is None else recipe.name
     if kv_cache is not None and recipe.kv_cache_quant_algo is not None:
         name += f"-kv{recipe.kv_cache_quant_algo.value.lower()}"
-    sms = tuple(sm for sm in recipe.sms if sm in _cache_sms(recipe))
+    sms = tuple(sm for sm in recipe.sms if sm in cache_sms(recipe))
     return Precision(name=name, dtype=dtype, reason=reason, sms=sms, recipe=recipe)
 
 
@@ -329,7 +411,7 @@ def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
 
 
 def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
-    """Return `recipe` with the requested KV cache: fp8, int8, none, or None for the recipe's. Raises UsageError."""
+    """Return `recipe` with a KV cache of type fp8, int8, nvfp4 or none, or None for its own. Raises UsageError."""
     if kv_cache is None:
         return recipe
     choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
@@ -342,12 +424,9 @@ def with_group_size(recipe: QuantRecipe, group_size: int | None) -> QuantRecipe:
     """Return `recipe` with the requested group size. Raises UsageError."""
     if group_size is None:
         return recipe
-    if not recipe.quantization.packed:
-        raise UsageError(f"{recipe.name} has no groups", remedy="leave the group size out")
-    if group_size not in GROUP_SIZES:
-        raise UsageError(f"a group size of {group_size} does not run", why="TensorRT-LLM's kernels know 64 and 128")
-    assert recipe.quant_algo is not None
-    known = recipe.quant_algo.row.group_sizes
+    known = recipe.quant_algo.row.group_sizes if recipe.quant_algo is not None else ()
+    if not known:
+        raise UsageError(f"{recipe.name} has no groups to choose the size of", remedy="leave the group size out")
     if group_size not in known:
         raise UsageError(
             f"{recipe.name} does not run with groups of {group_size}",
@@ -360,14 +439,17 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     """Raises UsageError for a recipe or KV cache that `gpu` cannot run, naming those that it can."""
     if gpu.sm is None:
         return  # on a CPU the reference runtime executes all recipes
-    fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in r.sms)
+    fits = sorted(r.name for r in recipes.values() if r.quant_algo and gpu.sm in (r.quant_algo.row.native or r.sms))
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
+        known = recipe.quant_algo is None or recipe.quant_algo.row.formats != (COMPRESSED_TENSORS,)
         raise UsageError(
-            f"{recipe.name} does not run on {gpu.describe()}", why=f"TensorRT-LLM runs it on {where}", remedy=remedy
+            f"{recipe.name} does not run on {gpu.describe()}",
+            why=f"{'TensorRT-LLM' if known else 'vLLM'} runs it on {where}",
+            remedy=remedy,
         )
-    cache, allowed = recipe.kv_cache_quant_algo, _cache_sms(recipe)
+    cache, allowed = recipe.kv_cache_quant_algo, cache_sms(recipe)
     if gpu.sm not in allowed:
         assert cache is not None
         where = ", ".join(f"SM{sm}" for sm in allowed)
@@ -378,9 +460,9 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
         )
 
 
-def _cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
+def cache_sms(recipe: QuantRecipe) -> tuple[int, ...]:
     """The SMs that run a recipe's KV cache."""
-    special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS}
+    special = {KvCacheQuantAlgo.FP8: FP8_SMS, KvCacheQuantAlgo.INT8: INT8_KV_SMS, KvCacheQuantAlgo.NVFP4: NVFP4_KV_SMS}
     return recipe.sms if recipe.kv_cache_quant_algo is None else special[recipe.kv_cache_quant_algo]
 
 

@@ -170,7 +170,10 @@ def _fp8_fmha(build: BuildConfig, target: Target, *, paged: bool) -> tuple[bool,
     """Whether prompt attention can compute in FP8, and why."""
     cache, algo = target.quantization.kv_cache_quant_algo, target.quantization.quant_algo
     if not _fp8_inputs(target):
-        return False, f"for FP8 or W4A8_AWQ weights on SM89 and above, not {_named(algo)} on {target.gpu.describe()}"
+        return (
+            False,
+            f"for FP8, W4A8_AWQ or NVFP4 weights on SM89 and above, not {_named(algo)} on {target.gpu.describe()}",
+        )
     if not build.context_fmha:
         return False, "it needs build.context_fmha"
     if paged and cache is not KvCacheQuantAlgo.FP8:
@@ -179,9 +182,9 @@ def _fp8_fmha(build: BuildConfig, target: Target, *, paged: bool) -> tuple[bool,
 
 
 def _fp8_inputs(target: Target) -> bool:
-    """Whether the target's linears take FP8 inputs, on a GPU that computes FP8."""
+    """Whether the target's linears take FP8 or FP4 inputs, on a GPU that computes FP8."""
     algo = target.quantization.quant_algo
-    return algo is not None and algo.row.fp8_inputs and (target.gpu.sm or 0) >= 89
+    return algo is not None and algo.row.fp8_attention and (target.gpu.sm or 0) >= 89
 
 
 def _named(algo: QuantAlgo | None) -> str:

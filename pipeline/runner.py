@@ -102,7 +102,7 @@ def execute(
         run.update(stage, result.artefact)
         reporter.finished(result)
         if stage.makes == "model":
-            spec.judge(read_model_config(result.artefact.path))
+            spec.judge(read_model_config(result.artefact.path, quantized=True))
     return list(results.values())
 
 

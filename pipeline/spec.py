@@ -20,8 +20,9 @@ from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError, suggestion
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.model_source import ModelRef
+from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.quantization import UNQUANTIZED, Precision, Quantization, resolve_precision
+from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.pipeline.planner.defaults import planned_sizes
 from trtpipe.pipeline.planner.judgement import judge
@@ -98,7 +99,7 @@ class BuildSpec:
         """The target of the engine, in the engine backend's terms."""
         return Target(
             gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain,
-            dtype=self.precision.dtype,
+            stored=self.precision.stored, dtype=self.precision.dtype,
         )  # fmt: skip
 
     @property
@@ -119,7 +120,7 @@ class BuildSpec:
             model, self.model.name, self.engine_target, self.precision.dtype, self.build, self.serving,
             in_memory=not load_backend(self.runtime).ANYWHERE,
         )  # fmt: skip
-        if self.quantization.calibrated:
+        if self.quantization.calibrated and not self.precision.stored:
             require_length(model, self.calibration)
 
     def to_json(self) -> dict[str, Any]:
@@ -184,11 +185,14 @@ def dotted_layer(values: dict[str, Any]) -> Layer:
     return "--set", layer
 
 
-def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
+def resolve(
+    layers: list[Layer], model: ModelRef | None = None, peek: Callable[[ModelRef], ModelRef] = lambda model: model
+) -> BuildSpec:
     """Compose the layers, weakest first, into a BuildSpec. Raises UsageError or ConfigError.
 
-    `model` is that of a recorded spec, used as it is: its source need not be on this machine, and the spec was judged
-    when it was made.
+    model  that of a recorded spec, used as it is: its source need not be on this machine, and the spec was judged when
+           it was made
+    peek   looks whether the model's files are quantized already, where its name alone does not say it
     """
     recorded = model is not None
     chosen = given = _merge(layers)
@@ -197,11 +201,20 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     assert model_name is not None
     assert gpu_name is not None
     source, revision = _string(chosen, "source"), _string(chosen, "revision")
-    model = model or facts.find_model(model_name, source=source, revision=revision)
     gpu = facts.find_gpu(gpu_name)
+    if model is None:
+        model = facts.find_model(model_name, source=source, revision=revision)
+        place = model.source
+        # A model file of ours says whether the model is quantized; what it says of the quantization may have changed.
+        if isinstance(place, HubSource) and (model.stored or place.repo_id == model_name):
+            model = peek(model)
     requested, cache = _string(chosen, "dtype") or "auto", _string(chosen, "kv_cache")
     group_size = _count(chosen, "group_size") if "group_size" in chosen else None
-    precision = resolve_precision(requested, gpu, facts.load_quant_recipes(), cache, group_size)
+    recipes = facts.load_quant_recipes()
+    if model.stored is None:
+        precision = resolve_precision(requested, gpu, recipes, cache, group_size)
+    else:
+        precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
     runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
     toolchain = facts.find_toolchain(_release(chosen))
@@ -210,6 +223,8 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         raise UsageError(f"unknown executor '{executor}'", remedy=suggestion(executor, (*EXECUTORS, "ray")))
     quantization = precision.recipe.quantization if precision.recipe else UNQUANTIZED
     backend = load_backend(runtime)
+    if model.stored is not None:
+        require_readable(model.name, model.stored, runtime)
     if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
     shape = None if recorded else _shape(model_name, required="load" in chosen)
@@ -219,7 +234,10 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, dtype=precision.dtype)
+    target = Target(
+        gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
+        dtype=precision.dtype,
+    )  # fmt: skip
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
     serving, serving_reasons = resolve_serving(
         _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
@@ -247,7 +265,7 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
         Value("pp", mapping.pp_size, origin("pp")),
     ]
     groups: list[tuple[str, Any]] = [("build", build_config), ("serving", serving)]
-    if precision.recipe is not None and precision.recipe.quantization.calibrated:
+    if quantization.calibrated and not precision.stored:
         groups.insert(0, ("calibration", calibration_config))
     made = {f"build.{name}": reason for name, reason in reasons.items()}
     made |= {f"serving.{name}": reason for name, reason in serving_reasons.items()}
@@ -357,9 +375,10 @@ def _quantization_values(precision: Precision, origin: Callable[..., str], accep
     if recipe is None:
         return []
     cache = recipe.kv_cache_quant_algo
-    group = [Value("group_size", recipe.group_size, origin("group_size", "recipe"))]
+    otherwise = precision.reason if precision.stored else "recipe"
+    group = [Value("group_size", recipe.group_size, origin("group_size", otherwise))]
     return [
-        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", "recipe")),
+        Value("kv_cache", cache.value.lower() if cache else "none", origin("kv_cache", otherwise)),
         *(group if recipe.quantization.packed else []),
         Value("accept_accuracy", accept, origin("accept_accuracy")),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-class _Running:
+class Running:
     """Running sums of one model at P positions.
 
     peak    [P] float32, the largest logit so far
@@ -48,14 +48,19 @@ class _Running:
         """[P] float64, logarithm of the sum of exp(logit)."""
         return self.peak + self.total.log()
 
+    @property
+    def nll(self) -> torch.Tensor:
+        """[P] float64, negative log likelihood of the next token, nats."""
+        return self.log_total - self.target
+
 
 class Distributions:
     """Running sums of both models at P positions, whose next tokens in the text are `targets` [P]."""
 
     def __init__(self, targets: torch.Tensor) -> None:
         self._targets = targets
-        self.original = _Running(len(targets), targets.device)
-        self.quantized = _Running(len(targets), targets.device)
+        self.original = Running(len(targets), targets.device)
+        self.quantized = Running(len(targets), targets.device)
         self._cross = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
 
     def add(self, at: slice, first: int, original: torch.Tensor, quantized: torch.Tensor) -> None:
@@ -73,7 +78,7 @@ class Distributions:
 
     def nll(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[P] float64 of the original and of the quantized model: negative log likelihood of the next token, nats."""
-        return self.original.log_total - self.original.target, self.quantized.log_total - self.quantized.target
+        return self.original.nll, self.quantized.nll
 
     def agreement(self) -> torch.Tensor:
         """[P] bool, whether both models prefer the same token."""

@@ -60,6 +60,29 @@ class Saturation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alone:
+    """Result for a quantized model whose original is not at hand; names as in `Measured`."""
+
+    rows: int
+    seq_len: int
+    device: str
+    vocab_size: int
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    quantized_dtype: str
+    quantized_nll: float
+    saturation: Sequence[Saturation]
+
+    @property
+    def positions(self) -> int:
+        return self.rows * (self.seq_len - 1)
+
+    @property
+    def quantized_perplexity(self) -> float:
+        return _exp(self.quantized_nll)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """Result of a comparison. `positions` are those with a next token in the text: rows * (seq_len - 1).
 
@@ -119,8 +142,8 @@ def measure(
 ) -> Measured:
     """Run token ids `rows` [rows, seq_len] through both models, and compare the models at every layer and position.
 
-    original   an unquantized Hugging Face folder
-    quantized  a TensorRT-LLM checkpoint of any mapping, or a Hugging Face folder, plain or quantized by ModelOpt
+    original   a Hugging Face folder, usually an unquantized one
+    quantized  a TensorRT-LLM checkpoint of any mapping, or a Hugging Face folder, plain or quantized
     progress   called with (bytes of the weights done, bytes in all)
 
     Raises UsageError for rows that cannot be run, InputDataError for folders that are no such models, do not match
@@ -128,27 +151,42 @@ def measure(
     """
     _check(original, rows, device)
     _check_config(quantized)
+    spec = {"original": str(original), "quantized": str(quantized), "device": device}
+    found = _run(spec, rows, log, "comparing with the original", progress)
+    layers = tuple(LayerError(**layer) for layer in found.pop("layers"))
+    return Measured(layers=layers, **found)
+
+
+def measure_alone(
+    quantized: Path,
+    rows: npt.NDArray[np.int32],
+    *,
+    device: str = "auto",
+    log: Path,
+    progress: Progress = lambda done, total: None,
+) -> Alone:
+    """Run token ids `rows` through a quantized Hugging Face folder. Arguments and errors are those of `measure`."""
+    _check(quantized, rows, device)
+    spec = {"original": None, "quantized": str(quantized), "device": device}
+    return Alone(**_run(spec, rows, log, "running the model", progress))
+
+
+def _run(spec: dict[str, Any], rows: npt.NDArray[np.int32], log: Path, what: str, progress: Progress) -> dict[str, Any]:
+    """Run the worker; the fields of its result, and sizes of the rows."""
     with tempfile.TemporaryDirectory(prefix=".accuracy.", dir=log.parent) as scratch:
         ids, out = Path(scratch, "rows.npy"), Path(scratch, "measured.json")
         np.save(ids, rows)
-        spec: dict[str, Any] = {
-            "original": str(original),
-            "quantized": str(quantized),
-            "rows": str(ids),
-            "device": device,
-            "out": str(out),
-        }
-        run_worker("trtpipe.engines.accuracy.worker", spec, log, what="comparing with the original", progress=progress)
+        spec = {**spec, "rows": str(ids), "out": str(out)}
+        run_worker("trtpipe.engines.accuracy.worker", spec, log, what=what, progress=progress)
         found = read_json(out, "result")
-    layers = tuple(LayerError(**layer) for layer in found.pop("layers"))
     saturation = tuple(Saturation(**entry) for entry in found.pop("saturation"))
-    return Measured(rows=rows.shape[0], seq_len=rows.shape[1], layers=layers, saturation=saturation, **found)
+    return {"rows": rows.shape[0], "seq_len": rows.shape[1], "saturation": saturation, **found}
 
 
 def _check(original: Path, rows: npt.NDArray[np.int32], device: str) -> None:
     if device not in DEVICES:
         raise UsageError(f"unknown device '{device}'", remedy=suggestion(device, DEVICES))
-    model = read_model_config(original)
+    model = read_model_config(original, quantized=True)
     if rows.ndim != 2 or not len(rows) or rows.shape[1] < 2:
         raise UsageError(
             f"rows of shape {list(rows.shape)} have no next token to predict",

@@ -12,14 +12,14 @@ from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
-from trtpipe.engines.hf.folder import locate_tensors, read_config_json, read_model_config
+from trtpipe.engines.hf.folder import DETAILS, locate_tensors, read_config_json, read_model_config
 from trtpipe.engines.model_config import EmbeddingSharding
-from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.weights import TORCH_DTYPE, RankFiles, WeightSource
 
 
 def open_model(folder: Path, device: torch.device) -> WeightSource:
-    """Open a TensorRT-LLM checkpoint, ModelOpt's quantized folder, or a plain Hugging Face folder.
+    """Open a TensorRT-LLM checkpoint, or a Hugging Face folder, quantized or plain.
 
     The compute type is the type that the embedding is stored in. Raises InputDataError as the three readers do.
     """
@@ -27,8 +27,8 @@ def open_model(folder: Path, device: torch.device) -> WeightSource:
     if "architecture" in raw:
         config = read_config(folder)
         return RankFiles(folder, config, TORCH_DTYPE[config.dtype], device)
-    if raw.get("quantization_config") is not None or (folder / "hf_quant_config.json").is_file():
-        return UnifiedFolder(folder, _stored_type(folder), device)
+    if raw.get("quantization_config") is not None or (folder / DETAILS).is_file():
+        return QuantizedFolder(folder, _stored_type(folder), device)
     return HfFolder(folder, _stored_type(folder), device)
 
 

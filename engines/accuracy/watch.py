@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trtpipe.engines.quantization import KvCacheQuantAlgo
 from trtpipe.engines.reference.kv_codec import KvCodec
-from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Smoothed, Stacked
+from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Nvfp4, Smoothed, Stacked
 from trtpipe.engines.reference.mlp import Branches, Each, OneInput, OneProduct
-from trtpipe.engines.reference.number_formats import E4M3_MAX
+from trtpipe.engines.reference.number_formats import E2M1_MAX, E4M3_MAX
 from trtpipe.engines.reference.weights import LayerShard
 
-INT8_MAX = 127
+# Largest magnitude of a value in units of its static scale.
+_LARGEST = {"INT8": 127, "FP8": E4M3_MAX, "NVFP4": E2M1_MAX * E4M3_MAX}
 _CACHE = "attention.kv_cache"
 
 
@@ -25,9 +25,9 @@ class Count:
     beyond: int = 0
     inputs: int = 0
 
-    def add(self, scaled: torch.Tensor, *, int8: bool) -> None:
-        """Count values that are divided by their scale but not rounded yet."""
-        over = scaled.round().abs() > INT8_MAX if int8 else scaled.abs() > E4M3_MAX
+    def add(self, scaled: torch.Tensor, kind: str) -> None:
+        """Count values that are divided by their scale but not rounded yet, to a type of _LARGEST."""
+        over = (scaled.round() if kind == "INT8" else scaled).abs() > _LARGEST[kind]
         self.beyond += int(over.count_nonzero())
         self.inputs += scaled.numel()
 
@@ -36,11 +36,11 @@ class Count:
 class _Watched(Linear):
     """`linear` with a count of its inputs."""
 
-    linear: Fp8 | Int8
+    linear: Fp8 | Int8 | Nvfp4
     count: Count
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        self.count.add(x / self.linear.input_scale, int8=isinstance(self.linear, Int8))
+        self.count.add(x / self.linear.input_scale, type(self.linear).__name__.upper())
         return self.linear.encode(x)
 
     def product(self, operand: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _WatchedCodec(KvCodec):
     count: Count
 
     def encode(self, kv: torch.Tensor) -> torch.Tensor:
-        self.count.add(kv / self.scale, int8=self.algo is KvCacheQuantAlgo.INT8)
+        self.count.add(kv / self.scale, self.algo.value)
         return super().encode(kv)
 
 
@@ -102,6 +102,6 @@ def _watch(linear: Linear, name: str, counts: dict[str, Count]) -> Linear:
         # Exporters use one scale for all matrices of one input, so counting at the first one is enough.
         first, *rest = linear.parts
         return replace(linear, parts=(_watch(first, name, counts), *rest))
-    if isinstance(linear, (Fp8, Int8)):
+    if isinstance(linear, (Fp8, Int8, Nvfp4)):
         return _Watched(linear, counts.setdefault(name, Count()))
     return linear

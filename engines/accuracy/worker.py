@@ -1,11 +1,11 @@
-"""Worker process of a comparison: runs both models one layer at a time, so that only one layer of each is in memory.
+"""Worker process of a comparison, or of one model alone: one layer at a time, so that only one of each is in memory.
 
 The hidden states of all rows of both models stay on the device; each model's layers read its own hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trtpipe.engines.accuracy.distributions import Distributions
+from trtpipe.engines.accuracy.distributions import Distributions, Running
 from trtpipe.engines.accuracy.job import LayerError, Saturation
 from trtpipe.engines.accuracy.models import check_pair, embed, open_model, vocabulary_rows
-from trtpipe.engines.accuracy.watch import watched
+from trtpipe.engines.accuracy.watch import Count, watched
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.process import Progress, serve_worker
@@ -72,14 +72,55 @@ class _Stream:
 
 
 def work(spec: dict[str, Any], progress: Progress) -> None:
-    """Run a job of `job.measure`; `spec` has its arguments as plain values. Writes spec["out"]."""
+    """Run a job of `job.measure` or `job.measure_alone`; `spec` has its arguments as plain values. Writes `out`."""
     device, where = find_device(spec["device"]), ["reading the models"]
     remedy = "pass fewer --rows" + (", or --device cpu" if device.type == "cuda" else "")
     with torch.inference_mode(), named_memory_errors(device, where, remedy):
-        found = _compare(
-            Path(spec["original"]), Path(spec["quantized"]), np.load(spec["rows"]), device, where, progress
-        )
+        quantized, rows = Path(spec["quantized"]), np.load(spec["rows"])
+        if spec["original"] is None:
+            found = _run_alone(quantized, rows, device, where, progress)
+        else:
+            found = _compare(Path(spec["original"]), quantized, rows, device, where, progress)
     write_json(Path(spec["out"]), found)
+
+
+def _run_alone(folder: Path, rows: Any, device: torch.device, where: list[str], progress: Progress) -> dict[str, Any]:
+    source, ids = open_model(folder, device), torch.from_numpy(rows).long()
+    stream = _Stream.start(folder, source, ids)
+    saturation: list[Saturation] = []
+    count, length = source.config.num_hidden_layers, ids.shape[1]
+    for index in range(count):
+        where[0] = f"running layer {index}"
+        counted, counts = watched(source.layer(index))
+        for part in _slices(len(ids), max(1, BATCH_TOKENS[device.type] // length)):
+            stream.hidden[part] = stream.run(counted, stream.hidden[part], index)
+        saturation += _saturation(index, counts)
+        progress(index + 1, count + 1)
+    where[0] = "predicting the next tokens"
+    targets = ids[:, 1:].flatten().to(device)
+    (states, head), running = stream.final(), Running(len(targets), device)
+    for words in _slices(source.config.vocab_size, VOCABULARY):
+        weight = vocabulary_rows(head, words.start, words.stop).t()
+        for at in _slices(len(targets), POSITIONS):
+            running.add(at, words.start, states[at].float() @ weight, targets[at])
+    stream.require_finite(running.log_total, "the head")
+    progress(count + 1, count + 1)
+    said = source.config.quantization
+    return {
+        "device": device.type,
+        "vocab_size": source.config.vocab_size,
+        "quant_algo": said.quant_algo and said.quant_algo.value,
+        "kv_cache_quant_algo": said.kv_cache_quant_algo and said.kv_cache_quant_algo.value,
+        "quantized_dtype": source.config.dtype.value,
+        "quantized_nll": float(running.nll.mean()),
+        "saturation": [asdict(entry) for entry in saturation],
+    }
+
+
+def _saturation(layer: int, counts: Mapping[str, Count]) -> list[Saturation]:
+    return [
+        Saturation(layer=layer, linear=name, beyond=count.beyond, inputs=count.inputs) for name, count in counts.items()
+    ]
 
 
 def _compare(
@@ -132,10 +173,8 @@ def _compare_layer(original: _Stream, quantized: _Stream, index: int) -> tuple[L
         accumulated += _sum_of_ratios(own, y, y.float())
         original.hidden[part], quantized.hidden[part] = y, own
     tokens = rows * length
-    saturation = [
-        Saturation(layer=index, linear=name, beyond=count.beyond, inputs=count.inputs) for name, count in counts.items()
-    ]
-    return LayerError(layer=index, local=local / tokens, accumulated=accumulated / tokens), saturation
+    error = LayerError(layer=index, local=local / tokens, accumulated=accumulated / tokens)
+    return error, _saturation(index, counts)
 
 
 def _sum_of_ratios(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor) -> float:

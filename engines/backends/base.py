@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
 from trtpipe.engines.gpu import GpuSpec
-from trtpipe.engines.quantization import Quantization
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, QuantAlgo, Quantization
 from trtpipe.engines.toolchain import Toolchain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization, toolchain, and the type of what is not quantized."""
+    """Target of an engine build: GPU, mapping, quantization, toolchain, and the type of what is not quantized.
+
+    stored  method by which the model's files are quantized already; "" where they are not
+    """
 
     gpu: GpuSpec
     mapping: Mapping
     quantization: Quantization
     toolchain: Toolchain
+    stored: str = ""
     dtype: DataType = DataType.BFLOAT16
 
 
@@ -81,6 +86,8 @@ class EngineBackend(Protocol):
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
+    WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
+    READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
     """
 
@@ -93,6 +100,8 @@ class EngineBackend(Protocol):
     PROCESS: str
     SEQUENCES_PER_STUB: int | None
     ATTENTION_WINDOW: bool
+    WEIGHT_ONLY: tuple[QuantAlgo, ...]
+    READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
@@ -120,6 +129,59 @@ class EngineBackend(Protocol):
     ) -> NativeServer:
         """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
         own name. Raises UsageError for a runtime without one."""
+
+
+# Formats of quantized Hugging Face folders that are written, the preferred first -> their `quant_method`.
+METHODS = {"hf": "modelopt", COMPRESSED_TENSORS: COMPRESSED_TENSORS}
+
+
+def checkpoint_form(runtime: str, algo: QuantAlgo | None) -> str:
+    """Checkpoint format for `runtime`: of those that can hold `algo` the first that it reads. Raises UsageError."""
+    form = _form(load_backend(runtime), algo)
+    if form is None:
+        assert algo is not None
+        others = f"--runtime {' or '.join(runtimes_of(algo))}, or " if runtimes_of(algo) else ""
+        raise UsageError(
+            f"the runtime {runtime} does not run {algo.value}",
+            why=f"it does not read the formats that can hold it ({', '.join(algo.row.formats)})",
+            remedy=f"use {others}another --dtype",
+        )
+    return form
+
+
+def require_form(runtime: str, target: Target) -> None:
+    """Raises UsageError when no checkpoint format brings the target's quantization to `runtime`, and for a GPU on which
+    that runtime does not compute it.
+
+    A model that came quantized is not written, but read as it is.
+    """
+    algo, sm = target.quantization.quant_algo, target.gpu.sm
+    backend = load_backend(runtime)
+    native = algo is None or sm is None or not algo.row.native or sm in algo.row.native
+    if algo is not None and not native and algo not in backend.WEIGHT_ONLY:
+        others = [name for name in BACKENDS if algo in load_backend(name).WEIGHT_ONLY]
+        raise UsageError(
+            f"the runtime {runtime} does not run {algo.value} on {target.gpu.describe()}",
+            why=f"its kernels need {', '.join(f'SM{one}' for one in algo.row.native)}",
+            remedy=f"use --runtime {' or '.join(others)}, which computes with the weights alone there, "
+            "or another --dtype",
+        )
+    if not target.stored:
+        checkpoint_form(runtime, target.quantization.quant_algo)
+
+
+def runtimes_of(algo: QuantAlgo | None) -> list[str]:
+    """Runtimes for a GPU that run `algo`."""
+    backends = {runtime: load_backend(runtime) for runtime in BACKENDS}
+    return [runtime for runtime, one in backends.items() if not one.ANYWHERE and _form(one, algo) is not None]
+
+
+def _form(backend: EngineBackend, algo: QuantAlgo | None) -> str | None:
+    if algo is None:
+        return backend.FORM
+    read = [form for form, method in METHODS.items() if algo in backend.READS.get(method, ())]
+    forms = read if backend.FORM == "hf" else [backend.FORM]
+    return next((form for form in forms if form in algo.row.formats), None)
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:

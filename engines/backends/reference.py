@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import read_config
@@ -17,6 +17,7 @@ from trtpipe.engines.checkpoint.layout import rank_file
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 
 FORM = "trtllm"
@@ -27,6 +28,8 @@ SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = False
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.
@@ -45,6 +48,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")
+    require_form("reference", target)
     # The reference runtime always reads a paged cache; this build setting says so.
     return replace(build, use_paged_context_fmha=True), {}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from trtpipe.engines import trtllm_options
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, require_form
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
+from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.trtllm_build import build, rendered, tool_versions
 from trtpipe.engines.trtllm_options import SETTINGS
 
@@ -21,6 +22,8 @@ SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 
 
@@ -32,6 +35,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("tensorrt_llm")
+    require_form("tensorrt_llm", target)
     return trtllm_options.resolve(build, target)
 
 

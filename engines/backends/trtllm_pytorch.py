@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -27,6 +27,15 @@ ATTENTION_WINDOW = True
 ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
+# Source: load_hf_quant_config of TensorRT-LLM 1.2 (tensorrt_llm/_torch/model_config.py).
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {
+    "modelopt": (
+        None, QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.W8A16,
+        QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ, QuantAlgo.NVFP4, QuantAlgo.FP8_BLOCK_SCALES,
+    ),
+    "fp8": (QuantAlgo.FP8_BLOCK_SCALES,),
+}  # fmt: skip
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -43,6 +52,7 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
     target.toolchain.require_runtime("trtllm_pytorch")
     refuse_others(build, SETTINGS, "trtllm_pytorch", "it is a choice of trtllm-build, and nothing is compiled here")
     _require_formats(target)
+    require_form("trtllm_pytorch", target)
     # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
 
@@ -89,7 +99,7 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         "max_num_tokens": build.max_num_tokens,
         "max_beam_width": build.max_beam_width,
         "kv_cache_config": {
-            "dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
+            "dtype": cache.value.lower() if cache else "auto",
             "tokens_per_block": build.tokens_per_block,
         },
     }

@@ -6,13 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import (
+    METHODS,
+    NativeServer,
+    ServedBy,
+    Target,
+    Workshop,
+    checkpoint_form,
+    refuse_others,
+    require_form,
+)
 from trtpipe.engines.base import Checkpoint, DataType, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
 from trtpipe.engines.hf.folder import read_model_config
-from trtpipe.engines.quantization import FP8_SMS, KvCacheQuantAlgo, QuantAlgo
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
 from trtpipe.engines.yaml_input import load_yaml
 
@@ -39,8 +48,14 @@ MEMORY_FRACTION = 0.9
 CPU_CACHE_BYTES = 1 << 30
 # An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
-READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+# Where the GPU has no FP4, vLLM's Marlin kernel decodes the weights and takes inputs as they are.
+WEIGHT_ONLY: tuple[QuantAlgo, ...] = (QuantAlgo.NVFP4,)
+# As measured: docs/measurements/vllm.md.
+READS: dict[str, tuple[QuantAlgo | None, ...]] = {
+    "modelopt": (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.FP8_BLOCK_SCALES, QuantAlgo.NVFP4),
+    COMPRESSED_TENSORS: tuple(algo for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats),
+    "fp8": (QuantAlgo.FP8, QuantAlgo.FP8_BLOCK_SCALES),
+}
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -55,13 +70,7 @@ def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")
-    algo = target.quantization.quant_algo
-    if algo is not None and algo not in READ:
-        raise UsageError(
-            f"vLLM does not read {algo.value} from ModelOpt's folders",
-            why="of its quantized weights it takes FP8",
-            remedy=f"use --runtime tensorrt_llm, or --dtype {'fp8' if target.gpu.sm in FP8_SMS else 'bf16'}",
-        )
+    require_form("vllm", target)
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
@@ -85,10 +94,17 @@ def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
         # Left to itself, vLLM computes in half precision what a folder holds in float32.
         "dtype": target.dtype.value,
         **_execution(build, target),
-        "quantization": "modelopt" if algo else None,
-        "kv-cache-dtype": "fp8" if cache is KvCacheQuantAlgo.FP8 else "auto",
+        # Of a folder that came quantized vLLM finds the method itself.
+        "quantization": _method(algo) if algo and not target.stored else None,
+        "kv-cache-dtype": cache.value.lower() if cache else "auto",
     }
     return {FILE: hf_engine.settings_text(settings)}
+
+
+def _method(algo: QuantAlgo) -> str:
+    """vLLM's name of the method of a folder that is written for it."""
+    method = METHODS[checkpoint_form("vllm", algo)]
+    return "modelopt_fp4" if method == "modelopt" and algo is QuantAlgo.NVFP4 else method
 
 
 def _execution(build: BuildConfig, target: Target) -> dict[str, Any]:

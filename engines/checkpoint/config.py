@@ -187,16 +187,23 @@ def parse_quantization(raw: dict[str, Any], where: str, head: str = "lm_head") -
     """
     algo, cache = raw.get("quant_algo"), raw.get("kv_cache_quant_algo")
     group, excluded = raw.get("group_size"), raw.get("exclude_modules")
+    if algo == "MIXED_PRECISION":
+        raise CheckpointError(f"{where}: quant_algo is {algo}", why="layers of mixed precision are not read here")
     if algo is not None and algo not in list(QuantAlgo):
         known = ", ".join(QuantAlgo)
         raise CheckpointError(f"{where} is quantized with {algo}", why=f"the algorithms read here are {known}")
     if cache is not None and cache not in list(KvCacheQuantAlgo):
-        raise CheckpointError(f"{where}: the KV cache is quantized with {cache}", why="FP8 and INT8 are read here")
+        raise CheckpointError(
+            f"{where}: the KV cache is quantized with {cache}", why="FP8, INT8 and NVFP4 are read here"
+        )
     if raw.get("has_zero_point"):
         raise CheckpointError(f"{where}: has_zero_point is set", why="no zero points are read here")
-    group = 128 if group is None else group
+    fixed = QuantAlgo[algo].row.block if algo is not None else 0
+    group = fixed or 128 if group is None else group
     if type(group) is not int or group < 1:
         raise CheckpointError(f"{where}: group_size is {group!r}, not a positive number")
+    if algo is not None and QuantAlgo[algo].row.scale == "vector" and group != fixed:
+        raise CheckpointError(f"{where}: group_size is {group}", why=f"{algo} has a scale for {fixed} input features")
     if excluded is not None and algo is not None:
         if not isinstance(excluded, list) or not all(isinstance(pattern, str) for pattern in excluded):
             raise CheckpointError(f"{where}: exclude_modules is not a list of names")

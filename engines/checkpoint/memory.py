@@ -40,11 +40,12 @@ def _stage_bytes(
 
 
 def kv_token_bytes(model: ModelConfig, dtype: DataType, mapping: Mapping, quantization: Quantization) -> int:
-    """Bytes of KV cache per token on the rank with most layers: 2 x layers x KV heads x head size x item size.
+    """Bytes of KV cache per token on the rank with most layers: 2 x layers x KV heads x bytes of a head.
 
     With more ranks than KV heads, ranks hold copies of the heads, and more ranks save nothing.
     """
     layers = -(-model.num_hidden_layers // mapping.pp_size)
     heads = max(1, model.num_key_value_heads // mapping.tp_size)
-    item = 1 if quantization.kv_cache_quant_algo is not None else ITEMSIZE[SAFETENSORS_DTYPE[dtype]]
-    return 2 * layers * heads * model.head_size * item
+    cache = quantization.kv_cache_quant_algo
+    wide = model.head_size * ITEMSIZE[SAFETENSORS_DTYPE[dtype]]
+    return 2 * layers * heads * (wide if cache is None else cache.row_bytes(model.head_size))

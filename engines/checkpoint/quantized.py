@@ -35,15 +35,28 @@ def quantized(plan: TensorPlan, quantization: Quantization) -> Iterator[TensorPl
         return TensorPlan(name + suffix, shape, tuple(parts), dtype=dtype)
 
     def scalar(suffix: str) -> TensorPlan:
-        return encoded(suffix, "F32", (1,), [(pieces[0], (0, 1))])
+        return encoded(suffix, "F32", row.scalar, [(pieces[0], (0, 1))])
 
-    if quantization.packed:
-        group = quantization.group_size
+    def narrowed(source: str, rows: int, features: int, dtype: str) -> TensorPlan:
+        """Plan of a tensor of which an element stands for some rows and input features of the weight."""
+        columns_of = (columns[0] // features, -(-columns[1] // features))
+        parts = (
+            Piece(p.source.removesuffix("weight") + source, (p.rows[0] // rows, -(-p.rows[1] // rows)), columns_of)
+            for p in pieces
+        )
+        return TensorPlan(name + source, (-(-out // rows), -(-width // features)), tuple(parts), dtype=dtype)
+
+    group = quantization.group_size
+    if row.scale == "group":
         halves = tuple(Piece(p.source, (p.rows[0] // 2, p.rows[1] // 2), p.cols) for p in pieces)
         yield TensorPlan(plan.name, (out // 2, width), halves, dtype=row.codes)
-        groups = (columns[0] // group, columns[1] // group)
-        scales = tuple(Piece(p.source.removesuffix("weight") + names["scale"], p.rows, groups) for p in pieces)
-        yield TensorPlan(name + names["scale"], (out, width // group), scales, dtype="F32")
+        yield narrowed(names["scale"], 1, group, "F32")
+    elif row.scale == "vector":
+        yield narrowed("weight", 1, 2, row.codes)
+        yield narrowed(names["scale"], 1, group, "F8_E4M3")
+    elif row.scale == "block":
+        yield TensorPlan(plan.name, plan.shape, pieces, dtype=row.codes)
+        yield narrowed(names["scale"], group, group, "F32")
     else:
         yield TensorPlan(plan.name, plan.shape, pieces, dtype=row.codes)
         if row.scale == "tensor":
@@ -63,6 +76,8 @@ def cache_scales(ours: str, theirs: str, algo: KvCacheQuantAlgo | None) -> Itera
         None: (),
         KvCacheQuantAlgo.FP8: ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor"),
         KvCacheQuantAlgo.INT8: ("kv_cache_scaling_factor",),
-    }[algo]
-    for name in names:
-        yield TensorPlan(ours + name, (1,), (Piece(theirs + name, (0, 1)),), dtype="F32")
+    }
+    names[KvCacheQuantAlgo.NVFP4] = names[KvCacheQuantAlgo.FP8]
+    for name in names[algo]:
+        shape = () if algo is KvCacheQuantAlgo.NVFP4 else (1,)
+        yield TensorPlan(ours + name, shape, (Piece(theirs + name, (0, 1)),), dtype="F32")

@@ -7,10 +7,12 @@ from dataclasses import replace
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import EmbeddingSharding, Geometry
-from trtpipe.engines.quantization import UNQUANTIZED, Quantization
+from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
 
 # Weight-only kernels work on tiles of this many rows and columns.
 KERNEL_MULTIPLE = 64
+# Numbers of a head that share a scale in an NVFP4 KV cache.
+NVFP4_VECTOR = 16
 # Smallest group of input features that share a scale.
 SMALL_GROUP = 64
 
@@ -22,6 +24,12 @@ def check_mapping(
     quantization: Quantization = UNQUANTIZED,
 ) -> None:
     """Raises UsageError, naming the tp sizes that fit, when the model cannot be split by `mapping`."""
+    if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4 and model.head_size % NVFP4_VECTOR:
+        raise UsageError(
+            f"an NVFP4 KV cache is not for heads of {model.head_size}",
+            why=f"{NVFP4_VECTOR} numbers of a head share a scale",
+            remedy="use --kv-cache fp8 or none",
+        )
     obstacle = _tp_obstacle(model, mapping.tp_size, quantization)
     if obstacle:
         raise UsageError(obstacle, remedy=_remedy(model, mapping.tp_size, quantization))
@@ -95,4 +103,18 @@ def _tp_obstacle(model: Geometry, tp: int, quantization: Quantization) -> str:
             return f"groups of {group} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
         if ffn % 2 or model.head_size % 2 or model.hidden_size % 2:
             return f"an odd number of output features at tp_size {tp} cannot be packed two to a byte"
-    return _rounding(model, tp, quantization)
+    return _partial_block(model, tp, quantization) or _rounding(model, tp, quantization)
+
+
+def _partial_block(model: Geometry, tp: int, quantization: Quantization) -> str:
+    """Sizes that blocks of a fixed size do not divide, or "": runtimes join q, k and v, where a partial block would
+    leave the next one out of step."""
+    algo = quantization.quant_algo
+    if algo is None or not algo.row.block:
+        return ""
+    block, kv = algo.row.block, max(1, model.num_key_value_heads // tp) * model.head_size
+    if any(int(size) % block for size in _inputs(model, tp).split(" and ")):
+        return f"blocks of {block} do not divide the {_inputs(model, tp)} input features at tp_size {tp}"
+    if algo.row.scale == "block" and kv % block:
+        return f"blocks of {block} do not divide the {kv} features of keys at tp_size {tp}"
+    return ""

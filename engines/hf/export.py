@@ -14,10 +14,12 @@ from trtpipe.engines.base import Checkpoint, DataType
 from trtpipe.engines.checkpoint.convert import Progress, check_source, rewrite
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, source_shapes
 from trtpipe.engines.checkpoint.plan import Piece, TensorPlan
+from trtpipe.engines.families import family_of
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, locate_tensors, read_model_config
 from trtpipe.engines.hf.safetensors_file import ITEMSIZE
 from trtpipe.engines.json_input import read_json
+from trtpipe.engines.model_config import ModelConfig
 
 SHARD_BYTES = 5_000_000_000
 # Files that a served model needs besides its weights.
@@ -87,6 +89,16 @@ def lay_out(out: Path, plans: Sequence[TensorPlan], dtype: str) -> list[tuple[Pa
     weight_map = {plan.name: path.name for path, part in files for plan in part}
     write_json(out / INDEX_NAME, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     return files
+
+
+def linear_names(model: ModelConfig) -> dict[str, str]:
+    """Full name of each linear's weight -> the linear's name within its layer."""
+    names = family_of(model).names
+    return {
+        f"{names.layer(layer)}{linear}.weight": linear
+        for layer in range(model.num_hidden_layers)
+        for linear in names.linears
+    }
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: str | None) -> TensorPlan:

@@ -16,6 +16,8 @@ from trtpipe.engines.sizes import MOST_CONFIG_BYTES, MOST_CONFIG_VALUES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# File of ModelOpt beside config.json, which says how the folder is quantized.
+DETAILS = "hf_quant_config.json"
 # A dense Llama has some ten tensors per layer, and the index has one value for each tensor.
 MOST_INDEX_BYTES, MOST_NAMES = 16 << 20, 200_000
 # Bound for the length of a shard's file name; every file system accepts such names.
@@ -76,9 +78,11 @@ def parse_model_config(raw: dict[str, Any], path: Path, *, quantized: bool = Fal
             why="trtpipe converts dense Llama-family models",
             remedy=suggestion(architecture, families()),
         )
-    if raw.get("quantization_config") is not None and not quantized:
+    if not quantized and (raw.get("quantization_config") is not None or (path.parent / DETAILS).is_file()):
         raise InputDataError(
-            f"{path} describes an already quantized model", remedy="start from the model's bf16 or fp16 folder"
+            f"{path} describes an already quantized model",
+            why="only an unquantized one can be converted or quantized",
+            remedy="give it to `trtpipe build`, which takes it as it is, or start from the model's bf16 or fp16 folder",
         )
     return family.read_config(architecture, ConfigFields(path, raw))
 

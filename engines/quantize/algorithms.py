@@ -1,8 +1,8 @@
 """Arithmetic of the quantization algorithms: how a weight becomes codes and scales, and what is computed with them.
 
-Codes and scales have the arithmetic of ModelOpt's exporters. `engines.quantization.QuantAlgo` names the class of each
-algorithm. Both formats (TensorRT-LLM's checkpoint, ModelOpt's folder) store the same tensors under their own names;
-here they have roles:
+Codes and scales have the arithmetic of ModelOpt's exporters, and of llm-compressor in its format (see `Unencoded`).
+`engines.quantization.QuantAlgo` names the class of each algorithm. All formats store the same tensors under their own
+names; here they have roles:
 
     weight        [out, in] codes; four-bit codes are packed as in `unpack_int4`
     scale         of the weight, float32: one, [out] or [out, groups]
@@ -21,14 +21,12 @@ from dataclasses import dataclass
 import torch
 
 from trtpipe.engines.quantization import QuantAlgo
-from trtpipe.engines.reference.linear import Fp8, Fp8PerToken, Int8, Linear, Plain, Smoothed
+from trtpipe.engines.reference.linear import Fp8, Fp8PerToken, Int8, Int8PerToken, Linear, Plain, Smoothed
 from trtpipe.engines.reference.matmul import e4m3_operand, int8_operand
 from trtpipe.engines.reference.number_formats import E4M3_MAX, quantize_rows, to_e4m3, unpack_int4
 
 Tensors = dict[str, torch.Tensor]
 
-INT8_MAX = 127.0
-INT4_MAX = 7.0
 # Smallest scale of a row of FP8 weights, which prevents a division by zero for a row of zeros.
 MIN_ROW_SCALE = 1.0 / (448.0 * 512.0)
 
@@ -43,6 +41,9 @@ class Unencoded:
     input_amax  () -> [] float32, the largest magnitude of the input; raises InputDataError when it is not known
     group_size  number of input features that share a scale
     scalar      shape of a scale of a tensor in the format: (1,) or ()
+    int8_max, int4_max  what the largest magnitude that shares a scale becomes. With half a step more than the largest
+                code, as in llm-compressor, all scales are smaller, and the largest magnitudes are cut by half a step
+    scale_type  type in which the format stores a scale; codes are for the scale that is stored
     """
 
     weight: torch.Tensor
@@ -51,15 +52,22 @@ class Unencoded:
     input_amax: Callable[[], torch.Tensor]
     group_size: int
     scalar: tuple[int, ...]
+    int8_max: float
+    int4_max: float
+    scale_type: torch.dtype = torch.float32
 
     def tensor_scale(self, weights: Sequence[torch.Tensor], largest: float) -> torch.Tensor:
         """Scale by which the largest magnitude of `weights` becomes `largest`."""
         amax = torch.stack([weight.abs().amax().float() for weight in weights]).amax()
-        return (amax / largest).reshape(self.scalar)
+        return self.scale(amax, largest).reshape(self.scalar)
 
     def input_scale(self, largest: float) -> torch.Tensor:
         """Scale by which the largest magnitude of the input becomes `largest`."""
-        return (self.input_amax() / largest).reshape(self.scalar)
+        return self.scale(self.input_amax(), largest).reshape(self.scalar)
+
+    def scale(self, amax: torch.Tensor, largest: float) -> torch.Tensor:
+        """Float32 scales, rounded as stored, by which `amax` becomes `largest`."""
+        return (amax.float() / largest).to(self.scale_type).float()
 
 
 class Arithmetic(ABC):
@@ -93,7 +101,7 @@ class Fp8Row(Arithmetic):
     """FP8 weights with a scale for each output row, FP8 inputs with a scale for each token, found as it runs."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        scale = (linear.weight.abs().amax(dim=1).float() / E4M3_MAX).clamp(min=MIN_ROW_SCALE)
+        scale = linear.scale(linear.weight.abs().amax(dim=1), E4M3_MAX).clamp(min=MIN_ROW_SCALE)
         return {"weight": (linear.weight / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
 
     def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
@@ -104,7 +112,7 @@ class Int8Row(Arithmetic):
     """INT8 weights with a scale for each output row, INT8 inputs with one scale."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        return {**_int8_rows(linear.weight), "input_scale": linear.input_scale(INT8_MAX)}
+        return {**_int8_rows(linear), "input_scale": linear.input_scale(linear.int8_max)}
 
     def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
         input_scale = stored["input_scale"].reshape(1)
@@ -112,11 +120,21 @@ class Int8Row(Arithmetic):
         return _smoothed(linear, stored, dtype)
 
 
+class Int8RowPerToken(Arithmetic):
+    """INT8 weights with a scale for each output row, INT8 inputs with a scale for each token, found as it runs."""
+
+    def encode(self, linear: Unencoded) -> Tensors:
+        return _int8_rows(linear)
+
+    def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
+        return _smoothed(Int8PerToken(int8_operand(stored["weight"]), stored["scale"]), stored, dtype)
+
+
 class Int8Weight(Arithmetic):
     """INT8 weights with a scale for each output row, inputs in the model's type."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        return _int8_rows(linear.weight)
+        return _int8_rows(linear)
 
     def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
         # Without a scale the weight is float: a checkpoint's, which the engine build quantizes.
@@ -130,7 +148,7 @@ class Int4Weight(Arithmetic):
     """Four-bit weights with a scale for each group, inputs in the model's type."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        codes, scale = _pack_int4(linear.weight, linear.group_size)
+        codes, scale = _pack_int4(linear)
         return {"weight": codes, "scale": scale}
 
     def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
@@ -142,7 +160,7 @@ class Int4WeightFp8(Arithmetic):
     """Four-bit weights with a scale for each group, FP8 inputs with one scale."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        codes, scale = _pack_int4(linear.weight, linear.group_size)
+        codes, scale = _pack_int4(linear)
         second, input_scale = linear.tensor_scale(linear.group, E4M3_MAX), linear.input_scale(E4M3_MAX)
         return {"weight": codes, "scale": scale, "second_scale": second, "input_scale": input_scale}
 
@@ -177,18 +195,19 @@ def _smoothed(linear: Linear, stored: Mapping[str, torch.Tensor], dtype: torch.d
     return Smoothed(stored["smooth"].to(dtype), linear) if "smooth" in stored else linear
 
 
-def _int8_rows(weight: torch.Tensor) -> Tensors:
-    scale = weight.abs().amax(dim=1).float() / INT8_MAX
+def _int8_rows(linear: Unencoded) -> Tensors:
+    scale = linear.scale(linear.weight.abs().amax(dim=1), linear.int8_max)
     scale[scale == 0] = 1.0
-    return {"weight": (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8), "scale": scale}
+    return {"weight": (linear.weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8), "scale": scale}
 
 
-def _pack_int4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_int4(linear: Unencoded) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [out/2, in], scales float32 [out, in/group]); output row 2j is in the low nibble of byte row j."""
-    rows, width = weight.shape
-    scale = weight.view(rows, width // group, group).abs().amax(dim=2).float() / INT4_MAX
+    rows, width = linear.weight.shape
+    grouped = linear.weight.view(rows, width // linear.group_size, linear.group_size)
+    scale = linear.scale(grouped.abs().amax(dim=2), linear.int4_max)
     scale[scale == 0] = 1.0
-    codes = (weight / scale.repeat_interleave(group, dim=1)).round().clamp(-8, 7).to(torch.int8)
+    codes = (grouped / scale[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(rows, width)
     low, high = codes[0::2] & 0x0F, codes[1::2] & 0x0F
     return (low | (high << 4)).view(torch.uint8), scale
 

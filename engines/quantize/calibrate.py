@@ -27,7 +27,11 @@ from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 from trtpipe.engines.quantize.scales import LayerScales, LinearScales
 
-_KV_CACHE = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}, "enable": True}
+# ModelOpt's quantizer of each type of KV cache that it calibrates.
+_KV_CACHE = {
+    KvCacheQuantAlgo.FP8: {"num_bits": (4, 3), "axis": None},
+    KvCacheQuantAlgo.NVFP4: {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
+}
 
 
 class Calibrator:
@@ -158,7 +162,7 @@ class Calibrator:
             linears[name] = LinearScales(input_amax=amax(linear.input_quantizer), smooth=_smooth(linear))
         attention = layer.get_submodule(self._names.attention.rstrip("."))
         k = v = None
-        if self._quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+        if self._quantization.kv_cache_quant_algo in _KV_CACHE:
             k, v = amax(attention.k_bmm_quantizer), amax(attention.v_bmm_quantizer)
         return LayerScales(linears=linears, k_amax=k, v_amax=v, qkv_amax=qkv.amax.cpu() if qkv else None)
 
@@ -177,24 +181,22 @@ class _Maximum:
 
 def _configuration(name: str | None, quantization: Quantization) -> dict[str, Any] | None:
     """ModelOpt's configuration `name`, with the group size and KV cache of `quantization`."""
-    fp8_cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
+    cache = _KV_CACHE.get(quantization.kv_cache_quant_algo) if quantization.kv_cache_quant_algo else None
+    entry = {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": cache, "enable": True}
     if name is None:
-        return (
-            {"quant_cfg": [{"quantizer_name": "*", "enable": False}, _KV_CACHE], "algorithm": "max"}
-            if fp8_cache
-            else None
-        )
+        everything = {"quantizer_name": "*", "enable": False}
+        return {"quant_cfg": [everything, entry], "algorithm": "max"} if cache else None
     recipe: dict[str, Any] = copy.deepcopy(getattr(mtq, name))
     if quantization.packed:
-        for entry in recipe["quant_cfg"]:
-            cfg = entry.get("cfg")
+        for one in recipe["quant_cfg"]:
+            cfg = one.get("cfg")
             for part in cfg if isinstance(cfg, list) else [cfg]:
                 if part and "block_sizes" in part:
                     part["block_sizes"][-1] = quantization.group_size
         # The debug helper keeps the search's result in float32; ModelOpt's quantizer rounds it to the model's type.
         recipe["algorithm"] = {"method": "awq_lite", "alpha_step": 0.1, "debug": True}
-    if fp8_cache:
-        recipe["quant_cfg"].append(_KV_CACHE)
+    if cache:
+        recipe["quant_cfg"].append(entry)
     return recipe
 
 

@@ -1,9 +1,9 @@
-"""Encoding of weights into codes and scales, with the arithmetic of ModelOpt's two exporters, one layer at a time.
+"""Encoding of weights into codes and scales, with the arithmetic of ModelOpt's two exporters and of llm-compressor.
 
-`for_tensorrt_llm` and `for_hugging_face` take a layer's tensors by the family's names (`self_attn.q_proj.weight`)
-and return the tensors to write, under the source names in `checkpoint.plan_rank` and `unified.plan`. TensorRT-LLM
-fuses q, k and v (and fc and gate in FP8), so the linears of such a group share scales in its format; in the Hugging
-Face format each linear has its own scales.
+`for_tensorrt_llm`, `for_hugging_face` and `for_compressed_tensors` take the tensors of a layer by the family's names
+(`self_attn.q_proj.weight`) and return the tensors to write, under the source names in `checkpoint.plan_rank`,
+`unified.plan` and `compressed.plan`. TensorRT-LLM fuses q, k and v (and fc and gate in FP8), so the linears of such a
+group share scales in its format; in the Hugging Face formats each linear has its own scales.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
-from trtpipe.engines.quantize.algorithms import INT8_MAX, Tensors, Unencoded, load_arithmetic
-from trtpipe.engines.quantize.formats import HUGGING_FACE, TENSORRT_LLM, Format
+from trtpipe.engines.quantize.algorithms import Tensors, Unencoded, load_arithmetic
+from trtpipe.engines.quantize.folding import fold
+from trtpipe.engines.quantize.formats import COMPRESSED_TENSORS, HUGGING_FACE, TENSORRT_LLM, Format
+from trtpipe.engines.quantize.packing import pack
 from trtpipe.engines.quantize.scales import LayerScales
-from trtpipe.engines.reference.number_formats import E4M3_MAX
+from trtpipe.engines.reference.linear import INT8_MAX
+from trtpipe.engines.reference.number_formats import E2M1_MAX, E4M3_MAX
 
 
 def for_tensorrt_llm(
@@ -29,9 +32,9 @@ def for_tensorrt_llm(
     Raises InputDataError for a weight or input that is all zeros.
     """
     algo = quantization.quant_algo
-    # FP8 also runs fc and gate as one matrix; the other algorithms run them separately.
+    # FP8 and NVFP4 also run fc and gate as one matrix; the other algorithms run them separately.
     both = source.attention_inputs, source.mlp_inputs
-    fused = both if algo is not None and algo.row.fp8_tensors else both[:1]
+    fused = both if algo is not None and algo.row.scale in ("tensor", "vector") else both[:1]
     out = _others(weights, source)
     if algo is None or algo.row.engine_encodes:
         out.update(weights)
@@ -39,7 +42,10 @@ def for_tensorrt_llm(
         smoothed = _smoothed(weights, scales, quantization, source, (source.attention_inputs,))
         for name in source.linears:
             group = next((names for names in fused if name in names), (name,))
-            out.update(_linear(name, group, smoothed, scales, quantization, TENSORRT_LLM))
+            made = _linear(name, group, smoothed, scales, quantization, TENSORRT_LLM)
+            if quantization.packed:
+                made["weight"] = made["weight"].view(torch.int8)
+            out.update(_named(name, made, TENSORRT_LLM.names(algo)))
     out.update(_tensorrt_llm_cache(scales, quantization.kv_cache_quant_algo, source.attention))
     return out
 
@@ -48,24 +54,54 @@ def for_hugging_face(
     weights: Mapping[str, torch.Tensor], scales: LayerScales, quantization: Quantization, source: SourceNames
 ) -> Tensors:
     """Encode a layer's tensors for ModelOpt's unified folder. Raises InputDataError as `for_tensorrt_llm` does."""
+    algo = quantization.quant_algo
+    assert algo is not None
     groups = (source.attention_inputs, source.mlp_inputs)
     out = _others(weights, source)
     smoothed = _smoothed(weights, scales, quantization, source, groups)
     for name in source.linears:
         group = next((names for names in groups if name in names), (name,))
-        tensors = _linear(name, group, smoothed, scales, quantization, HUGGING_FACE)
+        made = _linear(name, group, smoothed, scales, quantization, HUGGING_FACE)
         if quantization.packed and len(group) > 1:
             # The group's smoothing vector is folded into the norm before it, so the linear needs none.
-            smooth = tensors.pop(f"{name}.{HUGGING_FACE.smooth}")
             before = f"{source.norm_before(name)}.weight"
-            norm = weights[before]
-            out[before] = (norm * smooth).to(norm.dtype)
-        out.update(tensors)
+            out[before] = weights[before] * made.pop("smooth")
+        out.update(_named(name, made, HUGGING_FACE.names(algo)))
+    if quantization.kv_cache_quant_algo is not None:
+        assert scales.k_amax is not None
+        assert scales.v_amax is not None
+        # Of an NVFP4 cache too: attention computes with FP8.
+        out[f"{source.k}.k_scale"] = scales.k_amax / E4M3_MAX
+        out[f"{source.v}.v_scale"] = scales.v_amax / E4M3_MAX
+    return out
+
+
+def for_compressed_tensors(
+    weights: Mapping[str, torch.Tensor],
+    scales: LayerScales,
+    quantization: Quantization,
+    source: SourceNames,
+    head_size: int,
+) -> Tensors:
+    """Encode a layer's tensors for llm-compressor's folder. Raises InputDataError as `for_tensorrt_llm` does."""
+    algo = quantization.quant_algo
+    assert algo is not None
+    groups = (source.attention_inputs, source.mlp_inputs)
+    out = _others(weights, source)
+    dtype = weights[f"{source.o}.weight"].dtype
+    smoothed = _smoothed(weights, scales, quantization, source, groups)
+    values = 1.0
+    if quantization.pre_quant_scale:
+        smoothed, values = fold(smoothed, out, source, head_size)
+    for name in source.linears:
+        group = next((names for names in groups if name in names), (name,))
+        made = _linear(name, group, smoothed, scales, quantization, COMPRESSED_TENSORS, scale_type=dtype)
+        out.update({f"{name}.{part}": tensor for part, tensor in pack(made, algo, dtype).items()})
     if quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
         assert scales.k_amax is not None
         assert scales.v_amax is not None
-        out[f"{source.k}.k_scale"] = scales.k_amax / E4M3_MAX
-        out[f"{source.v}.v_scale"] = scales.v_amax / E4M3_MAX
+        out[f"{source.attention}k_scale"] = (scales.k_amax / E4M3_MAX).reshape(1).to(dtype)
+        out[f"{source.attention}v_scale"] = (scales.v_amax * values / E4M3_MAX).reshape(1).to(dtype)
     return out
 
 
@@ -117,8 +153,9 @@ def _linear(
     scales: LayerScales,
     quantization: Quantization,
     form: Format,
+    scale_type: torch.dtype = torch.float32,
 ) -> Tensors:
-    """Codes and scales of one linear, by their names in the format; `group` are the linears with the same input."""
+    """Codes and scales of one linear, by their roles; `group` are the linears with the same input."""
     algo = quantization.quant_algo
     assert algo is not None
     weight, smooth = smoothed[name]
@@ -145,23 +182,30 @@ def _linear(
             group=weights,
             input_amax=lambda: torch.stack([input_amax(one).to(weight.device) for one in group]).amax(),
             group_size=quantization.group_size,
-            scalar=form.scalar_shape,
+            scalar=algo.row.scalar if form.fuses else form.scalar_shape,
+            int8_max=form.int8_max,
+            int4_max=form.int4_max,
+            scale_type=scale_type,
         )
     )
-    if form is TENSORRT_LLM and quantization.packed:
-        made["weight"] = made["weight"].view(torch.int8)
     if smooth is not None:
         made["smooth"] = smooth
-    names = form.names(algo)
+    return made
+
+
+def _named(name: str, made: Tensors, names: Mapping[str, str]) -> Tensors:
     return {f"{name}.{names[role]}": tensor for role, tensor in made.items()}
 
 
 def _tensorrt_llm_cache(scales: LayerScales, algo: KvCacheQuantAlgo | None, prefix: str) -> Tensors:
-    if algo is KvCacheQuantAlgo.FP8:
+    if algo in (KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.NVFP4):
         assert scales.k_amax is not None
         assert scales.v_amax is not None
-        # A scale below one would gain more of the type's range than it loses, but upstream never uses one.
-        k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
+        if algo is KvCacheQuantAlgo.NVFP4:
+            k, v = (amax / (E2M1_MAX * E4M3_MAX) for amax in (scales.k_amax, scales.v_amax))
+        else:
+            # A scale below one would gain more of the type's range than it loses, but upstream never uses one.
+            k, v = ((amax / E4M3_MAX).clamp(min=1.0).reshape(1) for amax in (scales.k_amax, scales.v_amax))
         both = torch.maximum(k, v)
         names = ("k_cache_scaling_factor", "v_cache_scaling_factor", "kv_cache_scaling_factor")
         return {prefix + name: value for name, value in zip(names, (k, v, both), strict=True)}

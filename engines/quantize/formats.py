@@ -1,4 +1,4 @@
-"""Names of a quantized linear's tensors in the two formats, by the roles of `engines.quantize.algorithms`."""
+"""Names of a quantized linear's tensors in the three formats, by the roles of `engines.quantize.algorithms`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ class Format:
     """A format of quantized linears.
 
     scale         name of the weight's scale; None for the algorithm's own
-    scalar_shape  shape of a scale of a tensor
+    second_scale, smooth  names of what the format has; "" for what it has no place for
+    scalar_shape  shape of a scale of a tensor, where the format fixes it
     fuses         whether linears of one input are one matrix, whose scale of a tensor they share
+    int8_max, int4_max  see `engines.quantize.algorithms.Unencoded`
     """
 
     scale: str | None
@@ -22,6 +24,8 @@ class Format:
     smooth: str
     scalar_shape: tuple[int, ...]
     fuses: bool
+    int8_max: float = 127.0
+    int4_max: float = 7.0
 
     def names(self, algo: QuantAlgo) -> dict[str, str]:
         """Role -> name."""
@@ -49,4 +53,15 @@ HUGGING_FACE = Format(
     smooth="pre_quant_scale",
     scalar_shape=(),
     fuses=False,
+)
+# The codes of a weight are in an order of their own: see `engines.quantize.packing`. llm-compressor has 7.5 for four
+# bits, but AWQ makes weights that matter the largest of their groups, and calibration looked for vectors with 7.
+COMPRESSED_TENSORS = Format(
+    scale="weight_scale",
+    second_scale="",
+    input_scale="input_scale",
+    smooth="",
+    scalar_shape=(1,),
+    fuses=False,
+    int8_max=127.5,
 )

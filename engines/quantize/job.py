@@ -18,17 +18,16 @@ from trtpipe.engines.extras import install_command
 from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import EmbeddingSharding
 from trtpipe.engines.process import Progress, run_worker
-from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe
+from trtpipe.engines.quantization import COMPRESSED_TENSORS, FORMATS, KvCacheQuantAlgo, QuantRecipe
 
-FORMATS = ("trtllm", "hf")
 DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Format of the output: `trtllm` is a TensorRT-LLM checkpoint, `hf` is ModelOpt's unified Hugging Face folder.
+    """Format of the output, one of FORMATS.
 
-    mapping, embedding, toolchain  of a TensorRT-LLM checkpoint; `hf` does not depend on them
+    mapping, embedding, toolchain  of a TensorRT-LLM checkpoint; the Hugging Face folders do not depend on them
     """
 
     form: str = "trtllm"
@@ -42,11 +41,18 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
     model = read_model_config(source)
     if recipe.quant_algo is None and recipe.kv_cache_quant_algo is None:
         raise UsageError("nothing is to be quantized", remedy="use `trtpipe convert`, or ask for a KV cache type")
+    if layout.form not in FORMATS:
+        raise UsageError(f"unknown format '{layout.form}'", remedy=f"known: {', '.join(FORMATS)}")
+    algo = recipe.quant_algo
+    if algo is not None and layout.form not in algo.row.formats:
+        raise UsageError(
+            f"{recipe.name} cannot be written as {layout.form}",
+            why=f"that format has no place for {algo.value}",
+            remedy=f"use --format {' or '.join(algo.row.formats)}",
+        )
     if layout.form == "trtllm":
         check_mapping(model, layout.mapping, layout.embedding, recipe.quantization)
         return
-    if layout.form != "hf":
-        raise UsageError(f"unknown format '{layout.form}'", remedy=f"known: {', '.join(FORMATS)}")
     if layout.mapping != Mapping():
         raise UsageError("a Hugging Face folder has no tp or pp", remedy="give them to what serves it")
     if recipe.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
@@ -55,7 +61,13 @@ def check(source: Path, recipe: QuantRecipe, layout: Layout) -> None:
             why="neither ModelOpt nor vLLM knows one",
             remedy="use --kv-cache fp8 or none",
         )
-    if recipe.quant_algo is None:
+    if layout.form == COMPRESSED_TENSORS and recipe.kv_cache_quant_algo is KvCacheQuantAlgo.NVFP4:
+        raise UsageError(
+            "an NVFP4 KV cache cannot be written as compressed-tensors",
+            why="its scales of keys and values are for FP8",
+            remedy="use --kv-cache fp8 or none, or --format hf",
+        )
+    if algo is None:
         raise UsageError("a Hugging Face folder needs quantized weights", remedy="choose another recipe")
     check_mapping(model, Mapping(), quantization=recipe.quantization)
 

@@ -6,7 +6,9 @@ scales beside them. transformers does not know the method: it loads the codes as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +20,19 @@ from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
 from trtpipe.engines.files import write_json
-from trtpipe.engines.hf.export import config_in, copy_companions, whole
-from trtpipe.engines.hf.folder import read_config_json
+from trtpipe.engines.hf.export import config_in, copy_companions, linear_names, whole
+from trtpipe.engines.hf.folder import DETAILS, read_config_json
 from trtpipe.engines.model_config import ModelConfig
-from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 from trtpipe.engines.quantize.formats import HUGGING_FACE
-
-DETAILS = "hf_quant_config.json"
 
 
 def plan(model: ModelConfig, quantization: Quantization) -> Iterator[TensorPlan]:
     """Plans of all tensors of the folder; each is a copy of one source tensor."""
     names = family_of(model).names
     cached = {names.k: "k_scale", names.v: "v_scale"}
-    cache = quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
-    # Full name of a linear's weight -> the linear's name within its layer.
-    linears = {
-        f"{names.layer(layer)}{linear}.weight": linear
-        for layer in range(model.num_hidden_layers)
-        for linear in names.linears
-    }
+    cache = quantization.kv_cache_quant_algo is not None
+    linears = linear_names(model)
     for name, shape in source_shapes(model).items():
         linear = linears.get(name)
         if linear is None:
@@ -56,12 +51,19 @@ def _linear(
         yield whole(name, shape, None)
         return
     names = HUGGING_FACE.names(algo)
-    codes = "U8" if quantization.packed else algo.row.codes
-    yield whole(name, (out // 2, width) if quantization.packed else shape, codes)
-    if quantization.packed:
-        yield whole(stem + names["scale"], (out, width // quantization.group_size), "F32")
-    else:
-        yield whole(stem + names["scale"], () if algo.row.scale == "tensor" else (out,), "F32")
+    group = quantization.group_size
+    codes: dict[str, tuple[int, ...]] = {"group": (out // 2, width), "vector": (out, width // 2)}
+    scales: dict[str, tuple[int, ...]] = {
+        "tensor": (),
+        "row": (out,),
+        "group": (out, width // group),
+        "vector": (out, width // group),
+        # ModelOpt keeps the dimensions over which it took the maximum.
+        "block": (-(-out // group), 1, -(-width // group), 1),
+    }
+    kind = algo.row.scale
+    yield whole(name, codes.get(kind, shape), "U8" if kind in codes else algo.row.codes)
+    yield whole(stem + names["scale"], scales[kind], "F8_E4M3" if kind == "vector" else "F32")
     if algo.row.second_scale:
         yield whole(stem + names["second_scale"], (), "F32")
     if algo.row.static_input:
@@ -76,56 +78,63 @@ def write_settings(
 ) -> None:
     """Write config.json and hf_quant_config.json, and copy the tokenizer."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
-    facts: dict[str, Any] = {"quant_algo": algo and algo.value, "kv_cache_quant_algo": cache and cache.value}
+    named = algo and (algo.row.modelopt_name or algo.value)
+    facts: dict[str, Any] = {"quant_algo": named, "kv_cache_quant_algo": cache and cache.value}
+    if algo is not None and algo.row.scale == "vector":
+        facts["group_size"] = quantization.group_size
     if quantization.packed:
         facts |= {"group_size": quantization.group_size, "has_zero_point": False, "pre_quant_scale": True}
     excluded = [names.head, names.embedding]
     producer = {"name": "modelopt", "version": producer_version}
     write_json(out / DETAILS, {"producer": producer, "quantization": {**facts, "exclude_modules": excluded}})
-    del facts["kv_cache_quant_algo"]
     eight_bits = {"dynamic": False, "num_bits": 8, "type": "float"}
     method: dict[str, Any] = {}
     if algo is not None and algo.row.fp8_tensors:
         group = {"input_activations": eight_bits, "weights": eight_bits, "targets": ["Linear"]}
         method["config_groups"] = {"group_0": group}
-    method |= {"ignore": excluded, **facts, "producer": producer, "quant_method": "modelopt"}
+    elif algo is QuantAlgo.NVFP4:
+        four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": quantization.group_size}
+        group = {"input_activations": four_bits, "weights": four_bits, "targets": ["Linear"]}
+        method["config_groups"] = {"group_0": group}
+    method |= {"ignore": excluded, "quant_algo": facts["quant_algo"], "producer": producer, "quant_method": "modelopt"}
     if cache is not None:
-        method["kv_cache_scheme"] = eight_bits
+        method["kv_cache_scheme"] = eight_bits if cache is KvCacheQuantAlgo.FP8 else cache.value
     write_json(out / "config.json", {**config_in(source, dtype), "quantization_config": method})
     copy_companions(source, out)
 
 
-def read_settings(folder: Path, model: ModelConfig) -> Quantization:
-    """Read a folder's quantization from config.json, hf_quant_config.json or both.
-
-    Raises InputDataError when neither file states it, when they disagree, or for a value that ModelOpt does not write.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    method = read_config_json(folder / "config.json", "model config").get("quantization_config")
-    if method is not None:
-        if not isinstance(method, dict):
-            raise InputDataError(f"{folder / 'config.json'}: quantization_config is {method!r}, not an object")
-        if method.get("quant_method", "modelopt") != "modelopt":
-            raise InputDataError(
-                f"{folder} is quantized by {method['quant_method']}",
-                why="of quantized folders only ModelOpt's are read",
-            )
-        found["quantization_config"] = {**method, "exclude_modules": method.get("ignore"), **_cache(method)}
+def read_details(folder: Path) -> dict[str, Any] | None:
+    """Read hf_quant_config.json; None when there is none. Raises InputDataError."""
     path = folder / DETAILS
-    if path.is_file():
-        details = read_config_json(path, "quantization config").get("quantization")
-        if not isinstance(details, dict):
-            raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+    if not path.is_file():
+        return None
+    details = read_config_json(path, "quantization config").get("quantization")
+    if not isinstance(details, dict):
+        raise InputDataError(f"{path} has no quantization section", remedy="export the model again")
+    return details
+
+
+def parse_settings(
+    method: dict[str, Any] | None, details: dict[str, Any] | None, path: Path, names: SourceNames
+) -> Quantization:
+    """Parse the quantization_config of the config.json `path`, the quantization of hf_quant_config.json, or both.
+
+    Raises InputDataError when they disagree, and for a value that ModelOpt does not write.
+    """
+    folder, found = path.parent, {}
+    if method is not None:
+        # ModelOpt writes these two into its own file only.
+        own = {key: (details or {}).get(key) for key in ("group_size", "has_zero_point")}
+        found["quantization_config"] = {**own, **method, "exclude_modules": method.get("ignore"), **_cache(method)}
+    if details is not None:
         found[DETAILS] = details
-    if not found:
-        raise InputDataError(
-            f"{folder} is not quantized",
-            why=f"it has no {DETAILS}, and config.json no quantization_config",
-            remedy="give a folder exported by ModelOpt",
-        )
+    for place, facts in found.items():
+        _refuse_mixed(facts.get("exclude_modules"), f"{folder}: {place}", names)
+    names_of = {algo.row.modelopt_name: algo.value for algo in QuantAlgo if algo.row.modelopt_name}
+    for facts in found.values():
+        facts["quant_algo"] = names_of.get(str(facts.get("quant_algo")).lower(), facts.get("quant_algo"))
     # The same keys as in a checkpoint's config.
-    head = family_of(model).names.head
-    parsed = {place: parse_quantization(facts, f"{folder}: {place}", head) for place, facts in found.items()}
+    parsed = {place: parse_quantization(facts, f"{folder}: {place}", names.head) for place, facts in found.items()}
     first, *others = parsed.values()
     if first.quant_algo is None and first.kv_cache_quant_algo is None:
         raise InputDataError(f"{folder} names no quantization", why=f"{' and '.join(parsed)} is without a quant_algo")
@@ -144,6 +153,16 @@ def read_settings(folder: Path, model: ModelConfig) -> Quantization:
     return first
 
 
+def _refuse_mixed(excluded: Any, where: str, names: SourceNames) -> None:
+    """Raises InputDataError for a pattern of modules without quantization that a linear of a layer matches."""
+    for pattern in excluded if isinstance(excluded, list) else []:
+        layers = {0, *map(int, re.findall(rf"{re.escape(names.layers)}(\d{{1,4}})", str(pattern)))}
+        if any(fnmatchcase(names.layer(n) + linear, str(pattern)) for n in layers for linear in names.linears):
+            raise InputDataError(
+                f"{where}: exclude_modules has {pattern!r}", why="layers of mixed precision are not read here"
+            )
+
+
 def summary(quantization: Quantization) -> dict[str, Any]:
     """The fields that identify a quantization, under their names in a config."""
     algo, cache = quantization.quant_algo, quantization.kv_cache_quant_algo
@@ -159,5 +178,7 @@ def _cache(method: dict[str, Any]) -> dict[str, Any]:
     scheme = method.get("kv_cache_scheme")
     if scheme is None:
         return {}
+    if scheme == KvCacheQuantAlgo.NVFP4.value:
+        return {"kv_cache_quant_algo": scheme}
     float8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     return {"kv_cache_quant_algo": KvCacheQuantAlgo.FP8.value if float8 else f"the scheme {scheme}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import queue
 import threading
@@ -17,6 +18,7 @@ import torch
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.config import config_json
 from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank, rank_file
+from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
 from trtpipe.engines.families.base import SourceNames
@@ -26,9 +28,9 @@ from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.model_config import EmbeddingSharding, ModelConfig
 from trtpipe.engines.process import Progress, serve_worker
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantize import compressed, unified
 from trtpipe.engines.quantize.algorithms import Tensors
-from trtpipe.engines.quantize.encode import for_hugging_face, for_tensorrt_llm
+from trtpipe.engines.quantize.encode import for_compressed_tensors, for_hugging_face, for_tensorrt_llm
 from trtpipe.engines.quantize.scales import LayerScales, load_scales, save_scales
 from trtpipe.engines.quantize.source import Source
 from trtpipe.engines.quantize.writer import Writer
@@ -62,13 +64,17 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
         writer = stack.enter_context(Writer(SAFETENSORS_DTYPE[dtype]))
         if spec["format"] == "trtllm":
             encode = for_tensorrt_llm
-            _lay_out_checkpoint(spec, model, dtype, quantization, out, writer)
+            lay_out_checkpoint(spec, model, dtype, quantization, out, writer)
         elif spec["format"] == "hf":
             encode = for_hugging_face
-            _lay_out_unified(model, dtype, quantization, out, writer)
+            _lay_out_folder(unified.plan(model, quantization), dtype, out, writer)
             unified.write_settings(
                 source_folder, out, dtype, quantization, names, importlib.metadata.version("nvidia-modelopt")
             )
+        elif spec["format"] == "compressed-tensors":
+            encode = functools.partial(for_compressed_tensors, head_size=model.head_size)
+            _lay_out_folder(compressed.plan(model, quantization), dtype, out, writer)
+            compressed.write_settings(source_folder, out, dtype, quantization, names)
         found = []
         # Progress counts the bytes of the weights, as converting does.
         total = source.nbytes
@@ -187,9 +193,10 @@ class _Background:
             self._writer.write(self._names.layer(index) + name, tensor)
 
 
-def _lay_out_checkpoint(
+def lay_out_checkpoint(
     spec: dict[str, Any], model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
 ) -> None:
+    """Write config.json and create the rank files; `spec` has the mapping, the embedding and the toolchain."""
     mapping, embedding = Mapping(**spec["mapping"]), EmbeddingSharding(spec["embedding"])
     config = config_json(
         model, dtype, mapping, embedding=embedding, quantization=quantization, toolchain=spec["toolchain"]
@@ -203,11 +210,9 @@ def _lay_out_checkpoint(
         writer.add_file(rank_file(out, rank), plans)
 
 
-def _lay_out_unified(
-    model: ModelConfig, dtype: DataType, quantization: Quantization, out: Path, writer: Writer
-) -> None:
-    for path, plans in lay_out(out, list(unified.plan(model, quantization)), SAFETENSORS_DTYPE[dtype]):
-        writer.add_file(path, plans)
+def _lay_out_folder(plans: Iterator[TensorPlan], dtype: DataType, out: Path, writer: Writer) -> None:
+    for path, part in lay_out(out, list(plans), SAFETENSORS_DTYPE[dtype]):
+        writer.add_file(path, part)
 
 
 def _room(device: torch.device) -> int:

@@ -1,9 +1,10 @@
 """Attention over a paged KV cache, with the pool that stores keys and values.
 
 The pool is [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's keys before its values:
-a token is one contiguous write at its slot, and a block is gathered as one row. A quantized cache stores codes. A
-prompt's tokens read keys and values of their own step unquantized, like TensorRT-LLM's context attention; a decoding
-token reads all of them, its own included, from the cache, like TensorRT-LLM's XQA kernels.
+a token is one contiguous write at its slot, and a block is gathered as one row. A quantized cache stores codes; an
+NVFP4 one has fewer bytes than numbers. A prompt's tokens read keys and values of their own step unquantized, like
+TensorRT-LLM's context attention; a decoding token reads all of them, its own included, from the cache, like
+TensorRT-LLM's XQA kernels.
 """
 
 from __future__ import annotations
@@ -99,9 +100,12 @@ class Attention:
         self._config, self._dtype, self._device = config, dtype, device
         self._heads, self._kv_heads = rank_heads(config)
         self._block = tokens_per_block
-        self._per_token = 2 * self._kv_heads * config.head_size
+        cache = config.quantization.kv_cache_quant_algo
+        # Elements that store a key or a value of one head.
+        self._stored = config.head_size if cache is None else cache.row_bytes(config.head_size)
+        self._per_token = 2 * self._kv_heads * self._stored
         self._cos, self._sin = (table.to(device, dtype) for table in rotary_tables(config, max_positions))
-        held = dtype if config.quantization.kv_cache_quant_algo is None else torch.int8
+        held = dtype if cache is None else torch.int8
         # Zeros, not empty: a masked slot still takes part in a product, where a NaN would survive. The spare block
         # takes the writes of a replayed step's padding rows.
         shape = (shards, num_blocks + 1, tokens_per_block * self._per_token)
@@ -168,8 +172,10 @@ class Attention:
         """Whether a kernel reads the cache in place for decoding tokens; otherwise the cache is gathered first."""
         if self._device.type != "cuda" or not can_compile():
             return False
-        e4m3 = self._config.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8
-        return not e4m3 or torch.cuda.get_device_capability(self._device) >= (8, 9)
+        cache = self._config.quantization.kv_cache_quant_algo
+        if cache is KvCacheQuantAlgo.NVFP4:
+            return False
+        return cache is not KvCacheQuantAlgo.FP8 or torch.cuda.get_device_capability(self._device) >= (8, 9)
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | None:
         """Mask [n, 1, 1, length] that hides later positions from tokens at `positions` [n]."""
@@ -215,7 +221,7 @@ class Attention:
         # Keys follow the queries in memory, so both are rotated at once.
         x = rotate_and_keep(
             qkv.reshape(len(qkv), heads + 2 * kv, size), heads + kv, step.cos, step.sin,
-            None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, size),
+            None if codec is None else codec.encode, step.slots, pool.view(-1, 2 * kv, self._stored),
         )  # fmt: skip
         parts: list[torch.Tensor] = []
         if step.decodes is not None:
@@ -287,7 +293,7 @@ class Attention:
                 self._scratch = self._scratch.new_empty(wanted + wanted // 2)
             out = self._scratch[:wanted].view(len(blocks), -1)
             torch.index_select(pool, 0, blocks, out=out)
-        tokens = out.view(rows, -1, 2 * self._kv_heads, self._config.head_size)[:, :length]
+        tokens = out.view(rows, -1, 2 * self._kv_heads, self._stored)[:, :length]
         return tokens if codec is None else codec.decode(tokens, self._dtype)
 
 

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face folders: an unquantized model, or ModelOpt's unified quantized export.
+"""Weights from Hugging Face folders: an unquantized model, or one that is quantized by a method of `engines.hf.stored`.
 
 Both are WeightSources of a single rank, so that one runtime computes both models of a comparison.
 """
@@ -13,21 +13,21 @@ import torch
 
 from trtpipe.engines.base import Mapping as Ranks
 from trtpipe.engines.checkpoint.config import config_json, parse_config
-from trtpipe.engines.checkpoint.convert import DERIVED_SUFFIX, check_source
-from trtpipe.engines.checkpoint.layout import SAFETENSORS_DTYPE, plan_rank
+from trtpipe.engines.checkpoint.convert import check_source
+from trtpipe.engines.checkpoint.layout import plan_rank
 from trtpipe.engines.checkpoint.plan import TensorPlan
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families import family_of
-from trtpipe.engines.hf.folder import LocatedTensor, locate_tensors, read_model_config
+from trtpipe.engines.hf.folder import locate_tensors, read_model_config
+from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import CheckpointConfig, ModelConfig
-from trtpipe.engines.quantization import UNQUANTIZED, KvCacheQuantAlgo, Quantization
-from trtpipe.engines.quantize import unified
+from trtpipe.engines.quantization import UNQUANTIZED, Quantization
 from trtpipe.engines.quantize.algorithms import make_linear
-from trtpipe.engines.quantize.formats import HUGGING_FACE
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Linear, Stacked
 from trtpipe.engines.reference.mapped_tensors import MappedTensors
 from trtpipe.engines.reference.mlp import make_branches
+from trtpipe.engines.reference.stored_linear import cache_scale, read_linear
 from trtpipe.engines.reference.weights import (
     CPU,
     EMBEDDING,
@@ -36,12 +36,9 @@ from trtpipe.engines.reference.weights import (
     TORCH_DTYPE,
     Head,
     LayerShard,
-    by_role,
     rank_heads,
     read_layer,
 )
-
-_FLOATS = frozenset(SAFETENSORS_DTYPE.values())
 
 
 class HfFolder:
@@ -67,19 +64,24 @@ class HfFolder:
         return Head(self._rank[FINAL_NORM], (self._rank[HEAD],), sharded=False)
 
 
-class UnifiedFolder:
-    """Weights of ModelOpt's quantized folder `folder`, to compute in `dtype` on `device`.
+class QuantizedFolder:
+    """Weights of the quantized folder `folder`, to compute in `dtype` on `device`.
 
     Each matrix has its own scales, including q, k and v, and so do keys and values. Raises InputDataError for a folder
-    that is incomplete, damaged, not quantized, or quantized in an unsupported way.
+    that is incomplete, damaged, not quantized, or quantized in a way that is not read here.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> None:
-        model = read_model_config(folder, quantized=True)
-        self.config = _checkpoint_config(folder, model, dtype, unified.read_settings(folder, model))
-        self._names = family_of(model).names
+        model, stored = read_model_config(folder, quantized=True), read_stored(folder)
+        if stored is None:
+            raise InputDataError(
+                f"{folder} is not quantized",
+                why="it has no hf_quant_config.json, and config.json no quantization_config",
+            )
+        self.config = _checkpoint_config(folder, model, dtype, stored.quantization)
+        self._stored, self._names = stored, family_of(model).names
         located = locate_tensors(folder)
-        self._check(folder, model, located)
+        stored.check(folder, model, located)
         self._dtype = dtype
         self._tensors = MappedTensors(located, device)
 
@@ -89,10 +91,7 @@ class UnifiedFolder:
     def layer(self, index: int) -> tuple[LayerShard, ...]:
         names, prefix = self._names, self._names.layer(index)
         qkv = [prefix + name for name in names.attention_inputs]
-        biased, codec = self.config.attn_bias, None
-        if self.config.quantization.kv_cache_quant_algo is not None:
-            keys, values = self._tensors[qkv[1] + ".k_scale"], self._tensors[qkv[2] + ".v_scale"]
-            codec = KvCodec.make(KvCacheQuantAlgo.FP8, keys, values, rank_heads(self.config)[1])
+        biased = self.config.attn_bias
         shard = LayerShard(
             input_norm=self._float(f"{prefix}{names.input_norm}.weight"),
             qkv=Stacked(tuple(self._linear(name) for name in qkv)),
@@ -102,7 +101,7 @@ class UnifiedFolder:
             post_norm=self._float(f"{prefix}{names.post_norm}.weight"),
             branches=make_branches(self._linear(prefix + names.gate), self._linear(prefix + names.up)),
             proj=self._linear(prefix + names.down),
-            kv_codec=codec,
+            kv_codec=self._codec(prefix),
         )
         return (shard,)
 
@@ -115,35 +114,14 @@ class UnifiedFolder:
 
     def _linear(self, name: str) -> Linear:
         algo = self.config.quantization.quant_algo
-        return make_linear(algo, by_role(self._tensors, name + ".", algo, HUGGING_FACE), self._dtype)
+        return make_linear(algo, read_linear(self._tensors, name, self.config.quantization), self._dtype)
 
-    def _check(self, folder: Path, model: ModelConfig, located: Mapping[str, LocatedTensor]) -> None:
-        plans = {plan.name: plan for plan in unified.plan(model, self.config.quantization)}
-        for name, plan in plans.items():
-            if name not in located:
-                raise InputDataError(
-                    f"tensor '{name}' is missing from {folder}",
-                    why=f"config.json says {_described(self.config)}",
-                    remedy="export the model again",
-                )
-            entry = located[name].entry
-            if entry.shape != plan.shape:
-                raise InputDataError(
-                    f"tensor '{name}' in {located[name].path} has shape {list(entry.shape)}",
-                    why=f"config.json implies {list(plan.shape)}",
-                )
-            if entry.dtype not in ({plan.dtype} if plan.dtype else _FLOATS):
-                raise InputDataError(
-                    f"tensor '{name}' in {located[name].path} has dtype {entry.dtype}",
-                    why=f"config.json says {_described(self.config)}",
-                )
-        tied = {f"{self._names.head}.weight"} if model.tie_word_embeddings else set()
-        extra = sorted(name for name in located.keys() - plans.keys() - tied if not name.endswith(DERIVED_SUFFIX))
-        if extra:
-            raise InputDataError(
-                f"tensor '{extra[0]}' in {located[extra[0]].path} has no place in this model",
-                why=f"config.json says {_described(self.config)}",
-            )
+    def _codec(self, prefix: str) -> KvCodec | None:
+        cache = self.config.quantization.kv_cache_quant_algo
+        if cache is None:
+            return None
+        keys, values = (cache_scale(self._tensors, prefix + name) for name in self._stored.cache_scales(self._names))
+        return KvCodec.make(cache, keys, values, rank_heads(self.config)[1])
 
 
 class _Planned(Mapping[str, torch.Tensor]):
@@ -174,8 +152,3 @@ def _checkpoint_config(
 ) -> CheckpointConfig:
     stored = next(kind for kind, same in TORCH_DTYPE.items() if same == dtype)
     return replace(parse_config(config_json(model, stored, Ranks()), str(folder)), quantization=quantization)
-
-
-def _described(config: CheckpointConfig) -> str:
-    weights, cache = config.quantization.quant_algo, config.quantization.kv_cache_quant_algo
-    return f"{weights.value if weights else 'unquantized'} weights, {cache.value if cache else 'unquantized'} KV cache"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain
+from trtpipe.engines.reference.linear import Fp8, Fp8Block, Int8, Linear, Nvfp4, Plain
 
 
 class Branches(ABC):
@@ -73,7 +73,7 @@ class OneProduct(Branches):
 
 @dataclass(frozen=True)
 class OneInput(Branches):
-    """Branches whose inputs have the same scale and therefore the same codes."""
+    """Branches whose inputs have the same scales and therefore the same codes."""
 
     first: Linear
     second: Linear
@@ -86,8 +86,10 @@ class OneInput(Branches):
 
 
 def one_input(first: Linear, second: Linear) -> bool:
-    """Whether both linears have the same static input scale."""
-    same = type(first) is type(second) and isinstance(first, (Fp8, Int8))
+    """Whether both linears encode an input alike: with one static scale, or with scales of the input's blocks alone."""
+    if isinstance(first, Fp8Block) and isinstance(second, Fp8Block):
+        return True
+    same = type(first) is type(second) and isinstance(first, (Fp8, Int8, Nvfp4))
     return same and torch.equal(first.input_scale, second.input_scale)  # type: ignore[attr-defined]
 
 

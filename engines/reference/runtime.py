@@ -373,7 +373,8 @@ def _bytes_for_cache(device: torch.device, fraction: float) -> int:
 def _default_tokens(config: CheckpointConfig, build: BuildConfig, dtype: torch.dtype, affordable: int) -> int:
     """Default number of tokens in the cache; all ranks together have at most `affordable` bytes."""
     _, kv_heads = rank_heads(config)
-    itemsize = dtype.itemsize if config.quantization.kv_cache_quant_algo is None else 1
-    per_layer = 2 * kv_heads * config.mapping.tp_size * config.head_size * itemsize
+    cache = config.quantization.kv_cache_quant_algo
+    row = config.head_size * dtype.itemsize if cache is None else cache.row_bytes(config.head_size)
+    per_layer = 2 * kv_heads * config.mapping.tp_size * row
     tokens = affordable // (per_layer * config.num_hidden_layers)
     return max(build.max_seq_len, min(build.max_batch_size * build.max_seq_len, tokens))

@@ -1,17 +1,24 @@
-"""The accuracy gate: checks a comparison with the original model against the recipe's thresholds."""
+"""The accuracy gate: checks a comparison with the original model against the recipe's thresholds.
+
+Of a model that came quantized the original is not at hand. What is made of it is compared with it; where it is served
+as it is, its perplexity alone is told, and the gate only refuses a model that predicts no better than a guess.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.accuracy.job import LayerError, Measured, Saturation, measure
+from trtpipe.engines.accuracy.job import Alone, LayerError, Measured, Saturation, measure, measure_alone
 from trtpipe.engines.errors import StageFailed
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantRecipe, Thresholds
 
-__all__ = ["LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure"]
+__all__ = [
+    "Alone", "AloneReport", "LayerError", "Measured", "Report", "Saturation", "matching_recipe", "measure",
+    "measure_alone",
+]  # fmt: skip
 
 # Rows of the held-out text that the gate runs: about 2000 tokens, half a minute for a small model on a laptop.
 ROWS = 8
@@ -22,6 +29,62 @@ JSON_NAME = "accuracy.json"
 HTML_NAME = "accuracy.html"
 # Number of layers and of matrices in a table of the worst.
 WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class AloneReport:
+    """The measurements of a model that came quantized, without its original."""
+
+    recipe: str
+    measured: Alone
+
+    @property
+    def failures(self) -> list[str]:
+        found = self.measured
+        if found.quantized_perplexity < found.vocab_size:
+            return []
+        perplexity = number(found.quantized_perplexity)
+        return [f"perplexity {perplexity} is that of a guess among {found.vocab_size} tokens, or worse"]
+
+    @property
+    def saturated(self) -> list[Saturation]:
+        """Inputs of matrices that are partly clipped, the largest share first."""
+        return clipped(self.measured.saturation)
+
+    def line(self) -> str:
+        """The result in a line, for logs and manifests."""
+        perplexity = number(self.measured.quantized_perplexity)
+        return f"perplexity {perplexity}; the model came quantized, and its original was not compared with it"
+
+    def refusal(self, report: Path | None = None) -> StageFailed:
+        """The error for a failed gate; `report` is the folder of its files, if it is kept."""
+        place = f"see {report / HTML_NAME}, then " if report is not None else ""
+        return StageFailed(
+            f"the accuracy gate failed: {self.failures[0]}",
+            why="the model came quantized like this",
+            remedy=f"{place}take another revision of the model, or pass --accept-accuracy to build",
+        )
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Rows of a table: (what, value)."""
+        beyond, inputs = (sum(getattr(e, name) for e in self.measured.saturation) for name in ("beyond", "inputs"))
+        return [
+            ("perplexity", number(self.measured.quantized_perplexity)),
+            ("clipped inputs", f"{beyond:,} of {inputs:,}" if inputs else "no static scales"),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """accuracy.json as a value: that of a comparison, with null for what the original would be needed for."""
+        return {
+            "schema": SCHEMA,
+            "passed": not self.failures,
+            "failures": self.failures,
+            "recipe": self.recipe,
+            "quantized_perplexity": self.measured.quantized_perplexity,
+            "positions": self.measured.positions,
+            **dict.fromkeys(("original_perplexity", "perplexity_ratio", "mean_kl", "p99_kl", "top1_agreement")),
+            **asdict(self.measured),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +121,7 @@ class Report:
     @property
     def saturated(self) -> list[Saturation]:
         """Inputs of matrices that are partly clipped, the largest share first."""
-        clipped = (entry for entry in self.measured.saturation if entry.beyond)
-        return sorted(clipped, key=lambda entry: -entry.share)
+        return clipped(self.measured.saturation)
 
     def line(self) -> str:
         """The result in a line, for logs and manifests."""
@@ -83,14 +145,14 @@ class Report:
     def summary(self) -> list[tuple[str, str | None, str | None, str | None]]:
         """Rows of a table: (what, original, quantized, limit); None where there is no such value."""
         found, allowed = self.measured, self.thresholds
-        clipped, inputs = (sum(getattr(e, name) for e in found.saturation) for name in ("beyond", "inputs"))
+        beyond, inputs = (sum(getattr(e, name) for e in found.saturation) for name in ("beyond", "inputs"))
         return [
             ("perplexity", number(found.original_perplexity), number(found.quantized_perplexity), None),
             ("perplexity ratio", None, number(found.perplexity_ratio), f"at most {allowed.perplexity_ratio:g}"),
             ("KL divergence, mean, nats", None, number(found.mean_kl), f"at most {allowed.mean_kl:g}"),
             ("KL divergence, p99, nats", None, number(found.p99_kl), None),
             ("same first choice", None, percent(found.top1_agreement), f"at least {percent(allowed.top1_agreement)}"),
-            ("clipped inputs", None, f"{clipped:,} of {inputs:,}" if inputs else "no static scales", None),
+            ("clipped inputs", None, f"{beyond:,} of {inputs:,}" if inputs else "no static scales", None),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +173,12 @@ class Report:
         }
 
 
-def matching_recipe(measured: Measured, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
+def clipped(saturation: Sequence[Saturation]) -> list[Saturation]:
+    """Those with clipped inputs, the largest share first."""
+    return sorted((entry for entry in saturation if entry.beyond), key=lambda entry: -entry.share)
+
+
+def matching_recipe(measured: Measured | Alone, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
     """The recipe whose thresholds apply: that of the measured weights, with the measured KV cache if there is one."""
     same = [recipe for recipe in recipes.values() if recipe.quant_algo == measured.quant_algo]
     name = measured.kv_cache_quant_algo

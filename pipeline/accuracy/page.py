@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trtpipe.engines.accuracy.job import LayerError
 from trtpipe.engines.errors import HostError
-from trtpipe.pipeline.accuracy.gate import HTML_NAME, JSON_NAME, Report, number, percent
+from trtpipe.pipeline.accuracy.gate import HTML_NAME, JSON_NAME, AloneReport, Report, number, percent
 from trtpipe.pipeline.pages import plots
 from trtpipe.pipeline.pages import render as pages
 from trtpipe.pipeline.pages.parts import Card, Cell, Finding, Page, Row, Section, Table, sentence
@@ -30,7 +30,7 @@ ERRORS = (
 )
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: Report | AloneReport, folder: Path) -> None:
     """Write accuracy.json and accuracy.html into `folder`, which is made if need be. Raises HostError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,8 +44,30 @@ def write(report: Report, folder: Path) -> None:
         ) from None
 
 
-def render(report: Report) -> str:
+def render(report: Report | AloneReport) -> str:
     """The page for a report."""
+    return pages.render(_alone(report) if isinstance(report, AloneReport) else _comparison(report))
+
+
+def _alone(report: AloneReport) -> Page:
+    found, rows = report.measured, [Row(name=what, cells=[Cell(text=value)]) for what, value in report.summary()]
+    about = (
+        f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
+        f"{found.device}. The model came quantized with {found.quant_algo or 'no weight algorithm'}, KV cache "
+        f"{found.kv_cache_quant_algo or 'as it is'}, the rest in {found.quantized_dtype}; its original was not "
+        "compared with it."
+    )
+    card = Card(label="Perplexity", value=number(found.quantized_perplexity), note="of the quantized model alone")
+    return Page(
+        kind="Accuracy", title=f"Accuracy of {report.recipe}", about=about, cards=[card],
+        findings=list(_findings(report)),
+        sections=[
+            Section(title="Figures", tables=[Table(head="Figure", columns=["quantized"], rows=rows)]), _clipped(report),
+        ],
+    )  # fmt: skip
+
+
+def _comparison(report: Report) -> Page:
     found = report.measured
     about = (
         f"{found.positions:,} next tokens of held-out text, {found.rows} rows of {found.seq_len} tokens, on "
@@ -57,7 +79,7 @@ def render(report: Report) -> str:
         Row(name=what, cells=[Cell(text=one or "") for one in (original, quantized, limit)])
         for what, original, quantized, limit in report.summary()
     ]
-    page = Page(
+    return Page(
         kind="Accuracy", title=f"Accuracy of {report.recipe}", about=about, cards=_cards(report),
         findings=list(_findings(report)),
         sections=[
@@ -71,7 +93,6 @@ def render(report: Report) -> str:
             Section(title="All layers", folded=f"{len(found.layers)} layers", tables=[_layers(found.layers)]),
         ],
     )  # fmt: skip
-    return pages.render(page)
 
 
 def _cards(report: Report) -> list[Card]:
@@ -95,7 +116,7 @@ def _cards(report: Report) -> list[Card]:
     ]  # fmt: skip
 
 
-def _findings(report: Report) -> Iterator[Finding]:
+def _findings(report: Report | AloneReport) -> Iterator[Finding]:
     failures = report.failures
     yield Finding(text=f"The accuracy gate {'failed' if failures else 'passed'}.", good=not failures)
     for failure in failures:
@@ -129,7 +150,7 @@ def _layers(layers: Sequence[LayerError]) -> Table:
     return Table(head="Layer", columns=[name for name, _ in ERRORS], rows=rows)
 
 
-def _clipped(report: Report) -> Section:
+def _clipped(report: Report | AloneReport) -> Section:
     title = "Clipped inputs"
     if not report.saturated:
         fits = "every number fits the scale that calibration found for it"

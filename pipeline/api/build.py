@@ -28,7 +28,7 @@ class BuildOptions(TypedDict, total=False):
     revision         branch, tag or commit of a Hugging Face model
     gpu              a name of `trtpipe gpus`, or cpu
     dtype            auto, bf16, fp16, fp32, or a quantization recipe: fp8, int8, ...
-    kv_cache         fp8, int8 or none
+    kv_cache         fp8, int8, nvfp4 or none
     group_size       number of input features that share a scale (AWQ): 64 or 128
     runtime          reference, tensorrt_llm, trtllm_pytorch or vllm
     toolchain        TensorRT-LLM release, of `trtpipe toolchains`
@@ -91,6 +91,15 @@ def settings(**options: Unpack[BuildOptions]) -> BuildSpec:
     return resolve(layers(**options))
 
 
+def resolved(layers: list[Layer]) -> BuildSpec:
+    """The settings for a build. Unlike `settings` it asks the hub whether a model that is known by its Hugging Face id
+    alone is quantized already. Raises as `settings`, and HostError when the hub does not answer."""
+    from trtpipe.pipeline.sources.hub import peek
+    from trtpipe.pipeline.spec import resolve
+
+    return resolve(layers, peek=peek)
+
+
 def layers(**options: Unpack[BuildOptions]) -> list[Layer]:
     """The layers of `options`, weakest first: the recipe, single options, `set`. Raises as `settings`."""
     from trtpipe.pipeline.spec import dotted_layer, recipe_layer
@@ -128,7 +137,7 @@ def build(
 
     if spec is not None and options:
         raise UsageError(f"a spec and {next(iter(options))} are given", remedy="give one of them")
-    spec = spec or settings(**options)
+    spec = spec or resolved(layers(**options))
     store = store or Store(default_home())
     try:
         results = execute(

@@ -50,7 +50,8 @@ def plan(
     if output_tokens is not None:
         work = dataclasses.replace(work, output_tokens=str(output_tokens))
     question = Question(
-        model=name, shape=shape, gpus=tuple(facts.find_gpu(one) for one in _several(gpu)),
+        model=name, shape=shape, stored=facts.find_model(model, source=None, revision=None).stored,
+        gpus=tuple(facts.find_gpu(one) for one in _several(gpu)),
         demand=Demand(work, reuse=reuse), dtypes=_several(dtype), kv_cache=kv_cache, group_size=group_size,
         tps=(tp,) if isinstance(tp, int) else tuple(tp), rate=rate, runtime=runtime,
         objectives=tuple(parse_objective(one) for one in _several(slo)),

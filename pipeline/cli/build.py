@@ -176,7 +176,7 @@ def settings(
     """
     from trtpipe.pipeline.cli import console
 
-    resolved = _plan(locals())
+    resolved = _plan(locals(), offline=True)
     if as_json:
         console.result_json(resolved.to_json())
         return
@@ -329,9 +329,12 @@ def scrub(as_json: Json = False) -> None:
         )
 
 
-def _plan(options: dict[str, Any]) -> BuildSpec:
-    """The spec from a command's options, and from the user's configuration, which they outrank."""
-    from trtpipe.pipeline.api.build import BuildOptions, layers
+def _plan(options: dict[str, Any], *, offline: bool = False) -> BuildSpec:
+    """The spec from a command's options, and from the user's configuration, which they outrank.
+
+    offline  whether the hub is not asked if a model is quantized already
+    """
+    from trtpipe.pipeline.api.build import BuildOptions, layers, resolved
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.spec import assignments, resolve
 
@@ -339,7 +342,7 @@ def _plan(options: dict[str, Any]) -> BuildSpec:
     given["set"] = assignments(options["settings"] or [])
     found = layers(**given)
     gpu = next((layer["gpu"] for _, layer in reversed(found) if "gpu" in layer), None)
-    return resolve(found if gpu == "cpu" else [read_config().layer, *found])
+    return (resolve if offline else resolved)(found if gpu == "cpu" else [read_config().layer, *found])
 
 
 def _check_cluster_options(options: dict[str, Any], on_cluster: bool) -> None:

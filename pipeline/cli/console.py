@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
     from trtpipe.engines.hf.inspection import Inspection
+    from trtpipe.pipeline.accuracy.gate import AloneReport
     from trtpipe.pipeline.accuracy.gate import Report as AccuracyReport
     from trtpipe.triton_repo.check import Fault
 
@@ -239,13 +240,19 @@ def faults(found: Sequence[Fault]) -> None:
         result("no fault found")
 
 
-def accuracy(report: AccuracyReport) -> None:
-    """Print a comparison with the original: figures and limits, the worst layers, clipped inputs, the verdict."""
-    from trtpipe.pipeline.accuracy.gate import WORST, percent
+def accuracy(report: AccuracyReport | AloneReport) -> None:
+    """Print a comparison with the original: figures and limits, the worst layers, clipped inputs, the verdict.
 
-    table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
-    layers = [(f"layer {layer.layer}", percent(layer.local), percent(layer.accumulated)) for layer in report.worst]
-    table(("worst layers", "local error", "accumulated"), layers, numeric=("local error", "accumulated"))
+    Of a model alone there are figures and clipped inputs.
+    """
+    from trtpipe.pipeline.accuracy.gate import WORST, AloneReport, percent
+
+    if isinstance(report, AloneReport):
+        table(("", "quantized"), report.summary(), numeric=("quantized",))
+    else:
+        table(("", "original", "quantized", "limit"), report.summary(), numeric=("original", "quantized", "limit"))
+        layers = [(f"layer {layer.layer}", percent(layer.local), percent(layer.accumulated)) for layer in report.worst]
+        table(("worst layers", "local error", "accumulated"), layers, numeric=("local error", "accumulated"))
     clipped = [
         (f"layer {entry.layer} {entry.linear}", entry.beyond, entry.inputs, percent(entry.share))
         for entry in report.saturated[:WORST]
@@ -253,5 +260,8 @@ def accuracy(report: AccuracyReport) -> None:
     if clipped:
         table(("clipped inputs", "numbers", "of", "share"), clipped, numeric=("numbers", "of", "share"))
     failures = [f"failed: {failure}" for failure in report.failures]
+    if isinstance(report, AloneReport):
+        result(*failures or [report.line()], style="red" if failures else "green")
+        return
     passed = "the unquantized weights pass" if report.recipe == "none" else f"{report.recipe} passes"
     result(*failures or [f"{passed} the accuracy gate"], style="red" if failures else "green")

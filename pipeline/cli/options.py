@@ -32,7 +32,7 @@ Dtype = Annotated[
 KvCache = Annotated[
     str | None,
     typer.Option(
-        help="KV cache: fp8, int8 or none; the recipe's if left out.",
+        help="KV cache: fp8, int8, nvfp4 or none; the recipe's if left out.",
         autocompletion=complete.words("fp8", "int8", "none"),
     ),
 ]

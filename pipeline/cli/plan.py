@@ -23,7 +23,9 @@ def plan(
     dtype: Annotated[
         str, typer.Option(help="Precisions to compare: auto, bf16, fp16, or a recipe such as fp8.")
     ] = "auto",
-    kv_cache: Annotated[str | None, typer.Option(help="KV cache: none, fp8 or int8; the recipe's if left out.")] = None,
+    kv_cache: Annotated[
+        str | None, typer.Option(help="KV cache: none, fp8, int8 or nvfp4; the recipe's if left out.")
+    ] = None,
     group_size: GroupSize = None,
     tp: Annotated[
         str | None, typer.Option("--tp", help="Numbers of GPUs of one engine; 1, 2, 4 and 8 if left out.")

@@ -47,7 +47,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint.
 
-    Both are plain folders, outside the store.
+    Both are plain folders, outside the store. A folder that is quantized already keeps its codes and scales.
 
     \b
     Examples:
@@ -57,10 +57,13 @@ def convert(
     from trtpipe.configs import facts
     from trtpipe.engines.base import Mapping
     from trtpipe.engines.checkpoint.convert import convert as write_checkpoint
+    from trtpipe.engines.errors import UsageError
     from trtpipe.engines.families import family_of
     from trtpipe.engines.hf.folder import read_model_config
+    from trtpipe.engines.hf.stored import read_stored
     from trtpipe.engines.model_config import EmbeddingSharding
     from trtpipe.engines.quantization import parse_float
+    from trtpipe.engines.quantize.stored import convert_stored
     from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
@@ -68,20 +71,36 @@ def convert(
     release = facts.find_toolchain(toolchain).name
     mapping = Mapping(tp_size=tp, pp_size=pp)
     embedding = EmbeddingSharding.of(use_parallel_embedding, embedding_sharding_dim)
-    with new_folder(out_dir) as out, console_progress.working("convert", str(hf_dir)) as progress:
-        write_checkpoint(
-            hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
+    notices: list[str] = []
+    stored = read_stored(hf_dir) if (hf_dir / "config.json").is_file() else None
+    if stored is not None and (wanted is not None or use_parallel_embedding):
+        raise UsageError(
+            f"{hf_dir} is already quantized: {stored.describe()}",
+            why="it is written as it is",
+            remedy="leave --dtype and --use-parallel-embedding out",
         )
-    model = read_model_config(hf_dir)
-    for notice in family_of(model).notices(model):
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(new_folder(out_dir))
+        progress = stack.enter_context(console_progress.working("convert", str(hf_dir)))
+        if stored is not None:
+            log = stack.enter_context(_log("convert"))
+            notices = convert_stored(hf_dir, out, mapping=mapping, toolchain=release, log=log, progress=progress)
+        else:
+            write_checkpoint(
+                hf_dir, out, dtype=wanted, mapping=mapping, embedding=embedding, toolchain=release, progress=progress
+            )
+    model = read_model_config(hf_dir, quantized=True)
+    for notice in (*family_of(model).notices(model), *notices):
         console.note(f"note: {notice}")
     if as_json:
         console.result_json({"folder": out_dir, "rank_files": mapping.world_size})
         return
-    console.result(
-        f"{out_dir}: config.json and {mapping.world_size} rank file(s)",
-        f"next: {_command('inspect', out_dir, '--verify-against', hf_dir)}",
+    proof = (
+        _command("inspect", out_dir, "--verify-against", hf_dir)
+        if stored is None
+        else _command("verify", hf_dir, out_dir)
     )
+    console.result(f"{out_dir}: config.json and {mapping.world_size} rank file(s)", f"next: {proof}")
 
 
 def quantize(
@@ -96,7 +115,11 @@ def quantize(
     seq_len: Annotated[int, typer.Option(help="Tokens in a row.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the order of texts.")] = 0,
     form: Annotated[
-        str, typer.Option("--format", help="Format: trtllm for engines, hf for the LLM API and vLLM.")
+        str,
+        typer.Option(
+            "--format",
+            help="Format: trtllm for engines, hf for the LLM API and vLLM, compressed-tensors for vLLM.",
+        ),
     ] = "trtllm",
     dtype: Annotated[str, typer.Option(help="Type of what is not quantized: auto, bfloat16 or float16.")] = "auto",
     group_size: GroupSize = None,
@@ -121,6 +144,7 @@ def quantize(
     Examples:
       trtpipe quantize HF_DIR OUT_DIR --quant fp8 --kv-cache fp8
       trtpipe quantize HF_DIR OUT_DIR --quant int4-awq --calib FILE.txt --samples 128
+      trtpipe quantize HF_DIR OUT_DIR --quant int8-sq --format compressed-tensors
     """
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig, Mapping
@@ -158,8 +182,12 @@ def quantize(
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(help="The unquantized Hugging Face folder.")],
-    quantized: Annotated[Path, typer.Argument(help="A TensorRT-LLM checkpoint, or ModelOpt's Hugging Face folder.")],
+    original: Annotated[
+        Path, typer.Argument(help="The unquantized Hugging Face folder; or a quantized one, to be run alone.")
+    ],
+    quantized: Annotated[
+        Path | None, typer.Argument(help="A TensorRT-LLM checkpoint, or a quantized Hugging Face folder.")
+    ] = None,
     text: Annotated[
         str, typer.Option(help="Text: a .txt or .jsonl file, or a data set of configs/calibration.")
     ] = "heldout",
@@ -173,7 +201,7 @@ def verify(
 ) -> None:
     """Measure what quantization costs in accuracy.
 
-    Perplexity, KL divergence, and the layers that cost most.
+    Perplexity, KL divergence, and the layers that cost most. Without the original, perplexity alone.
 
     \b
     Examples:
@@ -190,10 +218,16 @@ def verify(
         chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
         with console_progress.working("samples", text, announce=False):
             ids = calibration.samples(original, chosen)
-    with _log("verify") as log, console_progress.working("verify", str(quantized)) as progress:
-        measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
-    recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
-    report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
+    report: gate.Report | gate.AloneReport
+    with _log("verify") as log, console_progress.working("verify", str(quantized or original)) as progress:
+        if quantized is None:
+            alone = gate.measure_alone(original, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(alone, facts.load_quant_recipes())
+            report = gate.AloneReport(recipe=recipe.name, measured=alone)
+        else:
+            measured = gate.measure(original, quantized, ids, device=device, log=log, progress=progress)
+            recipe = gate.matching_recipe(measured, facts.load_quant_recipes())
+            report = gate.Report(recipe=recipe.name, thresholds=recipe.thresholds, measured=measured)
     if report_dir is not None:
         page.write(report, report_dir)
         console.note(f"written: {report_dir}/accuracy.json and accuracy.html")

@@ -14,8 +14,10 @@ from trtpipe.engines.base import Mapping
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.stored import Stored
 from trtpipe.engines.model_config import ModelConfig
 from trtpipe.engines.quantization import Precision, resolve_precision
+from trtpipe.engines.stored_precision import require_readable, stored_precision
 from trtpipe.pipeline.bench.results.slo import Objective
 from trtpipe.pipeline.planner.demand import Demand
 from trtpipe.pipeline.planner.efficiency import Efficiency, load_efficiency
@@ -50,6 +52,7 @@ class Question:
     rate        clients per second that the deployment must serve; None where only cost is compared
     objectives  SLOs; empty: throughput without limit
     prices      price of one GPU per hour, by GPU name; overrides the GPU's file
+    stored      quantization that the model's files have already
     """
 
     model: str
@@ -64,6 +67,7 @@ class Question:
     objectives: tuple[Objective, ...] = ()
     rate: float | None = None
     prices: dict[str, float] | None = None
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < math.inf:
@@ -213,10 +217,16 @@ def _of_gpu(question: Question, gpu: GpuSpec, dtype: str, lengths: Lengths, how:
         reason = "no engine runs on a CPU, and the reference runtime's speed is not predicted"
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=reason)]
     try:
-        precision = resolve_precision(dtype, gpu, facts.load_quant_recipes(), question.kv_cache, question.group_size)
+        recipes, cache, group = facts.load_quant_recipes(), question.kv_cache, question.group_size
+        if question.stored is None:
+            precision = resolve_precision(dtype, gpu, recipes, cache, group)
+        else:
+            precision = stored_precision(question.model, question.stored, dtype, gpu, recipes, cache, group)
+            require_readable(question.model, question.stored, question.runtime)
         target = Target(
-            gpu=gpu, mapping=Mapping(), quantization=quantization(precision), toolchain=facts.find_toolchain(None)
-        )
+            gpu=gpu, mapping=Mapping(), quantization=quantization(precision), toolchain=facts.find_toolchain(None),
+            stored=precision.stored,
+        )  # fmt: skip
         load_backend(question.runtime).resolve(BuildConfig(), target)
     except UsageError as error:
         return [Candidate(gpu=gpu, dtype=dtype, tp=1, reason=str(error))]

@@ -108,8 +108,10 @@ class StepCost:
         table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * wide
         weights = rank_bytes(model, dtype, mapping, quantization) - table - head * wide
         algo = quantization.quant_algo
-        kind = (algo.row.operands if algo is not None else "") or KIND[dtype]
         assert gpu.sm is not None
+        # Without tensor cores for the operands the weights are decoded first.
+        coded = algo is not None and (not algo.row.native or gpu.sm in algo.row.native)
+        kind = (algo.row.operands if algo is not None and coded else "") or KIND[dtype]
         return cls(
             layers=layers,
             parameters=parameters,

@@ -72,7 +72,7 @@ def samples(model: Path, calibration: CalibrationConfig) -> npt.NDArray[np.int32
         raise InputDataError(
             f"{model} has no tokenizer.json", why="text cannot be tokenized", remedy="download the model again"
         )
-    config = read_model_config(model)
+    config = read_model_config(model, quantized=True)
     require_length(config, calibration)
     return make_samples(texts(calibration.data), _read_tokenizer(path), calibration, vocab_size=config.vocab_size)
 

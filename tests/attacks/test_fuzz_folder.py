@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,46 @@ import pytest
 from tests.attacks.mutations import mutate
 from tests.attacks.world import SHAPES
 from tests.support.factories import hf_folder
+from tests.support.stored_folders import stored_folder
 from trtpipe.engines.checkpoint.convert import check_source
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.hf.folder import locate_tensors, read_model_config
+from trtpipe.engines.hf.stored import read_stored
 
 
 @pytest.mark.parametrize("rounds", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_damage_is_always_told_in_our_own_words(tmp_path: Path, rounds: int) -> None:
     folder = hf_folder(tmp_path / "hf", shards=2, tokenizer=False, **SHAPES)
     files = ("config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    refusals = refused(
+        folder, files, rounds, lambda: check_source(folder, read_model_config(folder), locate_tensors(folder))
+    )
+    # A changed epsilon or an extra key is no damage; most of the rest is.
+    assert len(refusals) > rounds * 0.6
+
+
+@pytest.mark.parametrize("rounds", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["modelopt fp8", "ct int4", "fp8 blocks"])
+def test_damage_to_a_folder_that_came_quantized_is_told_too(tmp_path: Path, case: str, rounds: int) -> None:
+    folder = tmp_path / "quantized"
+    stored_folder(folder, case)
+    files = ["config.json", "config.json", "model.safetensors"]
+    if case.startswith("modelopt"):
+        details = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
+        files.append("hf_quant_config.json")
+
+    def look() -> None:
+        stored, model = read_stored(folder), read_model_config(folder, quantized=True)
+        if stored is not None:
+            stored.check(folder, model, locate_tensors(folder))
+            stored.describe()
+
+    assert len(refused(folder, tuple(files), rounds, look)) > rounds * 0.4
+
+
+def refused(folder: Path, files: tuple[str, ...], rounds: int, look: Callable[[], object]) -> list[TrtpipeError]:
+    """The refusals of `look` at the folder, each time with one file damaged; each is one line of our own."""
     sound = {folder / name: (folder / name).read_bytes() for name in files}
     rng = random.Random(rounds)
     refusals: list[TrtpipeError] = []
@@ -26,12 +59,11 @@ def test_damage_is_always_told_in_our_own_words(tmp_path: Path, rounds: int) -> 
         path = rng.choice(list(sound))
         path.write_bytes(mutate(rng, path.name, sound[path]))
         try:
-            check_source(folder, read_model_config(folder), locate_tensors(folder))
+            look()
         except TrtpipeError as error:
             refusals.append(error)
         finally:
             path.write_bytes(sound[path])
     assert {error.exit_code for error in refusals} == {3}
     assert not [error for error in refusals if "\n" in str(error)]
-    # A changed epsilon or an extra key is no damage; most of the rest is.
-    assert len(refusals) > rounds * 0.6
+    return refusals

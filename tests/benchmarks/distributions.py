@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from trtpipe.engines.accuracy.models import embed
-from trtpipe.engines.quantize.unified import DETAILS
+from trtpipe.engines.hf.stored import read_stored
 from trtpipe.engines.reference.cuda.fused import rms_norm
-from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.rope import rotary_tables
 
@@ -18,9 +18,9 @@ from trtpipe.engines.reference.rope import rotary_tables
 def distributions(folder: Path, rows: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[n, length - 1, vocabulary] log-probabilities of what follows, for token ids [n, length].
 
-    folder  a Hugging Face folder, plain or ModelOpt's quantized one; computed in `dtype`
+    folder  a Hugging Face folder, plain or quantized; computed in `dtype`
     """
-    source = (UnifiedFolder if (folder / DETAILS).is_file() else HfFolder)(folder, dtype, device)
+    source = (HfFolder if read_stored(folder) is None else QuantizedFolder)(folder, dtype, device)
     hidden = embed(source, rows)
     tables = tuple(table.to(device) for table in rotary_tables(source.config, rows.shape[1]))
     for index in range(source.config.num_hidden_layers):

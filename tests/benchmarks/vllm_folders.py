@@ -1,9 +1,9 @@
-"""Whether vLLM loads the unified Hugging Face folders as they are written, and computes what our runtime computes.
+"""Whether vLLM loads the quantized Hugging Face folders as they are written, and computes what our runtime computes.
 
-A small Llama of random weights is quantized by every recipe that has such a folder. vLLM takes each folder in a process
-of its own, gives the log-probability of every token of a prompt, and continues it greedily. `report` computes the same
-numbers with our runtime, from the same folder and from the original. vLLM needs a GPU, and its half needs nothing of
-this project; the other halves need no GPU.
+A small Llama of random weights is quantized by every recipe into each folder that can hold it, ModelOpt's and
+compressed-tensors. vLLM takes each folder in a process of its own, gives the log-probability of every token of a
+prompt, and continues it greedily. `report` computes the same numbers with our runtime, from the same folder and from
+the original. vLLM's half needs nothing of this project; its CPU wheel runs what it has kernels for.
 
     python -m tests.benchmarks.vllm_folders make SCRATCH
     python tests/benchmarks/vllm_folders.py run SCRATCH
@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 PLAIN = "bf16"
-RECIPES = ("fp8", "fp8-kv", "fp8-pc-pt", "int8-sq", "int4-awq", "w4a8-awq", "int8-wo")
+# Folder -> its recipe and format.
+FOLDERS = {
+    **{name: (name, "hf") for name in ("fp8", "fp8-kv", "fp8-pc-pt", "fp8-block", "nvfp4")},
+    **{name: (name, "hf") for name in ("int8-sq", "int4-awq", "w4a8-awq", "int8-wo")},
+    **{
+        f"compressed-{name}": (name, "compressed-tensors")
+        for name in ("fp8", "fp8-kv", "fp8-pc-pt", "int8-sq", "int8-pc-pt", "int8-wo", "int4-awq")
+    },
+}
 VOCABULARY, PROMPT, NEW = 1024, 192, 32
 SECONDS = 240
 # What vLLM logs about a folder that it does not take as it is.
@@ -61,17 +69,23 @@ def make(scratch: Path) -> None:
     (scratch / "prompt.json").write_text(json.dumps(generator.integers(3, VOCABULARY, PROMPT).tolist()))
     samples = generator.integers(3, VOCABULARY, (16, 256), dtype=np.int32)
     recipes = load_quant_recipes()
-    for name in RECIPES:
-        out = scratch / name
+    for name, (recipe, form) in FOLDERS.items():
+        out, scales = scratch / name, scratch / f"{recipe}.scales"
         out.mkdir()
-        layout = job.Layout(form="hf")
-        job.quantize(scratch / PLAIN, out, recipes[name], layout=layout, samples=samples, log=scratch / "make.log")
+        job.quantize(
+            scratch / PLAIN, out, recipes[recipe], layout=job.Layout(form=form), samples=samples,
+            scales=scales if scales.is_file() else None, save_scales=None if scales.is_file() else scales,
+            log=scratch / "make.log",
+        )  # fmt: skip
         print(name, flush=True)
 
 
 def run(scratch: Path) -> None:
-    """Have vLLM run every folder, the original first, then the others side by side; SCRATCH/<folder>.json and .log."""
+    """Have vLLM run every folder, the original first, then the others, side by side on a GPU; their .json and .log."""
+    import torch
+
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
     # FlashInfer would be asked for only to sample, and nothing is sampled here.
     environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
 
@@ -80,7 +94,8 @@ def run(scratch: Path) -> None:
         command = ["timeout", str(SECONDS), sys.executable, __file__, "one", str(scratch / name)]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
-    for group in ((PLAIN,), RECIPES):
+    others = (tuple(FOLDERS),) if torch.cuda.is_available() else tuple((name,) for name in FOLDERS)
+    for group in ((PLAIN,), *others):
         started = {name: start(name) for name in group if (scratch / name).is_dir()}
         for process in started.values():
             process.wait()
@@ -95,9 +110,9 @@ def error(log: str) -> str:
 
 def one(folder: Path) -> None:
     """Load `folder` in vLLM, nothing overridden that says how it is quantized, and write its numbers."""
-    import importlib.metadata
-
     import torch
+    import transformers
+    import vllm
     from vllm import LLM, SamplingParams
 
     prompt = json.loads((folder.parent / "prompt.json").read_text())
@@ -114,8 +129,8 @@ def one(folder: Path) -> None:
     made = list(out.outputs[0].token_ids)
     settings = llm.llm_engine.vllm_config
     result = {
-        "versions": {name: importlib.metadata.version(name) for name in ("vllm", "torch", "transformers")},
-        "gpu": torch.cuda.get_device_name(),
+        "versions": {module.__name__: module.__version__ for module in (vllm, torch, transformers)},
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU",
         "method": settings.model_config.quantization,
         "kv_cache": settings.cache_config.cache_dtype,
         "prompt": [step[token].logprob for step, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)],
@@ -173,7 +188,8 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
     notes = {line.rpartition("] ")[2].partition(". ")[0] for line in log.splitlines() if TROUBLE.search(line)}
     numbers = [near[:cut].mean(), near[cut:].mean(), floor, np.abs(theirs - plain).mean(), np.abs(ours - plain).mean()]
     cells = [f"{number:.3f}" for number in numbers]
-    merged = merge(scratch / name, scratch / "merged") if found["method"] and name != "fp8-pc-pt" else None
+    one_scale = FOLDERS.get(name, ("", ""))[0] in ("fp8", "fp8-kv")
+    merged = merge(scratch / name, scratch / "merged") if one_scale else None
     cells.insert(2, f"{np.abs(theirs - reference(merged, ids)).mean():.3f}" if merged else "")
     method = f"{found['method'] or 'none'}, {found['kv_cache']}"
     return f"| {name} | {method} | {' | '.join(cells)} | {'; '.join(sorted(notes))} |", found
@@ -182,7 +198,7 @@ def row(scratch: Path, name: str, prompt: list[int]) -> tuple[str, dict[str, Any
 def report(scratch: Path) -> str:
     """The page: how far vLLM's log-probabilities are from our runtime's, of the same folder and of the original."""
     prompt = json.loads((scratch / "prompt.json").read_text())
-    made = [row(scratch, name, prompt) for name in (PLAIN, *RECIPES)]
+    made = [row(scratch, name, prompt) for name in (PLAIN, *FOLDERS) if (scratch / f"{name}.log").exists()]
     facts = made[0][1]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return "\n".join(
@@ -199,7 +215,7 @@ def report(scratch: Path) -> str:
             "vLLM brings q, k and v, and gate and up, to the largest of their FP8 scales, where our runtime keeps each",
             "its own: `merged` is our runtime with scales brought together likewise.",
             "",
-            "| recipe | vLLM's method, KV cache | vLLM to ours, prompt | vLLM to ours, new tokens "
+            "| folder | vLLM's method, KV cache | vLLM to ours, prompt | vLLM to ours, new tokens "
             "| vLLM to ours, merged | ours to ours in float32 | vLLM to the original | ours to the original | note |",
             "|---|---|---|---|---|---|---|---|---|",
             *(line for line, _ in made),

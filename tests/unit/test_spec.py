@@ -93,7 +93,8 @@ def test_where_a_source_comes_from(tmp_path: Path) -> None:
 def test_auto_keeps_its_reason() -> None:
     assert sources(plan())["dtype"] == ("bf16", "auto: the CPU computes bfloat16")
     made = sources(plan(gpu="l4"))
-    assert made["dtype"] == ("fp8-kv", "auto: SM89 computes FP8, weights and KV cache")
+    runtimes = "(runtimes tensorrt_llm, trtllm_pytorch, vllm)"
+    assert made["dtype"] == ("fp8-kv", f"auto: SM89 computes FP8, weights and KV cache {runtimes}")
     assert made["kv_cache"] == ("fp8", "recipe")
     assert made["calibration.data"] == ("cnn_dailymail", "default")
     assert made["runtime"] == ("tensorrt_llm", "default for NVIDIA GPUs")
@@ -119,7 +120,7 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
         (
             {"gpu": "a100", "dtype": "fp8"},
             "fp8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, SM90, SM100, SM103, SM120; "
-            "use --dtype int4-awq, int8-sq, int8-wo or bf16 here",
+            "use --dtype int4-awq, int8-pc-pt, int8-sq, int8-wo or bf16 here",
         ),
         ({"model": "llama3-8"}, "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
         ({"gpu": "h10"}, "unknown GPU 'h10'; did you mean 'h100'?"),

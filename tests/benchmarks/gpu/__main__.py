@@ -33,7 +33,7 @@ from trtpipe.engines.errors import TrtpipeError
 from trtpipe.engines.nvidia import Gpu, read_gpus
 from trtpipe.pipeline.serving import http_streams
 
-SECTIONS = ("accuracy", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
+SECTIONS = ("accuracy", "folders", "engine", "kv_cache", "reference", "quantize", "shared_gpu", "parallel")
 # From it on ranks may share a GPU.
 SHARING_NCCL = [2, 30]
 
@@ -42,7 +42,7 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("scratch", type=Path)
     options.add_argument("--engine-python", default=sys.executable, help="where torch and vLLM are installed")
-    options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy")
+    options.add_argument("--smollm2", type=Path, help="a folder of SmolLM2-135M-Instruct, for accuracy and folders")
     options.add_argument("--only", default=",".join(SECTIONS))
     options.add_argument("--resume", action="store_true")
     options.add_argument("--beside", default="")
@@ -69,8 +69,8 @@ def main() -> int:
             print(f"{name} is left out: {reason}", flush=True)
             continue
         keeper = Keeper(chosen.json, kept, name, place, about(gpus, found, chosen.beside), resume=chosen.resume)
-        if name == "accuracy":
-            sections.accuracy(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
+        if name in ("accuracy", "folders"):
+            getattr(sections, name)(place, chosen.smollm2.resolve(), keeper.result, keeper.keep)
         else:
             model = scratch / "llama3-8b-shaped"
             if not model.is_dir():

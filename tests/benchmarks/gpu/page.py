@@ -14,12 +14,14 @@ ABSENT = """\
   its place: the reference runtime executes the very checkpoint files that `trtllm-build` would compile; vLLM, an engine
   nobody here wrote, executes the same quantization from the Hugging Face folder; and the Triton repository is the one
   that goes to production but for its backend directory.
-- **INT8 in vLLM.** It reads no INT8 SmoothQuant from ModelOpt's folders, and `trtpipe build` refuses it there. INT8
-  runs in the reference runtime alone.
 - **NVIDIA's Triton images.** The server is the one inside PyPI's nvidia-pytriton.
 """
 # The same of sections that are not there yet.
 MISSING = {
+    "folders": """\
+- **INT8 and 4-bit weights in vLLM**, from compressed-tensors folders. `trtpipe build` writes them, `verify` computes
+  with them, and a test compares their bytes with llm-compressor's; what vLLM computes from them was not measured.
+""",
     "kv_cache": """\
 - **The speed of an FP8 KV cache** at these sizes. What it changes in the answers is under Correctness.
 """,
@@ -65,10 +67,7 @@ def _ms(value: float | None) -> str:
 
 
 def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    rows = [
-        f"| {pair['of']} | {pair['to']} | {pair['kl']:.5f} | {pair['top1']:.2%} | {pair['places']:,} |"
-        for pair in result["pairs"]
-    ]
+    rows = _pairs(result)
     greedy = [
         f"| {one['precision']} | {one['vllm_method'] or 'none'}, KV cache {one['vllm_kv_cache']} "
         f"| {one['same']} of {one['answers']} | {one['same_tokens']:.1%} |"
@@ -97,6 +96,36 @@ def _accuracy(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             _commands(section),
         ]
     )
+
+
+def _folders(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    answers = [f"| {one['precision']} | {one['vllm_method']} | {one['text'].strip()!r} |" for one in result["answers"]]
+    return "\n".join(
+        [
+            "## Other precisions in vLLM: SmolLM2-135M-Instruct\n",
+            _where(section),
+            f"As above, over {result['rows']} x {result['length']} tokens: vLLM against our arithmetic on the folder "
+            "that it runs, and against the\nunquantized model. INT8 with a scale a token and 4-bit groups of 64 are "
+            "compressed-tensors folders, as llm-compressor\nwrites them.\n",
+            "| of | to | mean KL | same likeliest token | places |",
+            "|---|---|---|---|---|",
+            *_pairs(result),
+            "",
+            f"Greedy answers to the same prompt; unquantized: {result['plain'].strip()!r}\n",
+            "| precision | how vLLM took the folder | answer |",
+            "|---|---|---|",
+            *answers,
+            "",
+            _commands(section),
+        ]
+    )
+
+
+def _pairs(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"| {pair['of']} | {pair['to']} | {pair['kl']:.5f} | {pair['top1']:.2%} | {pair['places']:,} |"
+        for pair in result["pairs"]
+    ]
 
 
 def _engine(section: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -294,6 +323,6 @@ def _decoded(steps: Mapping[str, Any]) -> str:
 
 
 WRITERS = {
-    "accuracy": _accuracy, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference, "quantize": _quantize,
-    "shared_gpu": _shared_gpu, "parallel": _parallel,
+    "accuracy": _accuracy, "folders": _folders, "engine": _engine, "kv_cache": _kv_cache, "reference": _reference,
+    "quantize": _quantize, "shared_gpu": _shared_gpu, "parallel": _parallel,
 }  # fmt: skip

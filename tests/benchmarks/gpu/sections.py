@@ -20,6 +20,11 @@ from trtpipe.pipeline.sources import calibration
 # Called when there is more, so that it is not lost with what fails later.
 Keep = Callable[[], None]
 PRECISIONS = ("bf16", "fp8", "fp8-kv")
+# Other precisions that vLLM reads -> settings that SmolLM2's sizes need. Blocks of 128 do not divide its 576 features.
+# Of NVFP4 vLLM computes with the weights alone before Blackwell, our arithmetic also with inputs in NVFP4.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "fp8-pc-pt": (), "nvfp4": (), "int8-sq": (), "int8-pc-pt": (), "int8-wo": (), "int4-awq": ("group_size=64",),
+}  # fmt: skip
 LEVELS = [1, 64, 256, 512]
 BUSY = [256, 512]
 SECONDS = 6.0
@@ -38,14 +43,9 @@ def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> No
     """A model of real weights: what vLLM computes from our folders against our runtime from our checkpoints."""
     from tokenizers import Tokenizer
 
-    given, smollm2 = smollm2, place.scratch / "smollm2"
-    smollm2.unlink(missing_ok=True)
-    smollm2.symlink_to(given)  # under a name that commands can be told by
+    smollm2, rows = _heldout(place, smollm2)
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS]
-    heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=LENGTH)
-    rows = place.scratch / "rows.npy"
-    np.save(rows, calibration.samples(smollm2, heldout).astype(np.int32))
     engines = {dtype: str(place.build(smollm2, dtype, "reference") / "engine") for dtype in (*PRECISIONS, "int8")}
     told: dict[str, str] = {}
     folders: dict[str, str] = {}
@@ -73,13 +73,49 @@ def accuracy(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> No
                 "ours": tokenizer.decode(found["greedy"][dtype][0]),
             }
         )  # fmt: skip
-    refused = []
-    try:
-        place.build(smollm2, "int8", "vllm")
-    except Exception as error:
-        refused.append(str(error))
     place.forget()
-    out.update(pairs=found["pairs"], greedy=greedy, rows=ROWS, length=LENGTH, int8_refused=bool(refused))
+    out.update(pairs=found["pairs"], greedy=greedy, rows=ROWS, length=LENGTH)
+
+
+def folders(place: Place, smollm2: Path, out: dict[str, Any], keep: Keep) -> None:
+    """Every other precision that vLLM reads: what it computes from a folder against our arithmetic on the same one."""
+    from tokenizers import Tokenizer
+
+    smollm2, rows = _heldout(place, smollm2)
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in PROMPTS]
+    engines = {"bf16": str(place.build(smollm2, "bf16", "reference") / "engine")}
+    told, made, answers = {}, {}, []
+    for dtype, settings in FOLDERS.items():
+        made[dtype] = str(place.build(smollm2, dtype, "vllm", *settings) / "engine")
+        told[dtype] = str(place.scratch / f"{dtype}.npz")
+        found = place.inside(
+            "vllm_scores", engine=made[dtype], rows=str(rows), out=told[dtype], greedy=prompts, new=NEW
+        )
+        answers.append(
+            {
+                "precision": dtype, "vllm_method": found["method"], "vllm_kv_cache": found["kv_cache"],
+                "text": tokenizer.decode(found["greedy"][0]),
+            }
+        )  # fmt: skip
+    scores = place.inside(
+        "reference_scores", engines=engines, folders=made, vllm=told, rows=str(rows), greedy=prompts[:1], new=NEW
+    )
+    place.forget()
+    out.update(
+        pairs=scores["pairs"], answers=answers, plain=tokenizer.decode(scores["greedy"]["bf16"][0]), rows=ROWS,
+        length=LENGTH,
+    )  # fmt: skip
+
+
+def _heldout(place: Place, given: Path) -> tuple[Path, Path]:
+    """The model under a name that commands can be told by, and a file of rows of held-out text."""
+    smollm2, rows = place.scratch / "smollm2", place.scratch / "rows.npy"
+    smollm2.unlink(missing_ok=True)
+    smollm2.symlink_to(given)
+    heldout = CalibrationConfig(data=calibration.HELDOUT, samples=ROWS, seq_len=LENGTH)
+    np.save(rows, calibration.samples(smollm2, heldout).astype(np.int32))
+    return smollm2, rows
 
 
 def _alike(a: list[int], b: list[int]) -> int:
@@ -117,7 +153,7 @@ def _vllm(
 
 
 def reference(place: Place, model: Path, out: dict[str, Any], keep: Keep) -> None:
-    """Our runtime from our checkpoints, beside transformers from the original; and INT8, which vLLM does not read."""
+    """Our runtime from our checkpoints, beside transformers from the original; and INT8."""
     if "transformers" not in out:
         out["transformers"] = place.inside("transformers", model=str(model), streams=256, new=128)
         keep()

@@ -96,6 +96,17 @@ def test_a_model_s_shapes_are_known_without_it(tmp_path: Path) -> None:
         find_shape("somebody/model")
 
 
+def test_a_model_file_says_how_the_published_model_is_quantized() -> None:
+    for name, words in (
+        ("llama3.1-8b-fp8", "FP8 weights and an FP8 KV cache, stored by modelopt"),
+        ("llama3.1-70b-fp8-redhat", "FP8 weights, stored by compressed-tensors"),
+    ):
+        stored = find_model(name, source=None, revision=None).stored
+        assert stored is not None
+        assert stored.describe() == words
+    assert find_model("llama3.1-8b", source=None, revision=None).stored is None
+
+
 def test_no_two_files_claim_one_name() -> None:
     for facts in (load_models().values(), load_gpus().values()):
         names = [name for fact in facts for name in (fact.name, *fact.aliases)]

@@ -411,7 +411,11 @@ def built(model: str, tmp_path: Path, *assignments: str, until: str = "download"
     ("config", "options", "line"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "describes a Qwen2ForCausalLM"),
-        ({"quantization_config": {"quant_method": "gptq"}}, {}, "describes an already quantized model"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            {},
+            "is quantized by gptq: the methods read here are modelopt, compressed-tensors, fp8; start from",
+        ),
         ({"mlp_bias": True}, {}, "has biases in its feed-forward layers"),
         ({}, {"tp": 3}, "tp_size 3 does not divide the 4 attention heads; tp sizes that fit: 1, 2, 4"),
         ({}, {"pp": 9}, "pp_size 9 exceeds the 2 layers"),

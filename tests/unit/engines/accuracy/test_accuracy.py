@@ -355,9 +355,28 @@ def test_a_damaged_original_is_named(llama: Path, tmp_path: Path, compare: Compa
         compare(tmp_path / "bad", llama)
 
 
-def test_a_quantized_original(quantized: Quantized, compare: Compare) -> None:
-    with pytest.raises(InputDataError, match="already quantized"):
-        compare(quantized("fp8-kv", "hf"), quantized("fp8-kv"))
+def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
+    llama: Path, quantized: Quantized, compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantized("fp8-kv", "hf")
+    same, cost = compare(folder, quantized("fp8-kv")), compare(llama, folder)
+    # Both have the same scales; q, k and v share one in the checkpoint.
+    assert same.original_nll == cost.quantized_nll
+    assert same.mean_kl < cost.mean_kl / 4
+    alone = gate.measure_alone(folder, ROWS, device="cpu", log=tmp_path / "log")
+    assert (alone.quantized_nll, alone.saturation) == (cost.quantized_nll, cost.saturation)
+    assert (alone.quant_algo, alone.kv_cache_quant_algo, alone.positions) == ("FP8", "FP8", cost.positions)
+    report = gate.AloneReport(recipe="fp8-kv", measured=replace(alone, quantized_nll=math.log(100.0)))
+    assert report.failures == []
+    console.accuracy(report)
+    assert "perplexity 100; the model came quantized, and its original was not" in capsys.readouterr().out
+    accuracy_page.write(report, tmp_path / "report")
+    told = json.loads((tmp_path / "report" / "accuracy.json").read_text())
+    assert (told["passed"], told["quantized_perplexity"], told["mean_kl"]) == (True, pytest.approx(100), None)
+    assert "of the quantized model alone" in (tmp_path / "report" / "accuracy.html").read_text()
+    guess = replace(report, measured=replace(alone, quantized_nll=math.log(VOCAB)))
+    assert guess.failures == [f"perplexity {VOCAB} is that of a guess among {VOCAB} tokens, or worse"]
+    assert "pass --accept-accuracy to build" in str(guess.refusal())
 
 
 def test_rows_that_cannot_be_run(llama: Path, compare: Compare) -> None:

@@ -13,6 +13,8 @@ import yaml
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends import vllm
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, UsageError
 from trtpipe.engines.hf import export as hf_export
@@ -23,6 +25,8 @@ from trtpipe.engines.passport import read_passport
 from trtpipe.pipeline.run_folder import RunFolder
 from trtpipe.pipeline.runner import execute
 from trtpipe.pipeline.spec import BuildSpec, resolve
+from trtpipe.pipeline.stages.build import BUILD
+from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store
 
 
@@ -133,6 +137,21 @@ def test_an_engine_is_the_folder_and_its_settings(
 
 
 @pytest.mark.parametrize(
+    ("options", "method", "cache"),
+    [
+        ({"runtime": "vllm", "dtype": "nvfp4", "gpu": "h100", "kv_cache": "fp8"}, "modelopt_fp4", "fp8"),
+        ({"runtime": "vllm", "dtype": "nvfp4", "gpu": "b200", "kv_cache": "nvfp4"}, "modelopt_fp4", "nvfp4"),
+        ({"runtime": "vllm", "dtype": "fp8-block", "gpu": "h100"}, "modelopt", "auto"),
+    ],
+)
+def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, Any], method: str, cache: str) -> None:
+    spec = resolve([("option", {"model": "llama3-8b", **options})])
+    text = load_backend("vllm").rendered(spec.build, spec.engine_target)["engine_args.yaml"]
+    settings = yaml.safe_load(text)
+    assert (settings["quantization"], settings["kv-cache-dtype"]) == (method, cache)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -148,6 +167,20 @@ def test_an_engine_is_the_folder_and_its_settings(
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
             "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): its PyTorch "
             "backend has no kernel for it that is known; it runs FP8, ",
+        ),
+        (
+            {"runtime": "vllm", "dtype": "w4a8-awq"},
+            "the runtime vllm does not run W4A8_AWQ: it does not read the formats",
+        ),
+        (
+            {"runtime": "tensorrt_llm", "dtype": "nvfp4"},
+            "the runtime tensorrt_llm does not run NVFP4 on h100 (SM90): its kernels need SM100, SM103, SM120; "
+            "use --runtime vllm, which computes with the weights alone there, or another --dtype",
+        ),
+        (
+            {"runtime": "tensorrt_llm", "dtype": "fp8-block"},
+            "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read the formats that can hold it "
+            "(hf); use --runtime trtllm_pytorch or vllm, or another --dtype",
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "fp8-pc-pt", "gpu": "l40s"},
@@ -188,7 +221,6 @@ def test_an_engine_is_the_folder_and_its_settings(
             "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
         ),
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
-        ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
         ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),
@@ -199,6 +231,18 @@ def test_what_a_runtime_cannot_run_is_refused_in_the_plan(options: dict[str, Any
     with pytest.raises(UsageError) as error:
         resolve([("option", layer)])
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "method"),
+    [("int8", "compressed-tensors", "compressed-tensors"), ("fp8-kv", "hf", "modelopt"), ("bf16", None, None)],
+)
+def test_vllm_gets_a_recipe_in_a_format_that_it_reads(dtype: str, form: str | None, method: str | None) -> None:
+    gpu = "a100" if dtype == "int8" else "h100"
+    spec = resolve([("option", {"model": "llama3-8b", "gpu": gpu, "dtype": dtype, "runtime": "vllm"})])
+    assert (QUANTIZE.settings(spec).form if QUANTIZE.applies(spec) else None) == form
+    settings = yaml.safe_load(vllm.rendered(spec.build, BUILD.settings(spec).target)["engine_args.yaml"])
+    assert settings.get("quantization") == method
 
 
 def test_an_engine_of_the_llm_api_runs_where_its_formats_do() -> None:

@@ -24,7 +24,7 @@ from trtpipe.engines.hf.export import export
 from trtpipe.engines.hf.folder import NotALlama, read_model_config
 from trtpipe.engines.hf.inspection import inspect
 from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
-from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.weights import WeightSource
 
 MODULE = """
@@ -150,7 +150,7 @@ def test_it_is_quantized_in_both_formats(tmp_path: Path, folders: tuple[Path, Pa
         assert same(load_file(yaks / file), expected if form == "trtllm" else renamed(expected))
         assert inspect(yaks).problems == ()
         both = [open_model(folder, torch.device("cpu")) for folder in (llama, yaks)]
-        assert isinstance(both[1], UnifiedFolder) == (form == "hf")
+        assert isinstance(both[1], QuantizedFolder) == (form == "hf")
         assert torch.equal(first_layer(both[0]), first_layer(both[1]))
 
 

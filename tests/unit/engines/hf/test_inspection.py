@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.factories import hf_folder, write_safetensors
 from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines.backends.base import METHODS
 from trtpipe.engines.base import Mapping
 from trtpipe.engines.checkpoint.convert import convert
 from trtpipe.engines.errors import InputDataError
@@ -124,20 +125,22 @@ def test_a_file_beyond_the_ranks_is_named_once(checkpoint: Path) -> None:
     assert inspect(checkpoint).problems == ("rank2.safetensors is of no rank: the mapping has 2",)
 
 
-@pytest.mark.parametrize("algo", list(QuantAlgo))
-def test_every_quantized_checkpoint_is_sound(tmp_path: Path, algo: QuantAlgo) -> None:
-    """As the worker writes them, in both formats; int4 needs groups that divide."""
+@pytest.mark.parametrize(("algo", "form"), [(algo, form) for algo in QuantAlgo for form in algo.row.formats])
+def test_every_quantized_checkpoint_is_sound(tmp_path: Path, algo: QuantAlgo, form: str) -> None:
+    """As the worker writes them, in all formats; int4 needs groups that divide."""
     source = hf_folder(tmp_path / "hf", **SIZES)
     cache = KvCacheQuantAlgo.FP8 if algo is QuantAlgo.FP8 else None
     quantization = Quantization(quant_algo=algo, kv_cache_quant_algo=cache, group_size=64)
-    ranks = inspect(quantized(source, tmp_path / "ranks", quantization, "trtllm", pp_size=2))
-    assert (ranks.kind, ranks.quantization["quant_algo"], ranks.problems, ranks.notes) == (
-        "tensorrt_llm", algo.value, (), (),
-    )  # fmt: skip
-    whole = inspect(quantized(source, tmp_path / "whole", quantization))
-    assert (whole.kind, whole.problems, whole.notes) == ("huggingface", (), (FOR_WHOM,))
-    assert whole.quantization == {
-        "quant_method": "modelopt",
+    found = inspect(quantized(source, tmp_path / "out", quantization, form, pp_size=2 if form == "trtllm" else 1))
+    if form == "trtllm":
+        assert (found.kind, found.quantization["quant_algo"], found.problems, found.notes) == (
+            "tensorrt_llm", algo.value, (), (),
+        )  # fmt: skip
+        return
+    notes = (FOR_WHOM,) if form == "hf" else ()
+    assert (found.kind, found.problems, found.notes) == ("huggingface", (), notes)
+    assert found.quantization == {
+        "quant_method": METHODS[form],
         "quant_algo": algo.value,
         "kv_cache_quant_algo": cache and cache.value,
         "group_size": 64 if quantization.packed else None,
@@ -180,8 +183,8 @@ DETAILS, CONFIG = "hf_quant_config.json", "config.json"
             {"kv_cache_quant_algo": None},
             "describes two quantizations: quantization_config says quant_algo FP8",
         ),
-        (DETAILS, {"quant_algo": "NVFP4"}, "hf_quant_config.json is quantized with NVFP4"),
-        (CONFIG, {"quant_method": "gptq"}, "is quantized by gptq: of quantized folders only ModelOpt's are read"),
+        (DETAILS, {"quant_algo": "MXFP8"}, "hf_quant_config.json is quantized with MXFP8"),
+        (CONFIG, {"quant_method": "gptq"}, "is quantized by gptq: the methods read here are modelopt, "),
         (CONFIG, {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "the KV cache is quantized with the scheme"),
         (CONFIG, {"kv_cache_scheme": 8}, "the KV cache is quantized with the scheme 8"),
         (CONFIG, {"ignore": []}, "exclude_modules does not name lm_head"),
@@ -272,7 +275,7 @@ def test_a_damaged_quantized_folder_still_shows_what_it_says_of_itself(fp8_kv: P
 
 def test_modelopts_folder_is_no_source(fp8_kv: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(InputDataError, match="describes an already quantized model; start from the model's bf16"):
+    with pytest.raises(InputDataError, match="describes an already quantized model: only an unquantized one can be"):
         convert(fp8_kv, tmp_path / "out", dtype=None, mapping=Mapping())
     with pytest.raises(InputDataError, match="describes an already quantized model"):
         job.check(fp8_kv, load_quant_recipes()["int8-wo"], job.Layout())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +29,44 @@ CASES = {
     "int8-sq": ("INT8_SMOOTHQUANT_CFG", Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL)),
     "int8-wo": ("INT8_WEIGHT_ONLY_CFG", Quantization(quant_algo=QuantAlgo.W8A16)),
     "int4-awq": ("INT4_AWQ_CFG", Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=64)),
+    "nvfp4": (
+        "NVFP4_DEFAULT_CFG",
+        Quantization(quant_algo=QuantAlgo.NVFP4, kv_cache_quant_algo=KvCacheQuantAlgo.NVFP4),
+    ),
+    "fp8-block": (
+        "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
+        Quantization(quant_algo=QuantAlgo.FP8_BLOCK_SCALES, kv_cache_quant_algo=KvCacheQuantAlgo.FP8),
+    ),
     "w4a8-awq": ("W4A8_AWQ_BETA_CFG", Quantization(quant_algo=QuantAlgo.W4A8_AWQ, group_size=64)),
 }
+# Of these ModelOpt's TensorRT-LLM form is one that TensorRT-LLM cannot load: of int8-wo ours is another, on purpose.
+UNLOADABLE = ("int8-wo", "fp8-block")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the models: one for each case that is named, `llama` for the others."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).bfloat16()
-    for layer in model.model.layers:
-        # Random weights give activations without outliers, which no calibration would tell apart.
-        layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, 128).bfloat16()
-        layer.post_attention_layernorm.weight.data *= torch.linspace(3, 0.1, 128).bfloat16()
-    model.save_pretrained(folder)
+    # Blocks of 128 want a wider one; of its 320 features they leave a part.
+    for name, hidden, ffn, layers in (("llama", 128, 256, 3), ("fp8-block", 256, 320, 1)):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).bfloat16()
+        for layer in model.model.layers:
+            # Random weights give activations without outliers, which no calibration would tell apart.
+            layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, hidden).bfloat16()
+            layer.post_attention_layernorm.weight.data *= torch.linspace(3, 0.1, hidden).bfloat16()
+        model.save_pretrained(folder / name)
     return folder
+
+
+def of_case(llama: Path, case: str) -> Path:
+    return llama / (case if (llama / case).is_dir() else "llama")
 
 
 def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -57,7 +75,7 @@ def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[s
     out.mkdir(parents=True)
     np.save(out.parent / f"{out.name}.npy", SAMPLES)
     spec = {
-        "source": str(llama), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
+        "source": str(of_case(llama, case)), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
         "quantization": {
             "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
             "group_size": quantization.group_size,
@@ -78,7 +96,7 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
     from transformers import LlamaForCausalLM
 
     name, quantization = CASES[request.param]
-    model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    model = LlamaForCausalLM.from_pretrained(of_case(llama, request.param), dtype=torch.bfloat16)
     recipe = copy.deepcopy(getattr(mtq, name))
     for entry in recipe["quant_cfg"]:
         cfg = entry.get("cfg")
@@ -86,20 +104,21 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
             if part and "block_sizes" in part and quantization.packed:
                 part["block_sizes"][-1] = quantization.group_size
     if quantization.kv_cache_quant_algo:
-        recipe["quant_cfg"] += mtq.FP8_KV_CFG["quant_cfg"]
+        caches = {KvCacheQuantAlgo.FP8: mtq.FP8_KV_CFG, KvCacheQuantAlgo.NVFP4: mtq.NVFP4_KV_CFG}
+        recipe["quant_cfg"] += caches[quantization.kv_cache_quant_algo]["quant_cfg"]
     mtq.quantize(model, recipe, lambda m: m(torch.from_numpy(SAMPLES).long()))
     out = tmp_path_factory.mktemp("modelopt")
-    export_tensorrt_llm_checkpoint(
-        copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
-    )
+    if request.param not in UNLOADABLE:
+        export_tensorrt_llm_checkpoint(
+            copy.deepcopy(model), "llama", torch.bfloat16, export_dir=str(out / "trtllm"), inference_tensor_parallel=1
+        )
     export_hf_checkpoint(model, torch.bfloat16, export_dir=str(out / "hf"))
     return request.param, out
 
 
-# ModelOpt's TensorRT-LLM form of int8-wo is one that TensorRT-LLM cannot load: ours is another, on purpose.
 @pytest.mark.parametrize(
     ("theirs", "form"),
-    [(case, form) for case in CASES for form in ("trtllm", "hf") if (case, form) != ("int8-wo", "trtllm")],
+    [(case, form) for case in CASES for form in ("trtllm", "hf") if form == "hf" or case not in UNLOADABLE],
     indirect=["theirs"],
     scope="module",
 )
@@ -107,6 +126,11 @@ def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_pa
     case, folder = theirs
     expected = load_file(folder / form / ("rank0.safetensors" if form == "trtllm" else "model.safetensors"))
     got = ours(llama, tmp_path / form, case, form)
+    if form == "hf":
+        for name in ("config.json", "hf_quant_config.json"):
+            told, wanted_text = ((place / name).read_text() for place in (tmp_path / form, folder / form))
+            assert json.loads(told).get("quantization_config") == json.loads(wanted_text).get("quantization_config")
+            assert json.loads(told).get("quantization") == json.loads(wanted_text).get("quantization")
     assert sorted(got) == sorted(expected)
     for name, tensor in got.items():
         wanted = expected[name]

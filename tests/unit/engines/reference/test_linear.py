@@ -11,7 +11,14 @@ from trtpipe.engines.quantize.algorithms import make_linear
 from trtpipe.engines.reference.kv_codec import KvCodec
 from trtpipe.engines.reference.linear import Fp8, Int8, Linear, Plain, Smoothed, Stacked
 from trtpipe.engines.reference.mlp import Each, OneInput, OneProduct, make_branches
-from trtpipe.engines.reference.number_formats import quantize_rows, to_e4m3, to_int8, unpack_int4
+from trtpipe.engines.reference.number_formats import (
+    pack_e2m1,
+    quantize_rows,
+    to_e4m3,
+    to_int8,
+    unpack_e2m1,
+    unpack_int4,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -47,6 +54,14 @@ def test_e4m3_saturates_and_rounds_half_to_even() -> None:
 
 def test_int8_saturates_and_rounds_half_to_even() -> None:
     assert to_int8(f32(0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5, 1e9)).tolist() == [0, 2, 2, 0, -2, 127, -128, 127]
+
+
+def test_e2m1_saturates_and_rounds_half_to_the_even_code() -> None:
+    numbers = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7], [-0.2, -1e9, 0.26, -0.0, 4.9, -5.1, 2.6, 0.6]])
+    codes = pack_e2m1(numbers)
+    # An even column is in the low nibble, the sign in its highest bit; a negative number stays negative.
+    assert codes.tolist() == [[0x20, 0x42, 0x64, 0x76], [0xF8, 0x01, 0xF6, 0x15]]
+    assert unpack_e2m1(codes, torch.float32).tolist() == [[0, 1, 1, 2, 2, 4, 4, 6], [0, -6, 0.5, 0, 4, -6, 3, 0.5]]
 
 
 def test_weight_only_takes_128_and_rounds_half_away_from_zero() -> None:
@@ -278,3 +293,52 @@ def test_an_int8_cache_rounds_half_to_even() -> None:
     kv = torch.tensor([[[1.25, 1.75], [1e4, -1e4]]])
     assert codec.encode(kv).tolist() == [[[2, 4], [127, -128]]]
     assert codec.decode(codec.encode(kv), torch.bfloat16).tolist() == [[[1, 2], [63.5, -64]]]
+
+
+def nvfp4_weight(*rows: list[float]) -> torch.Tensor:
+    """Codes of rows whose numbers beyond those given are zero, up to 32."""
+    return pack_e2m1(torch.tensor([row + [0.0] * (32 - len(row)) for row in rows]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nvfp4_scales_vectors_of_inputs_and_of_weights(dtype: torch.dtype) -> None:
+    stored = {
+        "weight": nvfp4_weight([6, 1], [0.5] + [0] * 15 + [-2]),
+        "scale": e4m3([[2, 1], [16, 3]]),
+        "second_scale": torch.tensor(0.5),
+        "input_scale": torch.tensor(0.25),
+    }
+    linear = make_linear(QuantAlgo.NVFP4, stored, dtype)
+    # The first vector has the scale 4 * 0.25, so that 0.6 becomes 0.5. In the second the largest number is 0.003, whose
+    # scale becomes the smallest of e4m3, 2^-9, so that 6 * 2^-9 * 0.25 is left. Then 10000, whose scale is 448.
+    rows = [[6, 0.6] + [0.0] * 14 + [0.003] + [0.0] * 15, [0.0] * 16 + [1e4] + [0.0] * 15, [0.0] * 32]
+    second = 6 * 2**-9 * 0.25
+    assert apply(linear, rows, dtype) == [
+        [pytest.approx(36.5, rel=2**-8), pytest.approx(6 * 0.5 * 16 * 0.5 - second * 2 * 3 * 0.5, rel=2**-8)],
+        [0, -6 * 448 * 0.25 * 2 * 3 * 0.5],
+        [0, 0],
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fp8_blocks_have_scales_of_their_own(dtype: torch.dtype) -> None:
+    weight = torch.zeros(130, 130)
+    weight[0, :2], weight[0, 128:], weight[129, 0] = f32(1, -4), f32(1, 2), 3
+    stored = {"weight": weight.to(torch.float8_e4m3fn), "scale": torch.tensor([[2.0, 0.5], [8.0, 1.0]])}
+    linear = make_linear(QuantAlgo.FP8_BLOCK_SCALES, stored, dtype)
+    # 896 has the scale 2 and -4 becomes -2; 7 has the scale 1/64 and 1 becomes 64; zeros stay zeros.
+    (got, zeros) = apply(linear, [[896.0, -4.0] + [0.0] * 126 + [7.0, 1.0], [0.0] * 130], dtype)
+    first = (448 * 1 + 2 * 4) * 2 * 2 + (448 * 1 + 64 * 2) / 64 * 0.5
+    assert [got[0], got[129]] == [pytest.approx(first, rel=2**-8), 448 * 3 * 2 * 8]
+    assert (set(got[1:129]), set(zeros)) == ({0.0}, {0.0})
+
+
+def test_an_nvfp4_cache_has_half_a_byte_a_number_and_a_scale_for_16() -> None:
+    codec = KvCodec.make(KvCacheQuantAlgo.NVFP4, torch.tensor(2.0), f32(0.5), kv_heads=1)
+    kv = torch.zeros(1, 2, 16)
+    kv[0, 0, :3], kv[0, 1, 15] = f32(12, 1, -3.1), 3.0
+    codes = codec.encode(kv)
+    assert (codes.dtype, codes.shape) == (torch.int8, (1, 2, 9))
+    # Keys in units of 2, where -3.1 is nearest to -3; values in units of 0.5.
+    kv[0, 0, 2] = -3
+    assert torch.equal(codec.decode(codes, torch.float32), kv)

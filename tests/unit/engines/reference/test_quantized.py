@@ -26,10 +26,11 @@ from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantizati
 from trtpipe.engines.reference import runtime as runtime_module
 from trtpipe.engines.reference.attention import Span
 from trtpipe.engines.reference.cuda.fused import rms_norm
-from trtpipe.engines.reference.hf_weights import HfFolder, UnifiedFolder
+from trtpipe.engines.reference.hf_weights import HfFolder, QuantizedFolder
 from trtpipe.engines.reference.layer import run_layer
 from trtpipe.engines.reference.matmul import multiply
 from trtpipe.engines.reference.model import Model
+from trtpipe.engines.reference.number_formats import in_nvfp4_units, nvfp4_scales, pack_e2m1
 from trtpipe.engines.reference.rope import rotary_tables
 from trtpipe.engines.reference.runtime import Runtime
 from trtpipe.engines.reference.weights import RankFiles, WeightSource, load_all
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = tuple((7 * i + 3) % 50 for i in range(30))
 GROUP = 16
-# How far logits may be from the float model's, relative to their norm.
+# How far logits may be from the float model's, relative to their norm: algorithms that a checkpoint can have.
 ERROR = {
     QuantAlgo.FP8: 0.1,
     QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: 0.1,
@@ -54,16 +55,18 @@ ERROR = {
     QuantAlgo.W8A16: 0.02,
     QuantAlgo.W4A16_AWQ: 0.3,
     QuantAlgo.W4A8_AWQ: 0.3,
+    QuantAlgo.NVFP4: 0.4,
 }
 # Same arithmetic on every rank: no scale depends on the slice.
-SHARED_SCALES = [QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ]
+SHARED_SCALES = [QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, QuantAlgo.W4A16_AWQ, QuantAlgo.W4A8_AWQ, QuantAlgo.NVFP4]
+# Of types whose codes have a byte.
 KV_SCALE = {KvCacheQuantAlgo.FP8: 0.25, KvCacheQuantAlgo.INT8: 5 / 127}
 
 
-def float_tensors() -> dict[str, torch.Tensor]:
+def float_tensors(config: CheckpointConfig) -> dict[str, torch.Tensor]:
     """An HF model's tensors; norms are uneven, so that smoothing has something to do."""
     torch.manual_seed(0)
-    out = {name: torch.randn(shape) * 0.12 for name, shape in source_shapes(CHECKPOINT).items()}
+    out = {name: torch.randn(shape) * 0.12 for name, shape in source_shapes(config).items()}
     return {name: value + torch.linspace(0.5, 1.5, 32) if value.dim() == 1 else value for name, value in out.items()}
 
 
@@ -90,6 +93,12 @@ def encoded(name: str, weight: torch.Tensor, algo: QuantAlgo) -> dict[str, torch
         out["weights_scaling_factor"] = scale = weight.abs().amax(1) / 127
         out["activation_scaling_factor"] = torch.tensor([2 * amax / 127])
         out["weight"] = (weight / scale[:, None]).round().to(torch.int8)
+    elif algo is QuantAlgo.NVFP4:
+        second = torch.tensor([1.0 / 2688])
+        out["weights_scaling_factor"] = scale = nvfp4_scales(weight, second)
+        out["weight"] = pack_e2m1(in_nvfp4_units(weight, scale, second))
+        out["weights_scaling_factor_2"] = second
+        out["activation_scaling_factor"] = torch.tensor([amax / 2688])
     else:
         scale = weight.view(len(weight), -1, GROUP).abs().amax(2) / 7
         codes = (weight / scale.repeat_interleave(GROUP, 1)).round().to(torch.int8)
@@ -101,18 +110,19 @@ def encoded(name: str, weight: torch.Tensor, algo: QuantAlgo) -> dict[str, torch
 
 
 def write_engine(
-    folder: Path, quantization: Quantization, mapping: Mapping = CHECKPOINT.mapping, **limits: Any
+    folder: Path, quantization: Quantization, mapping: Mapping = CHECKPOINT.mapping, heads: int = 4, **limits: Any
 ) -> CheckpointConfig:
     """An engine folder of the float model, quantized."""
-    config = replace(CHECKPOINT, quantization=quantization, mapping=mapping)
-    tensors = float_tensors()
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_size": 32 // heads}
+    config = replace(CHECKPOINT, quantization=quantization, mapping=mapping, **shape)  # type: ignore[arg-type]
+    tensors = float_tensors(config)
     if quantization.quant_algo is not None:
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
             tensors |= encoded(name, tensors[name], quantization.quant_algo)
     for layer in range(config.num_hidden_layers if quantization.kv_cache_quant_algo else 0):
         for name in ("k_cache", "v_cache", "kv_cache"):
-            scale = KV_SCALE[quantization.kv_cache_quant_algo]  # type: ignore[index]
-            tensors[f"model.layers.{layer}.self_attn.{name}_scaling_factor"] = torch.tensor([scale])
+            scale = torch.tensor([KV_SCALE.get(quantization.kv_cache_quant_algo, 5 / 2688)])  # type: ignore[arg-type]
+            tensors[f"model.layers.{layer}.self_attn.{name}_scaling_factor"] = scale
     for pp_rank in range(mapping.pp_size):
         layout = rank_layout(config, pp_rank=pp_rank)
         for tp_rank in range(mapping.tp_size):
@@ -122,8 +132,8 @@ def write_engine(
             rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)).write_bytes(head + data)
     raw = {
         "architecture": config.architecture, "dtype": "float32", "vocab_size": 50, "hidden_size": 32,
-        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_size": 8, "norm_epsilon": 1e-5, "max_position_embeddings": 64, "position_embedding_type": "rope_gpt_neox",
+        "intermediate_size": 64, "num_hidden_layers": 2, **shape,
+        "norm_epsilon": 1e-5, "max_position_embeddings": 64, "position_embedding_type": "rope_gpt_neox",
         "mapping": {"tp_size": mapping.tp_size, "pp_size": mapping.pp_size},
         "quantization": {
             "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
@@ -171,7 +181,7 @@ def float_logits(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("algo", QuantAlgo)
+@pytest.mark.parametrize("algo", [algo for algo in QuantAlgo if "trtllm" in algo.row.formats])
 def test_a_quantized_model_is_near_the_float_model(
     tmp_path: Path, float_logits: torch.Tensor, algo: QuantAlgo, dtype: str
 ) -> None:
@@ -181,7 +191,7 @@ def test_a_quantized_model_is_near_the_float_model(
 
 
 @pytest.mark.parametrize("mapping", [Mapping(tp_size=2), Mapping(tp_size=2, pp_size=2)], ids=["tp2", "tp2pp2"])
-@pytest.mark.parametrize("algo", QuantAlgo)
+@pytest.mark.parametrize("algo", [algo for algo in QuantAlgo if "trtllm" in algo.row.formats])
 def test_ranks_add_up_to_the_whole(tmp_path: Path, algo: QuantAlgo, mapping: Mapping) -> None:
     quantization = Quantization(quant_algo=algo, kv_cache_quant_algo=KvCacheQuantAlgo.FP8, group_size=GROUP)
     logits = []
@@ -193,7 +203,7 @@ def test_ranks_add_up_to_the_whole(tmp_path: Path, algo: QuantAlgo, mapping: Map
     assert distance(logits[1], logits[0]) < (0.02 if algo in SHARED_SCALES else ERROR[algo])
 
 
-@pytest.mark.parametrize("cache", KvCacheQuantAlgo)
+@pytest.mark.parametrize("cache", KV_SCALE)
 def test_only_what_went_through_the_cache_is_rounded(
     tmp_path: Path, float_logits: torch.Tensor, cache: KvCacheQuantAlgo
 ) -> None:
@@ -207,7 +217,7 @@ def test_only_what_went_through_the_cache_is_rounded(
     assert 1e-4 < distance(chunked[20:], float_logits[20:]) < 0.05
 
 
-@pytest.mark.parametrize("cache", KvCacheQuantAlgo)
+@pytest.mark.parametrize("cache", KV_SCALE)
 def test_generation_reads_the_quantized_cache(tmp_path: Path, cache: KvCacheQuantAlgo) -> None:
     logits = []
     for name, quantization in (("plain", Quantization()), ("cache", Quantization(kv_cache_quant_algo=cache))):
@@ -219,11 +229,26 @@ def test_generation_reads_the_quantized_cache(tmp_path: Path, cache: KvCacheQuan
     assert 1e-4 < distance(logits[1][at], logits[0][at]) < 0.05
 
 
+def test_an_nvfp4_cache_has_vectors_of_16_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2 layers of 2 heads of 16: 64 numbers a token, 32 bytes of codes and 4 of scales.
+    monkeypatch.setattr(runtime_module, "DEFAULT_KV_CACHE_BYTES", 36 * 60)
+    logits = []
+    for name, cache in (("plain", None), ("cache", KvCacheQuantAlgo.NVFP4)):
+        (tmp_path / name).mkdir()
+        write_engine(tmp_path / name, Quantization(kv_cache_quant_algo=cache), heads=2)
+        runtime = Runtime(tmp_path / name, compute_dtype="float32")
+        logits.append(context_logits(runtime))
+    assert runtime.stats()["kv_max_blocks"] == 15
+    at = len(PROMPT) + 1
+    assert torch.equal(logits[1][: len(PROMPT)], logits[0][: len(PROMPT)])
+    assert 1e-3 < distance(logits[1][at], logits[0][at]) < 0.2
+
+
 def test_a_quantized_cache_holds_a_byte_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 2 layers of 2 * 2 heads of 8: 64 numbers a token.
     monkeypatch.setattr(runtime_module, "DEFAULT_KV_CACHE_BYTES", 64 * 60 * 2)
     blocks = {}
-    for cache in (None, *KvCacheQuantAlgo):
+    for cache in (None, *KV_SCALE):
         folder = tmp_path / str(cache)
         folder.mkdir()
         write_engine(folder, Quantization(kv_cache_quant_algo=cache))
@@ -338,13 +363,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[QuantAlgo], 
 
 # ModelOpt, and torch under it, warn of many things that are not ours.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("algo", QuantAlgo)
+@pytest.mark.parametrize("algo", MODELOPT)
 @torch.no_grad()
 def test_modelopts_folder_computes_what_modelopt_simulated(
     exported: Callable[[QuantAlgo], Exported], algo: QuantAlgo
 ) -> None:
     folder, simulated, plain = exported(algo)
-    source = UnifiedFolder(folder, torch.float32)
+    source = QuantizedFolder(folder, torch.float32)
     assert source.config.quantization.quant_algo is algo
     (shard,), layer = source.layer(1), simulated.model.layers[1]
     # Inputs of these two are not those of others, so that the exporter changes nothing about them.
@@ -362,7 +387,7 @@ def test_modelopts_folder_computes_what_modelopt_simulated(
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_unified_folder_has_scales_of_keys_and_values(exported: Callable[[QuantAlgo], Exported]) -> None:
-    source = UnifiedFolder(exported(QuantAlgo.FP8)[0], torch.float32)
+    source = QuantizedFolder(exported(QuantAlgo.FP8)[0], torch.float32)
     codec = source.layer(0)[0].kv_codec
     assert codec is not None
     # Two heads of keys, two of values.
@@ -377,7 +402,7 @@ def test_the_config_alone_says_how_a_folder_is_quantized(
     folder = exported(QuantAlgo.FP8)[0]
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    quantization = UnifiedFolder(tmp_path, torch.float32).config.quantization
+    quantization = QuantizedFolder(tmp_path, torch.float32).config.quantization
     assert quantization == Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KvCacheQuantAlgo.FP8)
 
 
@@ -413,8 +438,8 @@ LOST = "model.layers.1.mlp.up_proj.input_scale"
         (lambda folder: gain(folder, "model.layers.0.zero"), "'model.layers.0.zero' in .* has no place in this model"),
         (lambda folder: break_settings(folder, quant_algo="W8A16"), "has (shape|dtype)"),
         (
-            lambda folder: break_settings(folder, quant_algo="NVFP4"),
-            "is quantized with NVFP4: the algorithms read here",
+            lambda folder: break_settings(folder, quant_algo="W4A16_NVFP4"),
+            "is quantized with W4A16_NVFP4: the algorithms read here",
         ),
         (lambda folder: break_settings(folder, kv_cache_quant_algo="INT8"), "KV cache quantized with INT8"),
         (lambda folder: break_settings(folder, kv_cache_quant_algo=None), "k_scale' in .* has no place in this model"),
@@ -432,13 +457,13 @@ def test_a_folder_that_is_not_what_it_says_is_refused(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     damage(tmp_path)
     with pytest.raises(InputDataError, match=message):
-        UnifiedFolder(tmp_path, torch.float32)
+        QuantizedFolder(tmp_path, torch.float32)
 
 
 def test_a_folder_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", tokenizer=False)
     with pytest.raises(InputDataError, match=r"is not quantized: it has no hf_quant_config\.json"):
-        UnifiedFolder(folder, torch.float32)
+        QuantizedFolder(folder, torch.float32)
 
 
 def test_a_damaged_config_is_named_where_it_lies(tmp_path: Path) -> None:
@@ -446,5 +471,5 @@ def test_a_damaged_config_is_named_where_it_lies(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 0, "quantization_config": {"ignore": []}}))
     with pytest.raises(InputDataError) as error:
-        UnifiedFolder(folder, torch.float32)
+        QuantizedFolder(folder, torch.float32)
     assert str(error.value).startswith(f"{folder / 'config.json'}: hidden_size is 0")

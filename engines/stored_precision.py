@@ -1,0 +1,89 @@
+"""Precision of a model whose files are quantized already, and the runtimes that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from trtpipe.engines import BACKENDS, load_backend
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.gpu import GpuSpec
+from trtpipe.engines.hf.stored import Stored
+from trtpipe.engines.quantization import SHORT_NAMES, Precision, QuantRecipe, cache_sms, check_sm
+from trtpipe.engines.quantize.stored import CONVERTIBLE, require_convertible
+
+
+def stored_precision(
+    model: str,
+    stored: Stored,
+    requested: str,
+    gpu: GpuSpec,
+    recipes: Mapping[str, QuantRecipe],
+    kv_cache: str | None = None,
+    group_size: int | None = None,
+) -> Precision:
+    """The precision that the files of `model` have. What is requested may only name it, or be `auto`.
+
+    Raises UsageError for another request, and for a GPU that cannot run it.
+    """
+    held = stored.quantization
+    same = [recipe for recipe in recipes.values() if recipe.quant_algo is held.quant_algo]
+    if not same:
+        raise UsageError(
+            f"{model} is already quantized, {stored.describe()}", why="no recipe of `trtpipe quants` is that"
+        )
+    exact = next((recipe for recipe in same if recipe.kv_cache_quant_algo is held.kv_cache_quant_algo), None)
+    recipe = exact or replace(same[0], kv_cache_quant_algo=held.kv_cache_quant_algo)
+    recipe = replace(recipe, group_size=held.group_size if held.packed else recipe.group_size)
+    cache = held.kv_cache_quant_algo.value.lower() if held.kv_cache_quant_algo else "none"
+    name = SHORT_NAMES[stored.dtype] if held.quant_algo is None else recipe.name
+    name += f"-kv{cache}" if exact is None or held.quant_algo is None else ""
+    asked = {
+        "--dtype": requested if requested not in ("auto", name, recipe.name, *recipe.aliases) else None,
+        "--kv-cache": kv_cache if kv_cache not in (None, cache) else None,
+        "--group-size": group_size if group_size not in (None, held.group_size) else None,
+    }
+    for option, value in asked.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} {value} is not the precision of {model}",
+                why=f"it is already quantized: {stored.describe()}",
+                remedy=f"leave {option} out, or start from the unquantized model",
+            )
+    try:
+        check_sm(recipe, gpu, recipes)
+    except UsageError as error:
+        error.remedy = "choose another GPU, or start from the unquantized model"
+        raise
+    return Precision(
+        name=name,
+        dtype=stored.dtype,
+        reason="the model is quantized already",
+        sms=tuple(sm for sm in recipe.sms if sm in cache_sms(recipe)),
+        recipe=recipe,
+        stored=stored.method,
+    )
+
+
+def require_readable(model: str, stored: Stored, runtime: str) -> None:
+    """Raises UsageError, naming what would work, for a runtime that cannot execute the files of `model`."""
+    backend = load_backend(runtime)
+    if backend.FORM == "trtllm":
+        require_convertible(stored, model)
+        return
+    algo = stored.quantization.quant_algo
+    if algo in backend.READS.get(stored.method, ()):
+        return
+    others = [name for name in BACKENDS if _reads(name, stored)]
+    raise UsageError(
+        f"the {runtime} runtime does not read {model}",
+        why=f"it is already quantized: {stored.describe()}",
+        remedy=f"use --runtime {' or '.join(others)}" if others else "start from the unquantized model",
+    )
+
+
+def _reads(runtime: str, stored: Stored) -> bool:
+    backend = load_backend(runtime)
+    if backend.FORM == "trtllm":
+        return stored.quantization.quant_algo in CONVERTIBLE
+    return stored.quantization.quant_algo in backend.READS.get(stored.method, ())

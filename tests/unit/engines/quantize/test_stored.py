@@ -1,0 +1,116 @@
+"""A folder that came quantized becomes the TensorRT-LLM checkpoint that our own quantization writes from its scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.factories import hf_folder
+from tests.support.stored_folders import SIZES, stored_folder
+from tests.unit.engines.hf.test_inspection import quantized
+from trtpipe.engines.base import Mapping
+from trtpipe.engines.errors import UsageError
+from trtpipe.engines.hf.folder import read_model_config
+from trtpipe.engines.hf.inspection import inspect
+from trtpipe.engines.hf.stored import read_stored
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
+from trtpipe.engines.quantize import stored
+from trtpipe.engines.quantize.stored_worker import work
+
+KV = KvCacheQuantAlgo.FP8
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose linears are FP8 numbers with one scale, a power of two: every way of rounding them is the same."""
+    folder = hf_folder(tmp_path_factory.mktemp("exact") / "hf", **SIZES)
+    torch.manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            codes = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            codes[0, 0] = 448
+            tensors[name] = (codes * 2.0**-10).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def converted(source: Path, out: Path, **mapping: int) -> int:
+    """Convert in this process; return how many matrices were rounded anew."""
+    import json
+
+    model, found = read_model_config(source, quantized=True), read_stored(source)
+    assert found is not None
+    stored.require_convertible(found, model.architecture)
+    out.mkdir()
+    notes = out.with_suffix(".notes")
+    spec: dict[str, Any] = {
+        "source": str(source), "out": str(out), "mapping": {"tp_size": 1, "pp_size": 1, **mapping}, "toolchain": None,
+        "notes": str(notes),
+    }  # fmt: skip
+    work(spec, lambda done, total: None)
+    return int(json.loads(notes.read_text())["rounded"])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "mapping"),
+    [
+        (Quantization(quant_algo=QuantAlgo.FP8, kv_cache_quant_algo=KV), {"tp_size": 2, "pp_size": 2}),
+        (Quantization(quant_algo=QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN), {}),
+        (Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL), {"tp_size": 2}),
+        (Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=64, kv_cache_quant_algo=KV), {"pp_size": 2}),
+    ],
+    ids=["FP8", "FP8 rows", "INT8", "INT4"],
+)
+def test_the_checkpoint_is_the_one_of_our_own_quantization(
+    exact: Path, tmp_path: Path, quantization: Quantization, mapping: dict[str, int]
+) -> None:
+    ours = quantized(exact, tmp_path / "ours", quantization, "trtllm", **mapping)
+    folder = quantized(exact, tmp_path / "folder", quantization)
+    assert converted(folder, tmp_path / "made", **mapping) == 0
+    assert inspect(tmp_path / "made").problems == ()
+    names = sorted(path.name for path in ours.iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "made").iterdir())
+    for name in names:
+        assert (ours / name).read_bytes() == (tmp_path / "made" / name).read_bytes(), name
+
+
+def test_matrices_of_one_input_get_the_largest_of_their_scales(tmp_path: Path) -> None:
+    stored_folder(tmp_path / "folder", "ct fp8")
+    # q, k and v, and fc and gate of both layers, less those with the largest scale.
+    assert converted(tmp_path / "folder", tmp_path / "made") == 2 * (2 + 1)
+    theirs, made = load_file(tmp_path / "folder" / "model.safetensors"), load_file(tmp_path / "made/rank0.safetensors")
+    linears = [f"model.layers.0.self_attn.{letter}_proj." for letter in "qkv"]
+    scale = torch.stack([theirs[name + "weight_scale"].float() for name in linears]).amax()
+    assert made["transformer.layers.0.attention.qkv.weights_scaling_factor"].tolist() == [float(scale)]
+    assert made["transformer.layers.0.attention.qkv.activation_scaling_factor"].item() == pytest.approx(0.01, rel=0.01)
+    exact = torch.cat([theirs[name + "weight"].float() * theirs[name + "weight_scale"].float() for name in linears])
+    codes = made["transformer.layers.0.attention.qkv.weight"].float()
+    # Half a step of e4m3, of a normal number and of the smallest.
+    assert bool(((codes * scale - exact).abs() <= exact.abs() / 16 + scale * 2.0**-10).all())
+
+
+@pytest.mark.parametrize("case", ["ct int4", "modelopt awq"])
+def test_four_bit_groups_without_smoothing_get_factors_of_one(tmp_path: Path, case: str) -> None:
+    exact = stored_folder(tmp_path / "folder", case)
+    converted(tmp_path / "folder", tmp_path / "made")
+    made = load_file(tmp_path / "made" / "rank0.safetensors")
+    prefix = "transformer.layers.0.mlp.fc."
+    assert made[prefix + "prequant_scaling_factor"].unique().tolist() == [1.0]
+    both = made[prefix + "weight"]
+    codes = torch.stack(((both << 4) >> 4, both >> 4), dim=1).flatten(0, 1).float()
+    weight = codes * made[prefix + "weights_scaling_factor"].repeat_interleave(64, dim=1)
+    assert torch.equal(weight, exact["model.layers.0.mlp.gate_proj.weight"])
+
+
+def test_what_no_checkpoint_computes_is_refused(tmp_path: Path) -> None:
+    stored_folder(tmp_path / "folder", "ct int8")
+    with pytest.raises(UsageError) as error:
+        stored.convert_stored(tmp_path / "folder", tmp_path / "made", mapping=Mapping(), log=tmp_path / "log")
+    assert "quantized with INT8_PER_CHANNEL_PER_TOKEN, cannot become a TensorRT-LLM checkpoint: " in str(error.value)
+    assert "use --runtime vllm" in str(error.value)
+    assert not (tmp_path / "made").exists()
