@@ -69,7 +69,7 @@ class Algorithm:
 
     @property
     def fp8_attention(self) -> bool:
-        """Whether linears take FP8 or FP4 inputs with a scale from calibration, beside which attention can be in FP8."""
+        """Whether linears take FP8 or FP4 inputs with a scale from calibration, so that attention can be in FP8."""
         return self.operands in ("fp8", "fp4") and self.static_input
 
     @property
@@ -411,7 +411,7 @@ def find_recipe(name: str, recipes: Mapping[str, QuantRecipe]) -> QuantRecipe:
 
 
 def with_kv_cache(recipe: QuantRecipe, kv_cache: str | None) -> QuantRecipe:
-    """Return `recipe` with the requested KV cache: fp8, int8, nvfp4, none, or None for the recipe's. Raises UsageError."""
+    """Return `recipe` with a KV cache of type fp8, int8, nvfp4 or none, or None for its own. Raises UsageError."""
     if kv_cache is None:
         return recipe
     choices = {"none": None, **{algo.value.lower(): algo for algo in KvCacheQuantAlgo}}
@@ -443,7 +443,7 @@ def check_sm(recipe: QuantRecipe, gpu: GpuSpec, recipes: Mapping[str, QuantRecip
     remedy = f"use --dtype {', '.join(fits)} or bf16 here"
     if gpu.sm not in recipe.sms:
         where = ", ".join(f"SM{sm}" for sm in recipe.sms)
-        known = recipe.quant_algo is None or "trtllm" in recipe.quant_algo.row.formats
+        known = recipe.quant_algo is None or recipe.quant_algo.row.formats != (COMPRESSED_TENSORS,)
         raise UsageError(
             f"{recipe.name} does not run on {gpu.describe()}",
             why=f"{'TensorRT-LLM' if known else 'vLLM'} runs it on {where}",

@@ -60,8 +60,6 @@ class Fp8Blocks(Arithmetic):
         padded = functional.pad(weight, (0, -width % FP8_BLOCK, 0, -rows % FP8_BLOCK))
         blocks = padded.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, FP8_BLOCK))
         scale = blocks.abs().amax(dim=(1, 3), keepdim=True).float() / E4M3_MAX
-        if scale.numel() == 1:
-            scale = scale.reshape(linear.scalar)  # ModelOpt stores a single block like a tensor with one scale
         codes = (blocks / scale.where(scale > 0, 1.0)).to(torch.float8_e4m3fn)
         return {"weight": codes.flatten(2, 3).flatten(0, 1)[:rows, :width].contiguous(), "scale": scale}
 

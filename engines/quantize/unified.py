@@ -59,7 +59,7 @@ def _linear(
         "group": (out, width // group),
         "vector": (out, width // group),
         # ModelOpt keeps the dimensions over which it took the maximum.
-        "block": () if max(shape) <= group else (-(-out // group), 1, -(-width // group), 1),
+        "block": (-(-out // group), 1, -(-width // group), 1),
     }
     kind = algo.row.scale
     yield whole(name, codes.get(kind, shape), "U8" if kind in codes else algo.row.codes)

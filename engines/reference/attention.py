@@ -1,10 +1,10 @@
 """Attention over a paged KV cache, with the pool that stores keys and values.
 
 The pool is [layers * shards, blocks, tokens_per_block * 2 * kv_heads * head_size], each token's keys before its values:
-a token is one contiguous write at its slot, and a block is gathered as one row. A quantized cache stores codes, in NVFP4
-fewer bytes than numbers. A
-prompt's tokens read keys and values of their own step unquantized, like TensorRT-LLM's context attention; a decoding
-token reads all of them, its own included, from the cache, like TensorRT-LLM's XQA kernels.
+a token is one contiguous write at its slot, and a block is gathered as one row. A quantized cache stores codes; an
+NVFP4 one has fewer bytes than numbers. A prompt's tokens read keys and values of their own step unquantized, like
+TensorRT-LLM's context attention; a decoding token reads all of them, its own included, from the cache, like
+TensorRT-LLM's XQA kernels.
 """
 
 from __future__ import annotations

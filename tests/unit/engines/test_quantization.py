@@ -84,6 +84,10 @@ def test_auto_says_why(device: GpuSpec, name: str, reason: str) -> None:
         ("int8", A100, QuantAlgo.W8A8_SQ_PER_CHANNEL),
         ("int8-sq", H100, QuantAlgo.W8A8_SQ_PER_CHANNEL),
         ("fp8-pc-pt", H100, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN),
+        ("fp8-block", H100, QuantAlgo.FP8_BLOCK_SCALES),
+        ("nvfp4", B200, QuantAlgo.NVFP4),
+        # Only vLLM, with the weights alone.
+        ("nvfp4", H100, QuantAlgo.NVFP4),
         ("int4-awq", A100, QuantAlgo.W4A16_AWQ),
         ("w4a8-awq", L40S, QuantAlgo.W4A8_AWQ),
         ("w4a8-awq", CPU, QuantAlgo.W4A8_AWQ),
@@ -111,7 +115,12 @@ def test_gpus_older_than_sm80_are_refused(requested: str) -> None:
         (
             "int8", B200,
             "int8-sq does not run on b200 (SM100): TensorRT-LLM runs it on SM80, SM86, SM89, SM90; "
-            "use --dtype fp8, fp8-kv or bf16 here",
+            "use --dtype fp8, fp8-block, fp8-kv, nvfp4 or bf16 here",
+        ),
+        (
+            "fp8-block", gpu("rtx5090", 120),
+            "fp8-block does not run on rtx5090 (SM120): TensorRT-LLM runs it on SM90, SM100, SM103; "
+            "use --dtype fp8, fp8-kv, nvfp4 or bf16 here",
         ),
         (
             "w4a8-awq", A100,
@@ -149,6 +158,8 @@ def test_weights_as_they_are_may_have_a_quantized_cache() -> None:
         ("fp8", A100, "a KV cache in FP8 does not run on a100 (SM80): TensorRT-LLM runs it on SM89, "),
         ("int8", B200, "a KV cache in INT8 does not run on b200 (SM100): TensorRT-LLM runs it on SM80, "),
         ("fp4", H100, "unknown KV cache type 'fp4'; did you mean 'fp8'?"),
+        ("nvfp4", H100, "a KV cache in NVFP4 does not run on h100 (SM90): TensorRT-LLM runs it on SM100, SM103; use "),
+        ("nvfp4", gpu("rtx5090", 120), "a KV cache in NVFP4 does not run on rtx5090 (SM120)"),
     ],
 )
 def test_an_impossible_kv_cache_is_refused(kv_cache: str, device: GpuSpec, line: str) -> None:
@@ -163,8 +174,8 @@ def test_an_impossible_kv_cache_is_refused(kv_cache: str, device: GpuSpec, line:
         ("int8-qs", "did you mean 'int8-sq'?"),
         (
             "q4_k_m",
-            "known: auto, bf16, bfloat16, float16, float32, fp16, fp32, fp8, fp8-kv, fp8-pc-pt, int4-awq, int8, "
-            "int8-pc-pt, int8-sq, int8-wo, none, w4a8-awq",
+            "known: auto, bf16, bfloat16, float16, float32, fp16, fp32, fp8, fp8-block, fp8-kv, fp8-pb, "
+            "fp8-pc-pt, int4-awq, int8, int8-pc-pt, int8-sq, int8-wo, none, nvfp4, w4a8-awq",
         ),
     ],
 )

@@ -13,6 +13,7 @@ import yaml
 from tests.support.factories import hf_folder
 from tests.unit.test_runner import Recorder, plan
 from trtpipe.configs.facts import load_quant_recipes
+from trtpipe.engines import load_backend
 from trtpipe.engines.backends import vllm
 from trtpipe.engines.base import DataType
 from trtpipe.engines.errors import InputDataError, UsageError
@@ -136,6 +137,21 @@ def test_an_engine_is_the_folder_and_its_settings(
 
 
 @pytest.mark.parametrize(
+    ("options", "method", "cache"),
+    [
+        ({"runtime": "vllm", "dtype": "nvfp4", "gpu": "h100", "kv_cache": "fp8"}, "modelopt_fp4", "fp8"),
+        ({"runtime": "vllm", "dtype": "nvfp4", "gpu": "b200", "kv_cache": "nvfp4"}, "modelopt_fp4", "nvfp4"),
+        ({"runtime": "vllm", "dtype": "fp8-block", "gpu": "h100"}, "modelopt", "auto"),
+    ],
+)
+def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, Any], method: str, cache: str) -> None:
+    spec = resolve([("option", {"model": "llama3-8b", **options})])
+    text = load_backend("vllm").rendered(spec.build, spec.engine_target)["engine_args.yaml"]
+    settings = yaml.safe_load(text)
+    assert (settings["quantization"], settings["kv-cache-dtype"]) == (method, cache)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -153,6 +169,16 @@ def test_an_engine_is_the_folder_and_its_settings(
         (
             {"runtime": "vllm", "dtype": "w4a8-awq"},
             "the runtime vllm does not run W4A8_AWQ: it does not read the formats",
+        ),
+        (
+            {"runtime": "tensorrt_llm", "dtype": "nvfp4"},
+            "the runtime tensorrt_llm does not run NVFP4 on h100 (SM90): its kernels need SM100, SM103, SM120; "
+            "use --runtime vllm, which computes with the weights alone there, or another --dtype",
+        ),
+        (
+            {"runtime": "tensorrt_llm", "dtype": "fp8-block"},
+            "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read the formats that can hold it "
+            "(hf); use --runtime trtllm_pytorch or vllm, or another --dtype",
         ),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),

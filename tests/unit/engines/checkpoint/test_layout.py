@@ -16,6 +16,7 @@ from trtpipe.engines.checkpoint.plan import Piece, TensorPlan, kv_head_rows
 from trtpipe.engines.checkpoint.split import check_mapping
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.model_config import CheckpointConfig, EmbeddingSharding, ModelConfig
+from trtpipe.engines.quantization import KvCacheQuantAlgo, QuantAlgo, Quantization
 
 # 4 heads of 8 over 2 key/value heads; a vocabulary of 11 that no tp divides.
 MODEL = dataclasses.replace(factories.MODEL, vocab_size=11, num_hidden_layers=3)
@@ -305,7 +306,10 @@ def test_keys_of_other_producers_are_no_trouble() -> None:
             {"quantization": {"quant_algo": "W4A16_GPTQ"}},
             "is quantized with W4A16_GPTQ: the algorithms read here are FP8, ",
         ),
-        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "KV cache is quantized with NVFP4: FP8 and INT8 are read"),
+        (
+            {"quantization": {"kv_cache_quant_algo": "FP6"}},
+            "KV cache is quantized with FP6: FP8, INT8 and NVFP4 are read",
+        ),
         ({"quantization": {"has_zero_point": True}}, "has_zero_point is set"),
         ({"quantization": {"group_size": 0}}, "group_size is 0, not a positive number"),
         ({"quantization": {"quant_algo": "FP8", "exclude_modules": "lm_head"}}, "exclude_modules is not a list"),
@@ -324,3 +328,16 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="cannot be read: No such file") as error:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_nvfp4_vectors_must_divide_a_ranks_features() -> None:
+    nvfp4 = Quantization(quant_algo=QuantAlgo.NVFP4)
+    check_mapping(MODEL, Mapping(), quantization=nvfp4)
+    with pytest.raises(UsageError) as error:
+        check_mapping(MODEL, Mapping(tp_size=2), quantization=nvfp4)
+    assert str(error.value) == (
+        "blocks of 16 do not divide the 16 and 24 and 32 input features at tp_size 2; tp sizes that fit: 1"
+    )
+    cache = Quantization(kv_cache_quant_algo=KvCacheQuantAlgo.NVFP4)
+    with pytest.raises(UsageError, match="an NVFP4 KV cache is not for heads of 8: 16 numbers of a head share a scale"):
+        check_mapping(MODEL, Mapping(), quantization=cache)

@@ -218,6 +218,10 @@ def test_a_runtime_takes_an_algorithm_in_a_format_that_it_reads(algo: str, forms
             "int8-pc-pt cannot be written as hf: that format has no place for INT8_PER_CHANNEL_PER_TOKEN; "
             "use --format compressed-tensors",
         ),
+        (
+            "fp8-block", "hf",
+            "blocks of 128 do not divide the 128 and 192 input features at tp_size 1; with a --dtype without groups",
+        ),
         ("int4-awq", COMPRESSED_TENSORS, "groups of 128 do not divide the 128 and 192 input features at tp_size 1"),
     ],
 )  # fmt: skip
@@ -235,7 +239,7 @@ def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, case:
 def test_a_linear_without_a_scale_is_named(tmp_path: Path) -> None:
     quantization = quantization_of("fp8-kv")
     found = [dataclasses.replace(one, linears={}) for one in scales_of({}, quantization)]
-    with pytest.raises(InputDataError, match=r"^layer 0: there is no calibration of the input of self_attn\.q_proj"):
+    with pytest.raises(InputDataError, match=r"scales lacks 'model\.layers\.0\.self_attn\.q_proj\.input_amax': the re"):
         written(tmp_path, quantization, found, "bfloat16")
 
 

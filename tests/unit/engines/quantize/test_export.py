@@ -45,21 +45,28 @@ UNLOADABLE = ("int8-wo", "fp8-block")
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the models: one for each case that is named, `llama` for the others."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).bfloat16()
-    for layer in model.model.layers:
-        # Random weights give activations without outliers, which no calibration would tell apart.
-        layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, 128).bfloat16()
-        layer.post_attention_layernorm.weight.data *= torch.linspace(3, 0.1, 128).bfloat16()
-    model.save_pretrained(folder)
+    # Blocks of 128 want a wider one; of its 320 features they leave a part.
+    for name, hidden, ffn, layers in (("llama", 128, 256, 3), ("fp8-block", 256, 320, 1)):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=128, max_position_embeddings=64,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).bfloat16()
+        for layer in model.model.layers:
+            # Random weights give activations without outliers, which no calibration would tell apart.
+            layer.input_layernorm.weight.data *= torch.linspace(0.2, 4, hidden).bfloat16()
+            layer.post_attention_layernorm.weight.data *= torch.linspace(3, 0.1, hidden).bfloat16()
+        model.save_pretrained(folder / name)
     return folder
+
+
+def of_case(llama: Path, case: str) -> Path:
+    return llama / (case if (llama / case).is_dir() else "llama")
 
 
 def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -68,7 +75,7 @@ def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[s
     out.mkdir(parents=True)
     np.save(out.parent / f"{out.name}.npy", SAMPLES)
     spec = {
-        "source": str(llama), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
+        "source": str(of_case(llama, case)), "out": str(out), "format": form, "dtype": "bfloat16", "device": "cpu",
         "quantization": {
             "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
             "group_size": quantization.group_size,
@@ -89,7 +96,7 @@ def theirs(request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest
     from transformers import LlamaForCausalLM
 
     name, quantization = CASES[request.param]
-    model = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    model = LlamaForCausalLM.from_pretrained(of_case(llama, request.param), dtype=torch.bfloat16)
     recipe = copy.deepcopy(getattr(mtq, name))
     for entry in recipe["quant_cfg"]:
         cfg = entry.get("cfg")

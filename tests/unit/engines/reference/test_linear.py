@@ -310,7 +310,7 @@ def test_nvfp4_scales_vectors_of_inputs_and_of_weights(dtype: torch.dtype) -> No
     }
     linear = make_linear(QuantAlgo.NVFP4, stored, dtype)
     # The first vector has the scale 4 * 0.25, so that 0.6 becomes 0.5. In the second the largest number is 0.003, whose
-    # scale is rounded to the smallest of e4m3, 2^-9, and of which 6 * 2^-9 * 0.25 is left. Then 1e6, whose scale is 448.
+    # scale becomes the smallest of e4m3, 2^-9, so that 6 * 2^-9 * 0.25 is left. Then 10000, whose scale is 448.
     rows = [[6, 0.6] + [0.0] * 14 + [0.003] + [0.0] * 15, [0.0] * 16 + [1e4] + [0.0] * 15, [0.0] * 32]
     second = 6 * 2**-9 * 0.25
     assert apply(linear, rows, dtype) == [

@@ -132,7 +132,8 @@ def write_engine(
             rank_file(folder, mapping.rank(tp_rank=tp_rank, pp_rank=pp_rank)).write_bytes(head + data)
     raw = {
         "architecture": config.architecture, "dtype": "float32", "vocab_size": 50, "hidden_size": 32,
-        "intermediate_size": 64, "num_hidden_layers": 2, **shape, "norm_epsilon": 1e-5, "max_position_embeddings": 64, "position_embedding_type": "rope_gpt_neox",
+        "intermediate_size": 64, "num_hidden_layers": 2, **shape,
+        "norm_epsilon": 1e-5, "max_position_embeddings": 64, "position_embedding_type": "rope_gpt_neox",
         "mapping": {"tp_size": mapping.tp_size, "pp_size": mapping.pp_size},
         "quantization": {
             "quant_algo": quantization.quant_algo, "kv_cache_quant_algo": quantization.kv_cache_quant_algo,
