@@ -138,3 +138,7 @@ def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_pa
         assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)) if tensor.dim() else tensor == wanted, (
             name
         )
+    if form == "hf":
+        for file, section in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
+            mine, upstream = (json.loads((one / file).read_text())[section] for one in (tmp_path / form, folder / form))
+            assert mine == upstream, file
