@@ -92,17 +92,14 @@ class BuildSpec:
     @property
     def sms(self) -> tuple[int, ...] | None:
         """The compute capabilities that can run the engine; None when any machine can run it."""
-        backend = load_backend(self.runtime)
-        if backend.ANYWHERE or self.gpu.sm is None:
-            return None
-        return (self.gpu.sm,) if backend.COMPILED else self.precision.sms
+        return load_backend(self.runtime).runs_on(self.engine_target, self.precision.sms)
 
     @property
     def engine_target(self) -> Target:
         """The target of the engine, in the engine backend's terms."""
         return Target(
             gpu=self.gpu, mapping=self.mapping, quantization=self.quantization, toolchain=self.toolchain,
-            stored=self.precision.stored,
+            stored=self.precision.stored, dtype=self.precision.dtype,
         )  # fmt: skip
 
     @property
@@ -228,7 +225,7 @@ def resolve(
     backend = load_backend(runtime)
     if model.stored is not None:
         require_readable(model.name, model.stored, runtime)
-    if backend.ANYWHERE and "load" in chosen:
+    if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
     shape = None if recorded else _shape(model_name, required="load" in chosen)
     if shape is not None:
@@ -237,9 +234,14 @@ def resolve(
         chosen = planned_sizes(chosen, model.name, shape, room, precision.dtype, quantization) | chosen
     calibration_config = _group(chosen, "calibration", CalibrationConfig, given)
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
-    target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored)
+    target = Target(
+        gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, stored=precision.stored,
+        dtype=precision.dtype,
+    )  # fmt: skip
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
-    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig, given), build_config, runtime)
+    serving, serving_reasons = resolve_serving(
+        _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
+    )
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
         raise UsageError(
             f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"
@@ -400,6 +402,7 @@ def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
         return _usual_runtime(gpu)
     if requested not in BACKENDS:
         raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
-    if gpu.is_cpu and not load_backend(requested).ANYWHERE:
-        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy="use --runtime reference with --gpu cpu")
+    if gpu.is_cpu and not load_backend(requested).ON_CPU:
+        able = " or ".join(name for name in BACKENDS if load_backend(name).ON_CPU)
+        raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy=f"use --runtime {able} with --gpu cpu")
     return requested, ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trtpipe.engines import BACKENDS, load_backend
-from trtpipe.engines.base import Checkpoint, Engine, Mapping
+from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.executor import Executor
@@ -20,7 +20,7 @@ from trtpipe.engines.toolchain import Toolchain
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Target of an engine build: GPU, mapping, quantization and toolchain.
+    """Target of an engine build: GPU, mapping, quantization, toolchain, and the type of what is not quantized.
 
     stored  method by which the model's files are quantized already; "" where they are not
     """
@@ -30,6 +30,7 @@ class Target:
     quantization: Quantization
     toolchain: Toolchain
     stored: str = ""
+    dtype: DataType = DataType.BFLOAT16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,27 @@ class ServedBy(str, enum.Enum):
     ENGINE_PROCESS = "engine process"
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeServer:
+    """How a runtime's own OpenAI-compatible server is started.
+
+    program      a program of the toolchain's image, or a Python module of the environment with the runtime
+    command      its arguments
+    in_image     which of the two
+    environment  variables that it needs
+    """
+
+    program: str
+    command: tuple[str, ...]
+    in_image: bool
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name of the program in messages: "vllm" for a module of it."""
+        return self.program.partition(".")[0]
+
+
 class EngineBackend(Protocol):
     """Engine backend of one runtime.
 
@@ -59,6 +81,7 @@ class EngineBackend(Protocol):
     SETTINGS  the settings of BuildConfig that it uses; any other setting that is changed is refused
     COMPILED  whether an engine holds code for one GPU, so that only a machine with that GPU can build it
     ANYWHERE  whether its engines run on any machine, with or without a GPU
+    ON_CPU    whether it makes engines for `--gpu cpu`
     SERVED_BY program that executes its engines under tritonserver
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
@@ -72,6 +95,7 @@ class EngineBackend(Protocol):
     SETTINGS: tuple[str, ...]
     COMPILED: bool
     ANYWHERE: bool
+    ON_CPU: bool
     SERVED_BY: ServedBy
     PROCESS: str
     SEQUENCES_PER_STUB: int | None
@@ -82,6 +106,10 @@ class EngineBackend(Protocol):
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""
+
+    def runs_on(self, target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Compute capabilities that run an engine for `target`, of `sms`, which run its formats; None for any machine,
+        with or without a GPU."""
 
     def resolve(self, build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
         """Return `build` with every None resolved, and a reason for each choice made here. Raises UsageError for an
@@ -95,6 +123,12 @@ class EngineBackend(Protocol):
     ) -> tuple[Engine, dict[str, str]]:
         """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
         facts about where it was built."""
+
+    def native_server(
+        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+    ) -> NativeServer:
+        """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
+        own name. Raises UsageError for a runtime without one."""
 
 
 # Formats of quantized Hugging Face folders that are written, the preferred first -> their `quant_method`.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trtpipe.engines import trtllm_options
-from trtpipe.engines.backends.base import ServedBy, Target, require_form
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, require_form
 from trtpipe.engines.build_config import BuildConfig
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.quantization import QuantAlgo
 from trtpipe.engines.trtllm_build import build, rendered, tool_versions
 from trtpipe.engines.trtllm_options import SETTINGS
@@ -14,6 +17,7 @@ __all__ = ["SETTINGS", "build", "rendered", "tool_versions"]
 FORM = "trtllm"
 COMPILED = True
 ANYWHERE = False
+ON_CPU = False
 SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
 SEQUENCES_PER_STUB = None
@@ -23,8 +27,24 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
 
 
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on: what is compiled for one runs on no other."""
+    return None if target.gpu.sm is None else (target.gpu.sm,)
+
+
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("tensorrt_llm")
     require_form("tensorrt_llm", target)
     return trtllm_options.resolve(build, target)
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """Raises UsageError: engines are served by Triton."""
+    raise UsageError(
+        "compiled engines are served by Triton alone",
+        why="releases of trtllm-serve take engines by different options, and it ends with them",
+        remedy="serve it with --front triton",
+    )

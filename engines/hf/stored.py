@@ -112,7 +112,8 @@ def _layout(plans: Iterator[TensorPlan]) -> dict[str, tuple[tuple[str, ...], Sha
     """The tensors planned; numbers may have any float type, and a single one a dimension or none."""
     out: dict[str, tuple[tuple[str, ...], Shapes]] = {}
     for plan in plans:
-        dtypes = FLOATS if plan.dtype in (None, *FLOATS) else (plan.dtype,) if plan.dtype != "I64" else ("I64", "I32")
+        stored = plan.dtype or FLOATS[0]
+        dtypes = FLOATS if stored in FLOATS else ("I64", "I32") if stored == "I64" else (stored,)
         out[plan.name] = dtypes, SCALAR if plan.shape in SCALAR else (plan.shape,)
     return out
 

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 import torch
 
 from trtpipe.engines.quantization import QuantAlgo
-from trtpipe.engines.reference.linear import INT8_MAX, Fp8, Fp8PerToken, Int8, Int8PerToken, Linear, Plain, Smoothed
+from trtpipe.engines.reference.linear import Fp8, Fp8PerToken, Int8, Int8PerToken, Linear, Plain, Smoothed
 from trtpipe.engines.reference.matmul import e4m3_operand, int8_operand
 from trtpipe.engines.reference.number_formats import E4M3_MAX, quantize_rows, to_e4m3, unpack_int4
 
 Tensors = dict[str, torch.Tensor]
 
-INT4_MAX = 7.0
 # Smallest scale of a row of FP8 weights, which prevents a division by zero for a row of zeros.
 MIN_ROW_SCALE = 1.0 / (448.0 * 512.0)
 
@@ -42,8 +41,8 @@ class Unencoded:
     input_amax  () -> [] float32, the largest magnitude of the input; raises InputDataError when it is not known
     group_size  number of input features that share a scale
     scalar      shape of a scale of a tensor in the format: (1,) or ()
-    half_steps  whether the largest magnitude is half the range of codes, 127.5 or 7.5, as in llm-compressor: all scales
-                are smaller than with 127 or 7, and the largest weights are cut by half a step
+    int8_max, int4_max  what the largest magnitude that shares a scale becomes. With half a step more than the largest
+                code, as in llm-compressor, all scales are smaller, and the largest magnitudes are cut by half a step
     scale_type  type in which the format stores a scale; codes are for the scale that is stored
     """
 
@@ -53,7 +52,8 @@ class Unencoded:
     input_amax: Callable[[], torch.Tensor]
     group_size: int
     scalar: tuple[int, ...]
-    half_steps: bool = False
+    int8_max: float
+    int4_max: float
     scale_type: torch.dtype = torch.float32
 
     def tensor_scale(self, weights: Sequence[torch.Tensor], largest: float) -> torch.Tensor:
@@ -66,9 +66,7 @@ class Unencoded:
         return self.scale(self.input_amax(), largest).reshape(self.scalar)
 
     def scale(self, amax: torch.Tensor, largest: float) -> torch.Tensor:
-        """Float32 scales, rounded as stored, by which `amax` becomes `largest`: 448, or the largest integer code."""
-        if self.half_steps and largest != E4M3_MAX:
-            largest += 0.5
+        """Float32 scales, rounded as stored, by which `amax` becomes `largest`."""
         return (amax.float() / largest).to(self.scale_type).float()
 
 
@@ -114,7 +112,7 @@ class Int8Row(Arithmetic):
     """INT8 weights with a scale for each output row, INT8 inputs with one scale."""
 
     def encode(self, linear: Unencoded) -> Tensors:
-        return {**_int8_rows(linear), "input_scale": linear.input_scale(INT8_MAX)}
+        return {**_int8_rows(linear), "input_scale": linear.input_scale(linear.int8_max)}
 
     def apply(self, stored: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Linear:
         input_scale = stored["input_scale"].reshape(1)
@@ -198,7 +196,7 @@ def _smoothed(linear: Linear, stored: Mapping[str, torch.Tensor], dtype: torch.d
 
 
 def _int8_rows(linear: Unencoded) -> Tensors:
-    scale = linear.scale(linear.weight.abs().amax(dim=1), INT8_MAX)
+    scale = linear.scale(linear.weight.abs().amax(dim=1), linear.int8_max)
     scale[scale == 0] = 1.0
     return {"weight": (linear.weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8), "scale": scale}
 
@@ -207,7 +205,7 @@ def _pack_int4(linear: Unencoded) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8 [out/2, in], scales float32 [out, in/group]); output row 2j is in the low nibble of byte row j."""
     rows, width = linear.weight.shape
     grouped = linear.weight.view(rows, width // linear.group_size, linear.group_size)
-    scale = linear.scale(grouped.abs().amax(dim=2), INT4_MAX)
+    scale = linear.scale(grouped.abs().amax(dim=2), linear.int4_max)
     scale[scale == 0] = 1.0
     codes = (grouped / scale[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(rows, width)
     low, high = codes[0::2] & 0x0F, codes[1::2] & 0x0F

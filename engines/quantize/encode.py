@@ -183,7 +183,8 @@ def _linear(
             input_amax=lambda: torch.stack([input_amax(one).to(weight.device) for one in group]).amax(),
             group_size=quantization.group_size,
             scalar=algo.row.scalar if form.fuses else form.scalar_shape,
-            half_steps=form.half_steps,
+            int8_max=form.int8_max,
+            int4_max=form.int4_max,
             scale_type=scale_type,
         )
     )

@@ -15,7 +15,7 @@ class Format:
     second_scale, smooth  names of what the format has; "" for what it has no place for
     scalar_shape  shape of a scale of a tensor, where the format fixes it
     fuses         whether linears of one input are one matrix, whose scale of a tensor they share
-    half_steps    see `engines.quantize.algorithms.Unencoded`
+    int8_max, int4_max  see `engines.quantize.algorithms.Unencoded`
     """
 
     scale: str | None
@@ -24,7 +24,8 @@ class Format:
     smooth: str
     scalar_shape: tuple[int, ...]
     fuses: bool
-    half_steps: bool = False
+    int8_max: float = 127.0
+    int4_max: float = 7.0
 
     def names(self, algo: QuantAlgo) -> dict[str, str]:
         """Role -> name."""
@@ -53,7 +54,8 @@ HUGGING_FACE = Format(
     scalar_shape=(),
     fuses=False,
 )
-# The codes of a weight are in an order of their own: see `engines.quantize.packing`.
+# The codes of a weight are in an order of their own: see `engines.quantize.packing`. llm-compressor has 7.5 for four
+# bits, but AWQ makes weights that matter the largest of their groups, and calibration looked for vectors with 7.
 COMPRESSED_TENSORS = Format(
     scale="weight_scale",
     second_scale="",
@@ -61,5 +63,5 @@ COMPRESSED_TENSORS = Format(
     smooth="",
     scalar_shape=(1,),
     fuses=False,
-    half_steps=True,
+    int8_max=127.5,
 )

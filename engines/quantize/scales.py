@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.families.base import SourceNames
-from trtpipe.engines.quantization import Quantization
+from trtpipe.engines.quantization import KvCacheQuantAlgo, Quantization
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,10 @@ def _purpose(quantization: Quantization) -> dict[str, str]:
 
 
 def load_scales(path: Path, num_layers: int, quantization: Quantization, names: SourceNames) -> list[LayerScales]:
-    """Read a file of `save_scales`. Raises InputDataError for a damaged file, and for another recipe or model."""
+    """Read a file of `save_scales`.
+
+    Raises InputDataError for a damaged or incomplete file, and for one of another recipe or model.
+    """
     try:
         with safe_open(path, "pt") as file:
             purpose = file.metadata() or {}
@@ -86,6 +89,15 @@ def load_scales(path: Path, num_layers: int, quantization: Quantization, names: 
                 why=f"the recipe has {name} {wanted}",
                 remedy="calibrate with this recipe",
             )
+
+    for index in range(num_layers):
+        for name in _needed(quantization, names):
+            if f"{names.layer(index)}{name}" not in tensors:
+                raise InputDataError(
+                    f"{path} lacks '{names.layer(index)}{name}'",
+                    why="the recipe cannot be written without it",
+                    remedy="calibrate this model with this recipe",
+                )
 
     def layer(index: int) -> LayerScales:
         prefix = names.layer(index)
@@ -110,3 +122,12 @@ def load_scales(path: Path, num_layers: int, quantization: Quantization, names: 
             remedy="calibrate this model",
         )
     return layers
+
+
+def _needed(quantization: Quantization, names: SourceNames) -> list[str]:
+    """Names of the scales that each layer must have, without the layer's prefix."""
+    algo, parts = quantization.quant_algo, []
+    if algo is not None:
+        parts = [part for part, has in (("input_amax", algo.row.static_input), ("smooth", algo.row.smoothed)) if has]
+    cache = {None: (), KvCacheQuantAlgo.INT8: ("qkv_amax",)}.get(quantization.kv_cache_quant_algo, ("k_amax", "v_amax"))
+    return [*(f"{linear}.{part}" for linear in names.linears for part in parts), *(names.attention + c for c in cache)]

@@ -64,7 +64,7 @@ def convert(
     from trtpipe.engines.model_config import EmbeddingSharding
     from trtpipe.engines.quantization import parse_float
     from trtpipe.engines.quantize.stored import convert_stored
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
     wanted = None if dtype == "auto" else parse_float(dtype)
@@ -81,7 +81,7 @@ def convert(
         )
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(new_folder(out_dir))
-        progress = stack.enter_context(console.BuildReporter().stage("convert", str(hf_dir)))
+        progress = stack.enter_context(console_progress.working("convert", str(hf_dir)))
         if stored is not None:
             log = stack.enter_context(_log("convert"))
             notices = convert_stored(hf_dir, out, mapping=mapping, toolchain=release, log=log, progress=progress)
@@ -150,7 +150,7 @@ def quantize(
     from trtpipe.engines.base import CalibrationConfig, Mapping
     from trtpipe.engines.quantization import find_recipe, parse_float, with_group_size, with_kv_cache
     from trtpipe.engines.quantize import job
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
     from trtpipe.pipeline.store.folders import new_folder
 
@@ -164,11 +164,12 @@ def quantize(
     with _by_options(data="--calib", samples="--samples", seq_len="--seq-len", seed="--seed"):
         chosen = CalibrationConfig(data=calib, samples=samples, seq_len=seq_len, seed=seed)
         if recipe.quantization.calibrated and scales is None:
-            rows = calibration.samples(hf_dir, chosen)
+            with console_progress.working("samples", calib, announce=False):
+                rows = calibration.samples(hf_dir, chosen)
     with (
         new_folder(out_dir) as out,
         _log("quantize") as log,
-        console.BuildReporter().stage("quantize", str(hf_dir)) as progress,
+        console_progress.working("quantize", str(hf_dir)) as progress,
     ):
         job.quantize(
             hf_dir, out, recipe, layout=layout, dtype=wanted, samples=rows, scales=scales, save_scales=save_scales,
@@ -210,13 +211,15 @@ def verify(
     from trtpipe.configs import facts
     from trtpipe.engines.base import CalibrationConfig
     from trtpipe.pipeline.accuracy import gate, page
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.sources import calibration
 
     with _by_options(data="--text", samples="--rows", seq_len="--seq-len"):
-        ids = calibration.samples(original, CalibrationConfig(data=text, samples=rows, seq_len=seq_len))
+        chosen = CalibrationConfig(data=text, samples=rows, seq_len=seq_len)
+        with console_progress.working("samples", text, announce=False):
+            ids = calibration.samples(original, chosen)
     report: gate.Report | gate.AloneReport
-    with _log("verify") as log, console.BuildReporter().stage("verify", str(quantized or original)) as progress:
+    with _log("verify") as log, console_progress.working("verify", str(quantized or original)) as progress:
         if quantized is None:
             alone = gate.measure_alone(original, ids, device=device, log=log, progress=progress)
             recipe = gate.matching_recipe(alone, facts.load_quant_recipes())
@@ -255,12 +258,13 @@ def inspect(
     """
     from trtpipe.engines.checkpoint.restore import differences
     from trtpipe.engines.hf.inspection import inspect as look
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
 
     found = look(folder)
     problems = list(found.problems)
     if verify_against is not None and not problems:
-        problems = differences(folder, verify_against)
+        with console_progress.working("inspect", str(folder), announce=False) as progress:
+            problems = differences(folder, verify_against, progress)
     console.inspection(found, problems, tensors=tensors, as_json=as_json)
     if problems:
         from trtpipe.engines.errors import InputDataError
@@ -285,11 +289,11 @@ def restore(
       trtpipe inspect OUT_DIR --verify-against HF_DIR
     """
     from trtpipe.engines.checkpoint.restore import restore as rebuild
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_progress
     from trtpipe.pipeline.store.folders import new_folder
 
-    with new_folder(out_dir) as out:
-        rebuild(checkpoint_dir, out)
+    with new_folder(out_dir) as out, console_progress.working("restore", str(checkpoint_dir)) as progress:
+        rebuild(checkpoint_dir, out, progress)
     if as_json:
         console.result_json({"folder": out_dir})
         return

@@ -63,11 +63,13 @@ def main() -> None:
     for recipe in facts.load_quant_recipes().values():
         if recipe.quant_algo is None:
             continue
-        scales = args.scratch / "scales.safetensors"
+        scales: Path | None = None
         chosen, start = fitting(recipe, hidden), time.perf_counter()
-        job.quantize(args.model, None, chosen, samples=samples, save_scales=scales, log=log)
+        if chosen.quantization.calibrated:
+            scales = args.scratch / "scales.safetensors"
+            job.quantize(args.model, None, chosen, samples=samples, save_scales=scales, log=log)
         seconds: float | None = time.perf_counter() - start
-        for form in job.FORMATS:
+        for form in recipe.quant_algo.row.formats:
             out = args.scratch / form
             out.mkdir()
             job.quantize(args.model, out, chosen, layout=job.Layout(form=form), scales=scales, log=log)

@@ -160,11 +160,13 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "int8"},
-            "the LLM API runs no INT8 SmoothQuant: its PyTorch backend has",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run W8A8_SQ_PER_CHANNEL on h100 (SM90): its PyTorch backend "
+            "has no kernel for it that is known; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
         ),
         (
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
-            "the LLM API has no INT8 KV cache: a Hugging Face folder has",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): its PyTorch "
+            "backend has no kernel for it that is known; it runs FP8, ",
         ),
         (
             {"runtime": "vllm", "dtype": "w4a8-awq"},
@@ -180,6 +182,45 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
             "the runtime tensorrt_llm does not run FP8_BLOCK_SCALES: it does not read the formats that can hold it "
             "(hf); use --runtime trtllm_pytorch or vllm, or another --dtype",
         ),
+        (
+            {"runtime": "trtllm_pytorch", "dtype": "fp8-pc-pt", "gpu": "l40s"},
+            "the LLM API of TensorRT-LLM 1.2.1 does not run FP8_PER_CHANNEL_PER_TOKEN on l40s (SM89): its PyTorch "
+            "backend runs it on SM90 alone; it runs FP8, W4A16_AWQ, W4A8_AWQ, W8A16, bf16 there: choose --dtype of "
+            "these (`trtpipe quants` lists them), or --runtime tensorrt_llm",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "dtype": "int8", "gpu": "a100", "toolchain": "1.3"},
+            "the LLM API of TensorRT-LLM 1.3.0rc29 does not run W8A8_SQ_PER_CHANNEL on a100 (SM80): its PyTorch "
+            "backend has no kernel for it that is known; it runs W4A16_AWQ, W8A16, bf16 there: choose --dtype of "
+            "these (`trtpipe quants` lists them)",
+        ),
+        (
+            {"toolchain": "1.3"},
+            "TensorRT-LLM 1.3.0rc29 builds no engines: they ended with 1.2; newer releases keep the LLM API alone; "
+            "build with --runtime trtllm_pytorch, have `trtpipe migrate` carry a target over, or stay with ",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"cuda_grph_config": {}}}},
+            "serving.llm_args.cuda_grph_config is none that LLM takes: it refuses unknown ones; did you mean "
+            "'cuda_graph_config'?",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"kv_cache_config": {"dtype": "fp8"}}}},
+            "serving.llm_args.kv_cache_config.dtype follows from --kv-cache; give --kv-cache instead",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"trust_remote_code": True}}},
+            "serving.llm_args.trust_remote_code is not taken: the engine would run code that is not TensorRT-LLM's own",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"sleep_config": {}}}},
+            "serving.llm_args.sleep_config is unknown to TensorRT-LLM 1.2.1 (--toolchain): it came with 1.3.0",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "toolchain": "1.3", "serving": {"llm_args": {"enable_sleep": True}}},
+            "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
+        ),
+        ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
         ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),
@@ -202,3 +243,14 @@ def test_vllm_gets_a_recipe_in_a_format_that_it_reads(dtype: str, form: str | No
     assert (QUANTIZE.settings(spec).form if QUANTIZE.applies(spec) else None) == form
     settings = yaml.safe_load(vllm.rendered(spec.build, BUILD.settings(spec).target)["engine_args.yaml"])
     assert settings.get("quantization") == method
+
+
+def test_an_engine_of_the_llm_api_runs_where_its_formats_do() -> None:
+    def sms(**layer: str) -> tuple[int, ...] | None:
+        return resolve([("option", {"model": "llama3-8b", "gpu": "h100", "runtime": "trtllm_pytorch", **layer})]).sms
+
+    # FP8 per channel runs on Ada as an engine, and on Hopper alone by the LLM API.
+    assert sms(dtype="fp8-pc-pt", runtime="vllm") == (89, 90)
+    assert sms(dtype="fp8-pc-pt") == (90,)
+    assert sms(dtype="w4a8-awq") == (89, 90)
+    assert sms(dtype="fp8-pc-pt", runtime="tensorrt_llm") == (90,)

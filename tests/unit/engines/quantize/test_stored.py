@@ -64,7 +64,7 @@ def converted(source: Path, out: Path, **mapping: int) -> int:
         (Quantization(quant_algo=QuantAlgo.W8A8_SQ_PER_CHANNEL), {"tp_size": 2}),
         (Quantization(quant_algo=QuantAlgo.W4A16_AWQ, group_size=64, kv_cache_quant_algo=KV), {"pp_size": 2}),
     ],
-    ids=lambda value: value.quant_algo.value if isinstance(value, Quantization) else "",
+    ids=["FP8", "FP8 rows", "INT8", "INT4"],
 )
 def test_the_checkpoint_is_the_one_of_our_own_quantization(
     exact: Path, tmp_path: Path, quantization: Quantization, mapping: dict[str, int]
