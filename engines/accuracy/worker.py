@@ -84,18 +84,24 @@ def work(spec: dict[str, Any], progress: Progress) -> None:
     write_json(Path(spec["out"]), found)
 
 
+def _bytes(folder: Path) -> int:
+    """Bytes of the weights, which progress counts, as quantizing does. The head comes last, and counts as a layer."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def _run_alone(folder: Path, rows: Any, device: torch.device, where: list[str], progress: Progress) -> dict[str, Any]:
     source, ids = open_model(folder, device), torch.from_numpy(rows).long()
     stream = _Stream.start(folder, source, ids)
     saturation: list[Saturation] = []
     count, length = source.config.num_hidden_layers, ids.shape[1]
+    total = _bytes(folder)
     for index in range(count):
         where[0] = f"running layer {index}"
         counted, counts = watched(source.layer(index))
         for part in _slices(len(ids), max(1, BATCH_TOKENS[device.type] // length)):
             stream.hidden[part] = stream.run(counted, stream.hidden[part], index)
         saturation += _saturation(index, counts)
-        progress(index + 1, count + 1)
+        progress((index + 1) * total // (count + 1), total)
     where[0] = "predicting the next tokens"
     targets = ids[:, 1:].flatten().to(device)
     (states, head), running = stream.final(), Running(len(targets), device)
@@ -104,7 +110,7 @@ def _run_alone(folder: Path, rows: Any, device: torch.device, where: list[str], 
         for at in _slices(len(targets), POSITIONS):
             running.add(at, words.start, states[at].float() @ weight, targets[at])
     stream.require_finite(running.log_total, "the head")
-    progress(count + 1, count + 1)
+    progress(total, total)
     said = source.config.quantization
     return {
         "device": device.type,
@@ -131,8 +137,7 @@ def _compare(
     ids = torch.from_numpy(rows).long()
     original = _Stream.start(original_folder, sources[0], ids)
     quantized = _Stream.start(folder, sources[1], ids)
-    # Progress counts the bytes of the weights, as quantizing does. The head comes last, and counts as a layer.
-    total = sum(path.stat().st_size for place in (original_folder, folder) for path in place.glob("*.safetensors"))
+    total = _bytes(original_folder) + _bytes(folder)
     layers: list[LayerError] = []
     saturation: list[Saturation] = []
     count = original.source.config.num_hidden_layers

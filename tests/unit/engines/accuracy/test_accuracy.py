@@ -360,9 +360,9 @@ def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
 ) -> None:
     folder = quantized("fp8-kv", "hf")
     same, cost = compare(folder, quantized("fp8-kv")), compare(llama, folder)
-    # Both have the same scales; q, k and v share one in the checkpoint.
+    # In the checkpoint q, k and v share a scale, and those of the cache are not below one.
     assert same.original_nll == cost.quantized_nll
-    assert same.mean_kl < cost.mean_kl / 4
+    assert 0 < same.mean_kl < 0.02
     alone = gate.measure_alone(folder, ROWS, device="cpu", log=tmp_path / "log")
     assert (alone.quantized_nll, alone.saturation) == (cost.quantized_nll, cost.saturation)
     assert (alone.quant_algo, alone.kv_cache_quant_algo, alone.positions) == ("FP8", "FP8", cost.positions)
@@ -374,8 +374,8 @@ def test_a_quantized_folder_is_compared_with_its_checkpoint_or_run_alone(
     told = json.loads((tmp_path / "report" / "accuracy.json").read_text())
     assert (told["passed"], told["quantized_perplexity"], told["mean_kl"]) == (True, pytest.approx(100), None)
     assert "of the quantized model alone" in (tmp_path / "report" / "accuracy.html").read_text()
-    guess = replace(report, measured=replace(alone, quantized_nll=math.log(VOCAB)))
-    assert guess.failures == [f"perplexity {VOCAB} is that of a guess among {VOCAB} tokens, or worse"]
+    guess = replace(report, measured=replace(alone, quantized_nll=math.log(132.0)))
+    assert guess.failures == ["perplexity 132 is that of a guess among 131 tokens, or worse"]
     assert "pass --accept-accuracy to build" in str(guess.refusal())
 
 
