@@ -59,7 +59,7 @@ def in_nvfp4_units(x: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor) -
     divisor = blocks.float() * scale
     # A block whose scale has become zero holds zeros.
     divisor = divisor.where(divisor > 0, torch.inf)
-    return (x.unflatten(-1, (-1, NVFP4_BLOCK)) / divisor[..., None]).flatten(-2)
+    return (x.reshape(*blocks.shape, NVFP4_BLOCK) / divisor[..., None]).flatten(-2)
 
 
 def times_nvfp4_scales(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def times_nvfp4_scales(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tenso
 
     bfloat16 and float16 hold each product exactly: it has at most six significant bits.
     """
-    return (codes.unflatten(-1, (-1, NVFP4_BLOCK)) * blocks.to(codes.dtype)[..., None]).flatten(-2)
+    return (codes.reshape(*blocks.shape, NVFP4_BLOCK) * blocks.to(codes.dtype)[..., None]).flatten(-2)
 
 
 def to_int8(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from trtpipe.engines.trtllm_options import BARE, arguments, check_architecture, 
 from trtpipe.triton_repo.serving import ServingConfig, resolve_serving
 
 H100 = GpuSpec(name="h100", sm=90, memory_gib=80.0)
+B200 = GpuSpec(name="b200", sm=100, memory_gib=180.0)
 A100 = GpuSpec(name="a100", sm=80, memory_gib=80.0)
 FP8, INT8, FP8_KV, INT8_KV = QuantAlgo.FP8, QuantAlgo.W8A8_SQ_PER_CHANNEL, KvCacheQuantAlgo.FP8, KvCacheQuantAlgo.INT8
 
@@ -119,6 +120,7 @@ def test_every_flag_of_every_release_is_a_setting_and_the_other_way_round() -> N
         (A100, INT8, INT8_KV, False, False, "auto", False),
         (H100, QuantAlgo.W4A8_AWQ, FP8_KV, True, True, "auto", False),
         (H100, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, None, True, False, "auto", False),
+        (B200, QuantAlgo.NVFP4, FP8_KV, True, True, "auto", False),
     ],
 )
 def test_open_choices_follow_weights_cache_and_gpu(
@@ -149,7 +151,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"use_fp8_context_fmha": True},
         {"gpu": A100},
-        "build.use_fp8_context_fmha is not possible here: for FP8 or W4A8_AWQ weights on SM89 and above, not "
+        "build.use_fp8_context_fmha is not possible here: for FP8, W4A8_AWQ or NVFP4 weights on SM89 and above, not "
         "unquantized on a100 (SM80); leave it out",
     ),
     (

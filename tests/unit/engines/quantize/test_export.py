@@ -45,12 +45,12 @@ UNLOADABLE = ("int8-wo", "fp8-block")
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the models: one for each case that is named, `llama` for the others."""
+    """Folder of a model, and in it another for a case of its name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
     # Blocks of 128 want a wider one; of its 320 features they leave a part.
-    for name, hidden, ffn, layers in (("llama", 128, 256, 3), ("fp8-block", 256, 320, 1)):
+    for name, hidden, ffn, layers in (("", 128, 256, 3), ("fp8-block", 256, 320, 1)):
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=4,
@@ -66,7 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_case(llama: Path, case: str) -> Path:
-    return llama / (case if (llama / case).is_dir() else "llama")
+    return llama / case if (llama / case).is_dir() else llama
 
 
 def ours(llama: Path, out: Path, case: str, form: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -138,3 +138,7 @@ def test_every_tensor_is_modelopts(theirs: tuple[str, Path], llama: Path, tmp_pa
         assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)) if tensor.dim() else tensor == wanted, (
             name
         )
+    if form == "hf":
+        for file, section in (("hf_quant_config.json", "quantization"), ("config.json", "quantization_config")):
+            mine, upstream = (json.loads((one / file).read_text())[section] for one in (tmp_path / form, folder / form))
+            assert mine == upstream, file
