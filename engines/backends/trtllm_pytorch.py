@@ -22,6 +22,7 @@ ANYWHERE = False
 ON_CPU = False
 SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
+NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
 ONE_NODE = "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here"

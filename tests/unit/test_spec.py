@@ -125,7 +125,7 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
         ({"runtime": "tensorrt-llm"}, "unknown runtime 'tensorrt-llm'; did you mean 'tensorrt_llm'?"),
         (
             {"runtime": "tensorrt_llm"},
-            "runtime tensorrt_llm needs an NVIDIA GPU; use --runtime reference with --gpu cpu",
+            "runtime tensorrt_llm needs an NVIDIA GPU; use --runtime reference or vllm with --gpu cpu",
         ),
         ({"tp": 0}, "tp_size 0 and pp_size 1 must both be at least 1; pass --tp and --pp as positive numbers"),
         ({"model": None}, "no model is given; pass for example --model smollm2-135m"),
