@@ -66,8 +66,8 @@ def install_command(needs: Needs) -> str:
     folder = _folder()
     if needs.target and folder == CLONE / ".venv-vllm" and (CLONE / "Makefile").is_file():
         return f"make {needs.target}"
-    pip = [str(folder / "bin" / "pip"), "install", *needs.install]
-    return f"{shlex.join([sys.executable, '-m', 'venv', str(folder)])} && {shlex.join(pip)}"
+    python, made = shlex.quote(sys.executable), shlex.quote(str(folder))
+    return f"{python} -m venv {made} && {made}/bin/pip install {shlex.join(needs.install)}"
 
 
 def _folder() -> Path:
