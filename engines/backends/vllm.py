@@ -41,12 +41,10 @@ FILE = "engine_args.yaml"
 GRAPH_TOKENS = 1024
 # Version of FILE, part of the engine's key; increase it when `rendered` writes something else for the same target.
 VERSION = "2"
-# Algorithms of ModelOpt's folders that vLLM reads -> whether it has kernels for them on a CPU too, as measured:
-# docs/measurements/vllm.md, docs/engines.md.
-READ = {
-    QuantAlgo.FP8: False,
-    QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN: True,
-}
+# Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
+READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
+# Of them, those that vLLM has kernels for on a CPU too, as tried: docs/engines.md.
+READ_ON_CPU = (QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN,)
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -64,32 +62,39 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
             remedy=f"use --runtime {'reference' if target.gpu.is_cpu else 'tensorrt_llm'}, or --dtype "
             f"{'fp8' if target.gpu.sm in FP8_SMS else 'bf16'}",
         )
-    if target.gpu.is_cpu and algo is not None and not READ[algo]:
-        raise UsageError(
-            f"vLLM does not execute {algo.value} on a CPU",
-            why="it has kernels for it on GPUs alone",
-            remedy="use --runtime reference, or --dtype bf16 or fp8-pc-pt",
-        )
-    if target.gpu.is_cpu and target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
-        raise UsageError(
-            "vLLM's FP8 KV cache is not for every CPU",
-            why="it needs AVX-512 or AMX, and an engine for a CPU must run on any",
-            remedy="use --kv-cache none, or --runtime reference",
-        )
     if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
             why="a Hugging Face folder has no place for them",
             remedy=f"use --kv-cache {'none' if target.gpu.is_cpu else 'fp8 or none'}",
         )
-    if target.gpu.is_cpu and target.mapping.world_size > 1:
+    if target.gpu.is_cpu:
+        _require_cpu(target)
+    # vLLM's attention always reads a paged cache.
+    return replace(build, use_paged_context_fmha=True), {}
+
+
+def _require_cpu(target: Target) -> None:
+    """Raises UsageError for what vLLM executes on a GPU alone."""
+    algo = target.quantization.quant_algo
+    if algo is not None and algo not in READ_ON_CPU:
+        raise UsageError(
+            f"vLLM does not execute {algo.value} on a CPU",
+            why="it has kernels for it on GPUs alone",
+            remedy="use --runtime reference, or --dtype bf16 or fp8-pc-pt",
+        )
+    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+        raise UsageError(
+            "vLLM's FP8 KV cache is not for every CPU",
+            why="it needs AVX-512 or AMX, and an engine for a CPU must run on any",
+            remedy="use --kv-cache none, or --runtime reference",
+        )
+    if target.mapping.world_size > 1:
         raise UsageError(
             "vLLM on a CPU has one rank",
             why="several would share its processors and its memory",
             remedy="leave --tp and --pp out, or use --runtime reference, whose ranks are one process",
         )
-    # vLLM's attention always reads a paged cache.
-    return replace(build, use_paged_context_fmha=True), {}
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:
