@@ -62,6 +62,27 @@ class Needs:
     target: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeServer:
+    """How a runtime's own OpenAI-compatible server is started.
+
+    program      a program of the toolchain's image, or a Python module of the environment with the runtime
+    command      its arguments
+    in_image     which of the two
+    environment  variables that it needs
+    """
+
+    program: str
+    command: tuple[str, ...]
+    in_image: bool
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name of the program in messages: "vllm" for a module of it."""
+        return self.program.partition(".")[0]
+
+
 class EngineBackend(Protocol):
     """Engine backend of one runtime.
 
@@ -95,6 +116,10 @@ class EngineBackend(Protocol):
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""
 
+    def runs_on(self, target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Compute capabilities that run an engine for `target`, of `sms`, which run its formats; None for any machine,
+        with or without a GPU."""
+
     def resolve(self, build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
         """Return `build` with every None resolved, and a reason for each choice made here. Raises UsageError for an
         impossible combination, before anything is downloaded."""
@@ -107,6 +132,12 @@ class EngineBackend(Protocol):
     ) -> tuple[Engine, dict[str, str]]:
         """Write the engine folder, without its passport, into the existing empty folder `out`. Returns the engine and
         facts about where it was built."""
+
+    def native_server(
+        self, engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+    ) -> NativeServer:
+        """The runtime's own server of an engine folder, which calls the model by `names`; `engine` has the first as its
+        own name. Raises UsageError for a runtime without one."""
 
 
 def refuse_others(build: BuildConfig, settings: tuple[str, ...], runtime: str, why: str) -> None:

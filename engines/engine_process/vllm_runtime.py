@@ -13,18 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from trtpipe.engines.backends.vllm import FILE
-from trtpipe.engines.base import DataType
+from trtpipe.engines.backends.vllm import ENVIRONMENT, FILE, MEMORY_FRACTION, cache_size
 from trtpipe.engines.engine_process.request import Finish, Output, Request, RequestRefused
-from trtpipe.engines.hf.folder import read_model_config
 from trtpipe.engines.yaml_input import load_yaml
 
-# Default of the memory share, which the engine's own arguments do not set.
-DEFAULT_MEMORY_FRACTION = 0.9
-# Most bytes of the KV cache on a CPU, unless one sequence of max_seq_len alone needs more: as the reference runtime's.
-CPU_CACHE_BYTES = 1 << 30
-# An engine is a folder: nothing is asked of the hub. And nobody is told that it is used.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # On a CPU the engine runs in this process: another would import vLLM once more, which takes most of a start.
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
@@ -49,7 +41,7 @@ class Runtime:
         policy: str = "guaranteed_no_evict",
         enable_kv_cache_reuse: bool = True,
         enable_chunked_context: bool = True,
-        kv_cache_free_gpu_mem_fraction: float = DEFAULT_MEMORY_FRACTION,
+        kv_cache_free_gpu_mem_fraction: float = MEMORY_FRACTION,
         kv_cache_tokens: int | None = None,
     ) -> None:
         for name, value in (ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})).items():
@@ -63,7 +55,7 @@ class Runtime:
         self._block = int(arguments["block_size"])
         self._max_batch = int(arguments["max_num_seqs"])
         if device == "cpu" or kv_cache_tokens is not None:
-            arguments |= _cache_size(engine, arguments, kv_cache_tokens)
+            arguments |= cache_size(engine, arguments, kv_cache_tokens)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(engine),
@@ -232,19 +224,6 @@ class _Running:
         if len(self._tokens) < asked:
             return False
         return any(word and tuple(self._tokens[-len(word) :]) == word for word in self._request.stop_words)
-
-
-def _cache_size(engine: Path, arguments: dict[str, Any], tokens: int | None) -> dict[str, int]:
-    """Arguments for a KV cache of so many tokens, or of the default size on a CPU; at least of max_model_len."""
-    model, longest = read_model_config(engine), int(arguments["max_model_len"])
-    itemsize = DataType(arguments["dtype"]).itemsize if arguments["kv_cache_dtype"] == "auto" else 1
-    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_size * itemsize
-    if tokens is None:
-        tokens = min(int(arguments["max_num_seqs"]) * longest, CPU_CACHE_BYTES // per_token)
-    block = int(arguments["block_size"])
-    # One block is vLLM's own.
-    blocks = -(-max(tokens, longest) // block) + 1
-    return {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * block * per_token}
 
 
 def _name(identity: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.factories import hf_folder
-from trtpipe.engines.engine_process.vllm_runtime import _cache_size
+from trtpipe.engines.backends.vllm import cache_size
 
 # Two layers of two heads of 8, keys and values: 256 bytes for a token in float32.
 ARGUMENTS = {"max_num_seqs": 4, "max_model_len": 100, "block_size": 32, "dtype": "float32", "kv_cache_dtype": "auto"}
@@ -27,5 +27,5 @@ ARGUMENTS = {"max_num_seqs": 4, "max_model_len": 100, "block_size": 32, "dtype":
 def test_it_holds_the_tokens_asked_for(
     tmp_path: Path, changes: dict[str, object], tokens: int | None, blocks: int, token_bytes: int
 ) -> None:
-    found = _cache_size(hf_folder(tmp_path / "tiny"), {**ARGUMENTS, **changes}, tokens)
+    found = cache_size(hf_folder(tmp_path / "tiny"), {**ARGUMENTS, **changes}, tokens)
     assert found == {"num_gpu_blocks_override": blocks, "kv_cache_memory_bytes": blocks * 32 * token_bytes}
