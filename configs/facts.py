@@ -44,6 +44,47 @@ class ModelFacts:
     aliases: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class UsualRuntime:
+    """A row of configs/runtimes.yaml: the runtime of targets whose GPU and model it covers, where none is named.
+
+    gpu            name of the GPU; "" covers all
+    architectures  of models, under Hugging Face's names; none covers all
+    label          source of the setting, in a few words
+    reason         why this runtime
+    """
+
+    runtime: str
+    label: str
+    reason: str
+    gpu: str = ""
+    architectures: tuple[str, ...] = ()
+
+    def covers(self, gpu: str, architecture: str | None) -> bool:
+        return self.gpu in ("", gpu) and (not self.architectures or architecture in self.architectures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runtimes:
+    runtimes: tuple[UsualRuntime, ...]
+
+
+def load_usual_runtimes() -> tuple[UsualRuntime, ...]:
+    """The rows of configs/runtimes.yaml, in their order."""
+    return build(_Runtimes, read_yaml(CONFIGS / "runtimes.yaml"), "runtimes.yaml").runtimes
+
+
+def usual_runtime(gpu: GpuSpec, architecture: str | None) -> UsualRuntime:
+    """The runtime for a GPU and a model's architecture, None where it is not known before a download.
+
+    Raises ConfigError where no row covers them.
+    """
+    for row in load_usual_runtimes():
+        if row.covers(gpu.name, architecture):
+            return row
+    raise ConfigError(f"runtimes.yaml has no row for {gpu.name}", remedy="end it with a row that covers all GPUs")
+
+
 def load_gpus(own: Path | None = None) -> dict[str, GpuSpec]:
     """Load all GPUs of configs/gpus by name, with their measurements, if any.
 

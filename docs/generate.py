@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtpipe.configs import facts
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import METRICS
 from trtpipe.pipeline.cli import app
@@ -173,6 +174,15 @@ def _values(schema: dict[str, Any] | None) -> str:
     return " ".join([schema["type"], ", ".join(limits)]).strip()
 
 
+def runtimes() -> Iterator[str]:
+    """The runtime of a target where none is named."""
+    rows = (
+        (code(row.gpu) or "any other", ", ".join(map(code, row.architectures)) or "any", code(row.runtime), row.reason)
+        for row in facts.load_usual_runtimes()
+    )
+    yield from table(("GPU", "model", "runtime", "because"), rows)
+
+
 def failures(where: Where) -> Iterator[str]:
     for one in load_failures(where):
         words = re.sub(r"\(\?P<(\w+)>(?:[^()\\]|\\.|\([^()]*\))*\)", r"{\1}", one.pattern).replace("(?i)", "")
@@ -185,6 +195,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "settings": settings,
     "metrics": metrics,
+    "runtimes": runtimes,
     "errors": errors,
     "api-fields": api_fields,
     "build-failures": lambda: failures("build"),

@@ -68,7 +68,8 @@ class Value:
 class BuildSpec:
     """Everything a run needs to know.
 
-    settings  resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
+    usual_runtime  runtime of the GPU's targets where neither a setting nor the model's family decides
+    settings       resolves to this plan again on any machine: scalars as they were given, groups as they were resolved
     """
 
     model: ModelRef
@@ -77,6 +78,7 @@ class BuildSpec:
     calibration: CalibrationConfig
     accept_accuracy: bool
     runtime: str
+    usual_runtime: str
     toolchain: Toolchain
     executor: str
     mapping: Mapping
@@ -110,7 +112,7 @@ class BuildSpec:
         parts += [
             f"{name}{size}" for name, size in (("tp", self.mapping.tp_size), ("pp", self.mapping.pp_size)) if size > 1
         ]
-        parts += [self.runtime] if self.runtime != _usual_runtime(self.gpu)[0] else []
+        parts += [self.runtime] if self.runtime != self.usual_runtime else []
         parts += [f"trtllm-{self.toolchain.name}"] if self.toolchain.name != facts.DEFAULT_TOOLCHAIN else []
         return ".".join(parts)
 
@@ -216,7 +218,10 @@ def resolve(
     else:
         precision = stored_precision(model.name, model.stored, requested, gpu, recipes, cache, group_size)
     accept_accuracy = _flag(chosen, "accept_accuracy")
-    runtime, runtime_reason = _runtime(_string(chosen, "runtime"), gpu)
+    shape = None if recorded else _shape(model_name, required="load" in chosen)
+    of_gpu = facts.usual_runtime(gpu, None)
+    usual = of_gpu if shape is None else facts.usual_runtime(gpu, shape.architecture)
+    runtime = _runtime(_string(chosen, "runtime"), gpu) or usual.runtime
     toolchain = facts.find_toolchain(_release(chosen))
     executor = _string(chosen, "executor") or "auto"
     if executor not in EXECUTORS:
@@ -227,7 +232,6 @@ def resolve(
         require_readable(model.name, model.stored, runtime)
     if (backend.ANYWHERE or gpu.is_cpu) and "load" in chosen:
         raise UsageError("--load plans sizes for a GPU", why=f"the {runtime} runtime takes them as they are")
-    shape = None if recorded else _shape(model_name, required="load" in chosen)
     if shape is not None:
         # Given values take precedence over planned ones.
         room = facts.find_gpu("cpu") if backend.ANYWHERE else gpu
@@ -257,7 +261,7 @@ def resolve(
         Value("gpu", gpu.name, origin("gpu")),
         Value("dtype", precision.name, precision.reason if precision.reason != "requested" else origin("dtype")),
         *_quantization_values(precision, origin, accept_accuracy),
-        Value("runtime", runtime, runtime_reason or origin("runtime")),
+        Value("runtime", runtime, origin("runtime", usual.label), "" if "runtime" in chosen else usual.reason),
         Value("toolchain", toolchain.name, origin("toolchain")),
         Value("executor", executor, origin("executor")),
         *([Value("load", chosen["load"][0], origin("load"))] if "load" in chosen else []),
@@ -278,6 +282,8 @@ def resolve(
                 values.append(Value(name, getattr(settings, field.name), source, meaning))
     # The executor depends on the machine, not on the target.
     plain = {name: chosen[name][0] for name in SCALARS if name in chosen and name != "executor"}
+    if runtime != of_gpu.runtime:
+        plain["runtime"] = runtime  # on another machine the family is not known again
     grouped: dict[str, Any] = {}
     for value in values:
         group, dot, name = value.name.partition(".")
@@ -285,8 +291,8 @@ def resolve(
             grouped.setdefault(group, {})[name] = value.value
     spec = BuildSpec(
         model=model, gpu=gpu, precision=precision, calibration=calibration_config, accept_accuracy=accept_accuracy,
-        runtime=runtime, toolchain=toolchain, executor=executor, mapping=mapping, build=build_config,
-        serving=serving, settings={**plain, **grouped}, values=tuple(values),
+        runtime=runtime, usual_runtime=of_gpu.runtime, toolchain=toolchain, executor=executor, mapping=mapping,
+        build=build_config, serving=serving, settings={**plain, **grouped}, values=tuple(values),
     )  # fmt: skip
     if shape is not None:
         spec.judge(shape)
@@ -392,17 +398,13 @@ def _release(chosen: dict[str, tuple[Any, str]]) -> str | None:
     return _string(chosen, "toolchain")
 
 
-def _usual_runtime(gpu: GpuSpec) -> tuple[str, str]:
-    return ("reference", "default for the CPU") if gpu.is_cpu else ("tensorrt_llm", "default for NVIDIA GPUs")
-
-
-def _runtime(requested: str | None, gpu: GpuSpec) -> tuple[str, str]:
-    """(runtime, reason or "" when it was requested). Raises UsageError."""
+def _runtime(requested: str | None, gpu: GpuSpec) -> str | None:
+    """The runtime that was requested, if any. Raises UsageError."""
     if requested is None:
-        return _usual_runtime(gpu)
+        return None
     if requested not in BACKENDS:
         raise UsageError(f"unknown runtime '{requested}'", remedy=suggestion(requested, BACKENDS))
     if gpu.is_cpu and not load_backend(requested).ON_CPU:
         able = " or ".join(name for name in BACKENDS if load_backend(name).ON_CPU)
         raise UsageError(f"runtime {requested} needs an NVIDIA GPU", remedy=f"use --runtime {able} with --gpu cpu")
-    return requested, ""
+    return requested

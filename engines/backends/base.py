@@ -54,6 +54,20 @@ class ServedBy(str, enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an engine process needs of an environment of its own.
+
+    package  distribution that executes the engines, with the versions that are known to work
+    install  arguments of `pip install` for it in a new environment
+    target   target of the Makefile that makes this environment in a checkout; "" for none
+    """
+
+    package: str
+    install: tuple[str, ...]
+    target: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NativeServer:
     """How a runtime's own OpenAI-compatible server is started.
 
@@ -84,6 +98,8 @@ class EngineBackend(Protocol):
     ON_CPU    whether it makes engines for `--gpu cpu`
     SERVED_BY program that executes its engines under tritonserver
     PROCESS   module that an engine process executes engines with; "" for another SERVED_BY
+    NEEDS, NEEDS_ON_CPU  what an engine process needs of an environment of its own, for a GPU and for a CPU; None where
+              it runs in this environment
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
     WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
@@ -98,6 +114,8 @@ class EngineBackend(Protocol):
     ON_CPU: bool
     SERVED_BY: ServedBy
     PROCESS: str
+    NEEDS: Needs | None
+    NEEDS_ON_CPU: Needs | None
     SEQUENCES_PER_STUB: int | None
     ATTENTION_WINDOW: bool
     WEIGHT_ONLY: tuple[QuantAlgo, ...]

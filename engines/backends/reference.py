@@ -26,6 +26,7 @@ ANYWHERE = True
 ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.reference.runtime"
+NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = False
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()

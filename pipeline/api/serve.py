@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -138,7 +137,7 @@ def serve(
     target: str | Sequence[str] | None = None, *, front: str = "triton", server: str = "auto",
     image: str | None = None, host: str = "127.0.0.1", http_port: int = 0,
     grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
-    engine_python: str = sys.executable, allow_model_code: bool = False,
+    engine_python: str | None = None, allow_model_code: bool = False,
 ) -> Iterator[Client]:  # fmt: skip
     """Serve a target while the `with` block runs: `with trtpipe.serve("smollm2-135m.cpu.fp32") as client:`.
 
@@ -148,7 +147,7 @@ def serve(
     image             image of a docker server, in place of the toolchain's
     http_port, ...    ports; 0 takes a free one. openai_port is the gateway's, and None starts none
     gpus              indices of the GPUs that a container gets; all if left out
-    engine_python     Python of the environment in which vLLM is installed
+    engine_python     Python that runs engines; for vLLM that of the environment beside this one if left out
     allow_model_code  whether code of unknown templates may run
 
     Yields a client of the first target. `trtpipe serve` also repairs a server whose Python process has died, which

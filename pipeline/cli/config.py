@@ -102,13 +102,17 @@ def config(as_json: Json = False) -> None:
     """
     from trtpipe.configs.home import default_home
     from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.serving import engine_python
 
     found, where = read_config(), path()
     file = str(where)
     rows: list[tuple[str, Any, str]] = []
     for name in (one.name for one in fields(found) if one.name != "prices"):
         value = getattr(found, name)
-        rows.append((name, value, "default" if value is None else file))
+        if name == "engine_python" and value is None and engine_python.beside() is not None:
+            rows.append((name, engine_python.beside(), "the environment beside this one"))
+        else:
+            rows.append((name, value, "default" if value is None else file))
     rows += [(f"prices.{name}", price, file) for name, price in found.prices.items()]
     rows += [(name, os.environ[name], "environment") for name in SHOWN if name in os.environ]
     rows += [(name, "set, not shown", "environment") for name in SECRET if name in os.environ]

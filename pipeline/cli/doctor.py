@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trtpipe.configs import facts
+from trtpipe.engines import load_backend
 from trtpipe.engines.errors import HostError, TrtpipeError, UsageError
 from trtpipe.engines.extras import install_command
 from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
+from trtpipe.pipeline.cli.config import read_config
 from trtpipe.pipeline.execution.executors import DockerExecutor, find_program
 from trtpipe.pipeline.execution.hardware import require_image, visible_gpus
-from trtpipe.pipeline.serving import http_streams, tritonserver
+from trtpipe.pipeline.serving import engine_python, http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import running
 from trtpipe.pipeline.store.store import Store, host
 
@@ -51,6 +54,7 @@ def _findings(store: Store) -> Iterator[Finding]:
         detail=f"{http_streams.capacity()} at once without loss; for more raise {http_streams.SETTING}",
     )
     yield _packages("reference runtime", ("torch",), "serve")
+    yield _checked("vllm runtime", _vllm)
     yield _packages("GGUF reader", ("transformers", "gguf", "accelerate", "torch"), "gguf")
     yield _packages("quantization", ("nvidia-modelopt", "transformers", "torch"), "quantize")
     yield _checked("nvidia driver", _driver)
@@ -101,6 +105,16 @@ def _packages(subject: str, names: tuple[str, ...], extra: str) -> Finding:
     except importlib.metadata.PackageNotFoundError as error:
         return Finding(subject=subject, state="missing", detail=f"no {error.name}; run `{install_command(extra)}`")
     return Finding(subject=subject, state="ok", detail=versions)
+
+
+def _vllm() -> str:
+    """The package of the environment in which `serve` would run vLLM."""
+    asked, on_cpu = read_config().engine_python, not visible_gpus()
+    backend = load_backend("vllm")
+    python = str(asked or engine_python.beside() or sys.executable)
+    needs = backend.NEEDS_ON_CPU if on_cpu else backend.NEEDS
+    assert needs is not None
+    return f"{engine_python.require(python, needs)} of {python}"
 
 
 def _driver() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +50,7 @@ def prove(
     proof = run(
         model, gpu=gpu, runtime=runtime, dtype=dtype.split(",") if dtype else (), toolchain=toolchain,
         executor=executor, set=assignments(settings or []),
-        engine_python=engine_python or str(read_config().engine_python or sys.executable), output=out,
+        engine_python=engine_python or str(read_config().engine_python or "") or None, output=out,
         note=console.note,
     )  # fmt: skip
     if as_json:

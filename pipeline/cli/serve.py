@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +57,8 @@ def serve(
     gpus: Annotated[str | None, typer.Option(help="GPUs of the container, such as 0,1; all if left out.")] = None,
     shm_size: Annotated[str | None, typer.Option(help="Shared memory of the container; 2g if left out.")] = None,
     engine_python: Annotated[
-        str | None, typer.Option(help="Python of the environment in which vLLM is installed, if it is another.")
+        str | None,
+        typer.Option(help="Python that runs engines; for vLLM that of the environment beside this one if left out."),
     ] = None,
     allow_model_code: AllowModelCode = False,
     restart: Annotated[
@@ -83,6 +83,7 @@ def serve(
     from trtpipe.pipeline.serving import background, launch_options, repositories, serve, watchdog
 
     store = own_store()
+    configured = str(read_config().engine_python or "") or None
     found = (
         [repositories.find_repository(target) for target in targets]
         if targets
@@ -94,7 +95,7 @@ def serve(
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
         gpus=None if gpus is None else tuple(numbers(gpus, whole=True) or ()), shm_size=shm_size,
-        engine_python=engine_python or str(read_config().engine_python or sys.executable),
+        engine_python=engine_python or configured,
         allow_model_code=allow_model_code,
     )  # fmt: skip
     program = "the runtime's own server" if front == "native" else "tritonserver"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class LaunchOptions:
     cors_origins         origins whose pages may call the gateway from a browser
     gpus                 indices of the GPUs a container gets; None for all
     shm_size             shared memory of a container, SHM_SIZE if None; each Python model and rank takes some
-    engine_python        interpreter of the engine process, where vLLM is installed in another environment
+    engine_python        interpreter of the engine process; None takes vLLM's environment beside this one, or this one
     allow_model_code     whether code of unknown templates may run
     """
 
@@ -61,7 +60,7 @@ class LaunchOptions:
     cors_origins: tuple[str, ...] = ()
     gpus: tuple[int, ...] | None = None
     shm_size: str | None = None
-    engine_python: str = sys.executable
+    engine_python: str | None = None
     allow_model_code: bool = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,7 @@ def _start(
             gpus=options.gpus,
             shm_size=options.shm_size or SHM_SIZE,
         )
-    path = f"{Path(options.engine_python).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}"
-    command = [*python_command(spec.program, options.engine_python, outlives=True), *spec.command]
+    python = options.engine_python or sys.executable
+    path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH') or os.defpath}"
+    command = [*python_command(spec.program, python, outlives=True), *spec.command]
     return tritonserver.spawn(command, {**spec.environment, "PATH": path}, folder, log)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.errors import ArtefactRefused, HostError, StageFailed, UsageError, suggestion
 from trtpipe.engines.passport import Passport, read_passport
@@ -20,7 +22,7 @@ from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway import process as gateway_process
 from trtpipe.pipeline.run_folder import RUNS
-from trtpipe.pipeline.serving import http_streams, native, tritonserver
+from trtpipe.pipeline.serving import engine_python, http_streams, native, tritonserver
 from trtpipe.pipeline.serving.launch_options import (
     FRONTS,
     SHM_SIZE,
@@ -84,6 +86,10 @@ def launch(
         raise UsageError(f"unknown front '{options.front}'", remedy=suggestion(options.front, FRONTS))
     kind = choose_server(options.server, passport)
     check_container_options(options, kind)
+    if kind == "local":
+        backend = load_backend(passport.runtime)
+        python = engine_python.choose(backend, on_cpu=passport.sm is None, asked=options.engine_python)
+        options = replace(options, engine_python=python)
     name = "+".join(target for target, _ in targets)
     for server in running(store):
         if server.name == name and server.watcher != os.getpid():
@@ -120,7 +126,7 @@ def launch(
     if kind == "local":
         installation = tritonserver.find_installation()
         backends = folder / "backends"
-        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
+        tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python or sys.executable)
         start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
     else:
         image = server_image(options, passport)

@@ -73,11 +73,8 @@ def measure(python: str, runtime: str, engine: Path, threads: int, log: Path) ->
 
 def processor() -> str:
     """Name of the processor, and which of the wide instructions it has."""
-    told = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if ":" in line
-    )
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    told = {name.strip(): text.strip() for name, _, text in lines}
     wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in told.get("flags", "").split()]
     return f"{told.get('model name', platform.machine())} ({', '.join(wide)})"
 

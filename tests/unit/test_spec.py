@@ -18,7 +18,7 @@ from trtpipe.engines.errors import TrtpipeError, UsageError
 from trtpipe.engines.files import write_json
 from trtpipe.engines.gpu import GpuSpec
 from trtpipe.pipeline.run_folder import RunFolder
-from trtpipe.pipeline.spec import BuildSpec, recipe_layer, resolve, set_layer
+from trtpipe.pipeline.spec import BuildSpec, Value, recipe_layer, resolve, set_layer
 
 BASE: dict[str, Any] = {"model": "smollm2-135m", "gpu": "cpu"}
 
@@ -80,6 +80,29 @@ def test_the_strongest_layer_that_has_a_value_gives_it(layers: tuple[dict[str, i
         assert made[name] == (having[-1] if having else (1, "default"))
 
 
+# What the copy of configs/ that `facts` makes has in place of our table.
+ROWS = """
+runtimes:
+  - {architectures: [LlamaForCausalLM], gpu: h100, runtime: vllm, label: default for Llama, reason: no reason}
+  - {gpu: cpu, runtime: reference, label: a, reason: b}
+  - {runtime: tensorrt_llm, label: default for GPUs, reason: kernels}
+"""
+
+
+@pytest.mark.usefixtures("facts")
+def test_the_table_of_runtimes_decides_where_none_is_named() -> None:
+    (facts.CONFIGS / "runtimes.yaml").write_text(ROWS)
+    made = plan(model="llama3-8b", gpu="h100")
+    assert next(value for value in made.values if value.name == "runtime") == Value(
+        "runtime", "vllm", "default for Llama", "no reason"
+    )
+    # The name says what the GPU alone does not, and a recorded spec keeps it where the family is not known.
+    assert (made.target, made.settings["runtime"]) == ("llama3-8b.h100.fp8-kv.vllm", "vllm")
+    assert sources(plan(model="a/B-C", gpu="h100"))["runtime"] == ("tensorrt_llm", "default for GPUs")
+    assert sources(plan(model="llama3-8b", gpu="h100", runtime="tensorrt_llm"))["runtime"][1] == "option"
+    assert [row.runtime for row in facts.load_usual_runtimes()] == ["vllm", "reference", "tensorrt_llm"]
+
+
 def test_where_a_source_comes_from(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "mine")
     assert sources(plan(model=str(folder)))["source"] == (f"folder {folder}", "the model itself")
@@ -128,7 +151,7 @@ def test_a_target_has_one_identifier(options: dict[str, Any], target: str) -> No
         ({"runtime": "tensorrt-llm"}, "unknown runtime 'tensorrt-llm'; did you mean 'tensorrt_llm'?"),
         (
             {"runtime": "tensorrt_llm"},
-            "runtime tensorrt_llm needs an NVIDIA GPU; use --runtime reference with --gpu cpu",
+            "runtime tensorrt_llm needs an NVIDIA GPU; use --runtime reference or vllm with --gpu cpu",
         ),
         ({"tp": 0}, "tp_size 0 and pp_size 1 must both be at least 1; pass --tp and --pp as positive numbers"),
         ({"model": None}, "no model is given; pass for example --model smollm2-135m"),

@@ -20,7 +20,7 @@ from tests.unit.sources.test_hub import use
 from trtpipe.engines.errors import HostError, StageFailed
 from trtpipe.engines.extras import install_command
 from trtpipe.pipeline.cli import doctor
-from trtpipe.pipeline.serving import tritonserver
+from trtpipe.pipeline.serving import engine_python, tritonserver
 from trtpipe.pipeline.serving.servers import Server
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.store import Store
@@ -33,7 +33,8 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with no program of NVIDIA's, and no Docker."""
+    """A machine with no program of NVIDIA's, no Docker, and no vLLM."""
+    monkeypatch.setattr(engine_python, "_version", lambda python, package: "")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
@@ -45,8 +46,9 @@ def findings(store: Store) -> dict[str, tuple[str, str]]:
 
 def test_it_examines_everything_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     found = findings(store)
-    assert list(found)[:12] == [
-        "python", "store", "tritonserver", "http streams", "reference runtime", "GGUF reader", "quantization",
+    assert list(found)[:13] == [
+        "python", "store", "tritonserver", "http streams", "reference runtime", "vllm runtime", "GGUF reader",
+        "quantization",
         "nvidia driver", "toolchains", "trtllm-build", "docker", "hugging face",
     ]  # fmt: skip
     assert re.fullmatch(r"\d+ at once without loss; for more raise net.core.wmem_default", found["http streams"][1])

