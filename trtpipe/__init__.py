@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.bench import BenchArguments, bench
     from trtpipe.pipeline.api.build import BuildOptions, Built, build, settings
     from trtpipe.pipeline.api.check import check
+    from trtpipe.pipeline.api.migrate import Migration, migrate
     from trtpipe.pipeline.api.plan import plan
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
     from trtpipe.pipeline.bench.results.report import BenchReport
@@ -46,6 +47,7 @@ __all__ = [
     "Fault",
     "HostError",
     "InputDataError",
+    "Migration",
     "Sampling",
     "StageFailed",
     "TrtpipeError",
@@ -53,6 +55,7 @@ __all__ = [
     "bench",
     "build",
     "check",
+    "migrate",
     "plan",
     "serve",
     "settings",
@@ -65,6 +68,7 @@ _MODULES = {
     "pipeline.api.bench": ("BenchArguments", "bench"),
     "pipeline.api.build": ("BuildOptions", "Built", "build", "settings"),
     "pipeline.api.check": ("check",),
+    "pipeline.api.migrate": ("Migration", "migrate"),
     "pipeline.api.plan": ("plan",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
     "pipeline.bench.results.report": ("BenchReport",),

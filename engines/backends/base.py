@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trtpipe.engines.base import Checkpoint, Engine, Mapping
 from trtpipe.engines.build_config import BuildConfig, changed
@@ -59,6 +59,10 @@ class EngineBackend(Protocol):
     SEQUENCES_PER_STUB  sequences whose tokens one stub can forward; None where one stub is enough for any number
     ATTENTION_WINDOW    whether tokens can be made to attend to the last ones only
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
+    NOTICE    what a user should know before choosing it; "" for nothing
+    FIXED     settings and request inputs that it does not follow: dotted name -> (what holds instead, the reason).
+              None holds where it has nothing of the kind
+    MEANS     settings that it takes in another sense: dotted name -> the sense
     """
 
     FORM: str
@@ -70,6 +74,9 @@ class EngineBackend(Protocol):
     SEQUENCES_PER_STUB: int | None
     ATTENTION_WINDOW: bool
     ONE_NODE: str
+    NOTICE: str
+    FIXED: dict[str, tuple[Any, str]]
+    MEANS: dict[str, str]
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.backends.base import ServedBy, Target, Workshop, refuse_others
 from trtpipe.engines.base import Checkpoint, Engine
@@ -26,6 +27,9 @@ PROCESS = "trtpipe.engines.reference.runtime"
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = False
 ONE_NODE = ""
+NOTICE = ""
+FIXED: dict[str, tuple[Any, str]] = {}
+MEANS: dict[str, str] = {}
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.
 VERSION = "reference-1"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trtpipe.engines import trtllm_options
 from trtpipe.engines.backends.base import ServedBy, Target
 from trtpipe.engines.build_config import BuildConfig
@@ -18,6 +20,9 @@ PROCESS = ""
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
 ONE_NODE = ""
+NOTICE = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
+FIXED: dict[str, tuple[Any, str]] = {}
+MEANS: dict[str, str] = {}
 
 
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
