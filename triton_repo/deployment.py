@@ -1,70 +1,49 @@
-"""Settings of a TensorRT-LLM deployment: of an engine folder, and of the model repository that serves it.
+"""A TensorRT-LLM deployment: an engine, and the model repository that serves it.
 
-The repository may be of any release that the check knows, ours or NVIDIA's. Values are what their readers make of
-them: a boolean that the C++ backend cannot read counts as its default.
+The repository may be of any release that the check knows, ours or NVIDIA's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtpipe.configs.facts import find_toolchain
+from trtpipe.engines import load_backend
 from trtpipe.engines.base import Mapping
-from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import ArtefactRefused, InputDataError, UsageError
-from trtpipe.triton_repo.check import facts, values
 from trtpipe.triton_repo.check.code import foreign_code
-from trtpipe.triton_repo.check.engine import SPECULATION, EngineFolder, find_engine, read_engine
+from trtpipe.triton_repo.check.engine import EngineFolder, find_engine, read_engine
 from trtpipe.triton_repo.check.faults import ERROR, Report
 from trtpipe.triton_repo.check.models import CONFIG, Model, read_models
-from trtpipe.triton_repo.check.scripts import read_script
+from trtpipe.triton_repo.deployment_settings import Setting, engine_settings, is_size, model_settings, request_settings
 
-ENGINE = "engine"
-SIZES = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 # Faults with which settings cannot be read. Rank files are not looked at: no weights come from an engine.
 _UNUSABLE = ("engine-folder", "engine-config", "passport", "syntax", "config-unreadable", "placeholder")
-_YES = ("true", "t", "1", "y", "yes")
-# Fields of config.pbtxt that say what the model is, or are rows of their own.
-_IDENTITY = (
-    "name", "platform", "backend", "input", "output", "parameters", "default_model_filename", "instance_group",
-    "ensemble_scheduling",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One setting of a deployment.
-
-    place   `engine`, or the name of the model whose config.pbtxt has it
-    role    the model's role, which says what its parameters mean; `engine` for an engine's own
-    kind    `build`, `parameters`, `fields` (of config.pbtxt), `requests` (an input) or `model` (a whole model)
-    stated  whether it is written there; else the value is the reader's default
-    note    what is odd about the value: a text that its reader cannot read
-    """
-
-    place: str
-    role: str
-    kind: str
-    name: str
-    value: Any
-    stated: bool = True
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """An engine and the settings around it; `repository` is None where there is the engine alone."""
+    """An engine and the settings of it and around it."""
 
     engine: EngineFolder
-    repository: Path | None
     mapping: Mapping
     settings: tuple[Setting, ...]
 
     @property
-    def quantization(self) -> dict[str, Any]:
+    def quantization(self) -> tuple[str | None, str | None]:
+        """Algorithms of the weights and of the KV cache, by TensorRT-LLM's names."""
+        found = [self._quantization.get(name) for name in ("quant_algo", "kv_cache_quant_algo")]
+        algo, cache = (None if one is None else str(one) for one in found)
+        return algo, cache
+
+    @property
+    def group_size(self) -> int | None:
+        size = self._quantization.get("group_size")
+        return size if is_size(size) else None
+
+    @property
+    def _quantization(self) -> dict[str, Any]:
         found = self.engine.pretrained.get("quantization")
         return found if isinstance(found, dict) else {}
 
@@ -80,10 +59,7 @@ def read_deployment(folder: Path, engine: Path | None = None) -> Deployment:
             f"there is no folder or target '{folder}'", remedy="name an engine folder or a model repository"
         )
     report = Report(repository=folder)
-    models = (
-        {} if (folder / "config.json").is_file() or not any(folder.glob(f"*/{CONFIG}")) else read_models(folder, report)
-    )
-    if not models:
+    if (folder / "config.json").is_file() or not any(folder.glob(f"*/{CONFIG}")):
         if engine is not None:
             raise UsageError(f"--engine is for a model repository, and {folder} is none", remedy="leave it out")
         if not (folder / "config.json").is_file():
@@ -94,7 +70,9 @@ def read_deployment(folder: Path, engine: Path | None = None) -> Deployment:
             )  # fmt: skip
         found = read_engine(folder, folder, str(folder), report)
         _refuse(report, folder)
-        return _deployment(found, folder, None, {}, "")
+        return _deployment(found, folder, {}, "")
+    models = read_models(folder, report)
+    _refuse(report, folder)
     name = _engine_model(models, folder)
     if engine is not None:
         found = read_engine(engine, engine, str(engine), report)
@@ -107,20 +85,18 @@ def read_deployment(folder: Path, engine: Path | None = None) -> Deployment:
             f"{folder}: {name} names the engine '{text}', which is not on this machine",
             remedy="give its folder with --engine",
         )
-    return _deployment(found, folder, folder, models, name)
+    return _deployment(found, folder, models, name)
 
 
 def _refuse(report: Report, folder: Path) -> None:
     """Raise InputDataError for the first fault with which nothing can be read."""
-    wrong = [
-        fault for fault in report.sorted()
-        if fault.severity == ERROR and fault.rule in _UNUSABLE
-    ]  # fmt: skip
+    wrong = [fault for fault in report.sorted() if fault.severity == ERROR and fault.rule in _UNUSABLE]
     if wrong:
         first = wrong[0]
         place = folder / first.path if first.path != "." else folder
         at = f"{place}: {first.where}" if first.where else str(place)
-        raise InputDataError(f"{at} {first.what}", why=first.why, remedy=first.remedy)
+        what = first.what.removeprefix(f"is '{place}', which ")  # an engine that is given itself
+        raise InputDataError(f"{at} {what}", why=first.why, remedy=first.remedy)
 
 
 def _engine_model(models: dict[str, Model], folder: Path) -> str:
@@ -144,148 +120,29 @@ def _engine_model(models: dict[str, Model], folder: Path) -> str:
     return engines[0] if len(engines) == 1 else "tensorrt_llm"
 
 
-def _deployment(
-    engine: EngineFolder | None, folder: Path, repository: Path | None, models: dict[str, Model], name: str
-) -> Deployment:
+def _deployment(engine: EngineFolder | None, folder: Path, models: dict[str, Model], name: str) -> Deployment:
     assert engine is not None, "its faults were raised"
-    if engine.backend is not None and engine.backend.FORM != "trtllm":
-        assert engine.passport is not None
+    if engine.passport is not None and load_backend(engine.passport.runtime).FORM != "trtllm":
         raise ArtefactRefused(
             f"{folder} is served by {engine.passport.runtime}", why="it holds no engine to migrate from",
             remedy="build the model for another runtime with `trtpipe build --runtime`",
         )  # fmt: skip
-    settings = [*_engine_settings(engine)]
-    ours = repository is not None and (engine.path / "passport.json").is_file()
-    foreign = [] if repository is None or ours else [fault.path for fault in foreign_code(repository)]
+    sizes = [engine.mapping.get(size, 1) for size in ("tp_size", "pp_size")]
+    if not all(map(is_size, sizes)):
+        raise InputDataError(f"{engine.config}: mapping has no numbers of ranks", remedy="copy it from the build again")
+    settings = [*engine_settings(engine)]
+    # The scripts of an engine with a passport are ours.
+    foreign = [fault.path for fault in foreign_code(folder)] if models and engine.passport is None else []
     for model in models.values():
-        settings += _model_settings(model, name, scripted="ensemble" in models and models["ensemble"].role == "bls")
+        settings += model_settings(model, name, scripted="ensemble" in models and models["ensemble"].role == "bls")
         code = sorted(path for path in foreign if path.split("/")[0] == model.name)
         settings += [
             Setting(place=model.name, role=model.role, kind="model", name="code", value=path.partition("/")[2])
             for path in code
         ]
-    settings += _request_settings(models)
-    sizes = [engine.mapping.get(size, 1) for size in ("tp_size", "pp_size")]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise InputDataError(f"{engine.config}: mapping has no numbers of ranks", remedy="copy it from the build again")
+    settings += request_settings(models.values())
     return Deployment(
         engine=engine,
-        repository=repository,
         mapping=Mapping(tp_size=sizes[0], pp_size=sizes[1]),
         settings=tuple(settings),
     )
-
-
-def _engine_settings(engine: EngineFolder) -> Iterator[Setting]:
-    """Settings of the build: sizes, and what differs from the defaults of trtllm-build. Raises InputDataError."""
-    build = {**engine.build, **engine.plugins, "cp_size": engine.mapping.get("cp_size", 1)}
-    if "max_seq_len" not in build and all(_size(build.get(name)) for name in ("max_input_len", "max_output_len")):
-        build["max_seq_len"] = build["max_input_len"] + build["max_output_len"]  # before 0.11
-    mode = build.get("speculative_decoding_mode")
-    build["speculative_decoding_mode"] = (
-        None if mode in (None, 1, "none") else SPECULATION.get(mode) or str(mode).lower()
-    )
-    usual = find_toolchain(None).flags | {"cp_size": 1}
-    for name in facts.successors().build:
-        value = build.get(name)
-        if name in SIZES:
-            if _size(value):
-                yield Setting(place=ENGINE, role=ENGINE, kind="build", name=name, value=value)
-            elif name in ("max_batch_size", "max_seq_len"):
-                raise InputDataError(
-                    f"{engine.config}: build_config has no {name}",
-                    remedy="name the folder that trtllm-build wrote, of 0.9 or newer",
-                )
-        elif value not in (None, False, 0, "disable", [], {}, usual.get(name), getattr(BuildConfig, name, None)):
-            yield Setting(place=ENGINE, role=ENGINE, kind="build", name=name, value=value)
-
-
-def _size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _model_settings(model: Model, engine_model: str, *, scripted: bool) -> Iterator[Setting]:
-    """Settings of a model's config.pbtxt; `scripted` says that the model `ensemble` is a script too."""
-
-    def setting(kind: str, name: str, value: Any, **more: Any) -> Setting:
-        return Setting(place=model.name, role=model.role, kind=kind, name=name, value=value, **more)
-
-    if model.role == "ensemble":
-        return
-    if model.role == "" or (model.role == "engine" and model.name != engine_model):
-        yield setting("model", "model", "another engine" if model.role else "of no known template")
-        return
-    known = facts.parameters().get(model.role, {})
-    own = read_script(model, Report(repository=model.folder.parent)).own
-    for name, text in model.parameters.items():
-        if name not in known:
-            if not own and model.value(name) is not None:
-                yield setting("parameters", name, text)
-        elif not known[name].dead and not known[name].limit and model.value(name) is not None:
-            value = read_value(known[name], model.parameters[name], model.role)
-            if value is None:
-                note = f"'{text}' cannot be read, and its reader takes its default"
-                yield setting("parameters", name, default_value(known[name]), note=note)
-            else:
-                yield setting("parameters", name, value)
-    for name, fact in known.items():
-        if model.value(name) is None and default_value(fact) is not None and not (fact.dead or fact.limit):
-            yield setting("parameters", name, fact.default, stated=False)
-    assert model.config is not None
-    if scripted and model.name == "ensemble":
-        yield setting("fields", "ensemble", "script")
-    if not (scripted and model.name == "tensorrt_llm_bls"):  # the ensemble's number counts for both
-        yield setting("fields", "instance_group.count", model.instances)
-    gpus = sorted({gpu for group in model.config.instance_group for gpu in group.gpus})
-    if gpus:
-        yield setting("fields", "instance_group.gpus", gpus)
-    for name, value in _fields(model.config):
-        yield setting("fields", name, value)
-
-
-def default_value(fact: facts.Parameter) -> Any:
-    """What the reader of a parameter takes without it; None where that depends on the engine or the release."""
-    known = isinstance(fact.default, bool | int | float) or fact.default in fact.choices
-    return fact.default if known else None
-
-
-def read_value(fact: facts.Parameter, text: str, role: str) -> Any:
-    """The value of a parameter as its reader takes it; None where it cannot read it, and takes its default."""
-    word = text.strip()
-    if fact.kind == "bool":
-        yes, no = (values.CPP_TRUE, values.CPP_FALSE) if role == "engine" else (_YES, values.TEXT_WORDS)
-        word = word if role == "engine" else word.lower()
-        return True if word in yes else False if word in no else None
-    if fact.kind in ("int", "size"):
-        number = values.read_int(word, values.SIZE if fact.kind == "size" else values.INT32).value
-        return None if number is None else int(number)
-    if fact.kind == "float":
-        return values.read_float(word).value
-    if fact.kind == "enum":
-        return word if word in fact.choices else None
-    if fact.kind == "windows":
-        numbers, _ = values.read_ints(word)
-        return numbers or None
-    return word
-
-
-def _fields(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration that are set, by dotted name, without those that say what the model is."""
-    for descriptor, value in message.ListFields():
-        name = prefix + descriptor.name
-        if name in _IDENTITY:
-            continue
-        if descriptor.type == descriptor.TYPE_MESSAGE and not hasattr(value, "__len__"):
-            yield from _fields(value, f"{name}.")
-        elif descriptor.type == descriptor.TYPE_MESSAGE or isinstance(value, bytes):
-            yield name, "given"
-        else:
-            yield name, list(value) if hasattr(value, "__len__") and not isinstance(value, str) else value
-
-
-def _request_settings(models: dict[str, Model]) -> Iterator[Setting]:
-    """Inputs of the models that clients ask with text."""
-    fronts = [model for model in models.values() if model.role in ("ensemble", "bls")]
-    for name in dict.fromkeys(name for model in fronts for name in model.inputs()):
-        place = ", ".join(model.name for model in fronts if name in model.inputs())
-        yield Setting(place=place, role="ensemble", kind="requests", name=name, value=None)

@@ -13,7 +13,8 @@ from trtpipe.engines.backends.base import EngineBackend, ServedBy
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.triton_repo import llmapi, tensors
 from trtpipe.triton_repo.check import facts
-from trtpipe.triton_repo.deployment import Deployment, Setting
+from trtpipe.triton_repo.deployment import Deployment
+from trtpipe.triton_repo.deployment_settings import Setting
 from trtpipe.triton_repo.serving import ServingConfig
 
 # How the name of an input begins in a row.

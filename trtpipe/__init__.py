@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.bench import BenchArguments, bench
     from trtpipe.pipeline.api.build import BuildOptions, Built, build, settings
     from trtpipe.pipeline.api.check import check
-    from trtpipe.pipeline.api.migrate import Migration, migrate
+    from trtpipe.pipeline.api.migrate import migrate
     from trtpipe.pipeline.api.plan import plan
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
     from trtpipe.pipeline.bench.results.report import BenchReport
+    from trtpipe.pipeline.migration import Migration
     from trtpipe.pipeline.planner.advice import Advice
     from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.triton_repo.check.faults import Fault
@@ -68,10 +69,11 @@ _MODULES = {
     "pipeline.api.bench": ("BenchArguments", "bench"),
     "pipeline.api.build": ("BuildOptions", "Built", "build", "settings"),
     "pipeline.api.check": ("check",),
-    "pipeline.api.migrate": ("Migration", "migrate"),
+    "pipeline.api.migrate": ("migrate",),
     "pipeline.api.plan": ("plan",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
     "pipeline.bench.results.report": ("BenchReport",),
+    "pipeline.migration": ("Migration",),
     "pipeline.planner.advice": ("Advice",),
     "pipeline.spec": ("BuildSpec",),
     "triton_repo.check.faults": ("Fault",),

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtpipe.pipeline.api.migrate import RUNTIMES, TABLE
 from trtpipe.pipeline.cli import completion as complete
 from trtpipe.pipeline.cli.options import Dtype, Gpu, Json, KvCache, Model, Revision, Set, own_store
 
 if TYPE_CHECKING:
-    from trtpipe.pipeline.api.migrate import Migration
+    from trtpipe.pipeline.migration import Migration
     from trtpipe.triton_repo.migration import Row
+
+# The table, in the run folder of the new target.
+TABLE = "migration.json"
 
 
 def migrate(
@@ -25,7 +27,9 @@ def migrate(
             help="A target in ./runs, a model repository, or an engine folder.", autocompletion=complete.targets
         ),
     ],
-    to: Annotated[str, typer.Option(help="What serves it: llmapi or vllm.", autocompletion=complete.words(*RUNTIMES))],
+    to: Annotated[
+        str, typer.Option(help="What serves it: llmapi or vllm.", autocompletion=complete.words("llmapi", "vllm"))
+    ],
     engine: Annotated[
         Path | None, typer.Option(help="Engine folder, where the repository names a path of a container.")
     ] = None,
