@@ -89,7 +89,7 @@ def model_settings(model: Model, engine_model: str, *, scripted: bool) -> Iterat
         return
     known = facts.parameters().get(model.role, {})
     own = read_script(model, Report(repository=model.folder.parent)).own
-    for name, text in model.parameters.items():
+    for name, text in sorted(model.parameters.items()):
         if name not in known:
             if not own and model.value(name) is not None:
                 yield setting("parameters", name, text)

@@ -17,8 +17,8 @@ from trtpipe.triton_repo.deployment import Deployment
 from trtpipe.triton_repo.deployment_settings import Setting
 from trtpipe.triton_repo.serving import ServingConfig
 
-# How the name of an input begins in a row.
-INPUT = "input "
+# Place of the rows of what clients ask.
+REQUESTS = "requests"
 # Inputs of NVIDIA's ensemble whose names the LLM API's model spells otherwise; to others it adds `sampling_param_`.
 LLM_API_NAMES = {
     "stream": "streaming", "stop_words": "sampling_param_stop", "random_seed": "sampling_param_seed",
@@ -34,7 +34,7 @@ class Verdict(str, enum.Enum):
     CHANGED   it has another value, or another sense
     REPLACED  something else does its work, and needs no value
     CARRIED   it is the same in the new target
-    UNUSED    it has the default of its reader, which the new target needs no counterpart for
+    UNUSED    it has its default, and the new target needs nothing for that
     """
 
     LOST = "no counterpart"
@@ -48,7 +48,7 @@ class Verdict(str, enum.Enum):
 class Row:
     """One setting of the deployment and what becomes of it.
 
-    place    `engine`, or the model whose config.pbtxt has it
+    place    `engine`, the model whose config.pbtxt has it, or `requests` for an input of those
     becomes  the setting of trtpipe, or the input, that takes its place; `to` is its value there
     """
 
@@ -124,6 +124,8 @@ def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row 
     if name in backend.FIXED:
         held, reason = backend.FIXED[name]
         followed = group == "serving" or field in backend.SETTINGS
+        if held is None and value == ours:
+            return dataclasses.replace(base, verdict=Verdict.UNUSED, why=reason)
         if held is None or (held != value and not followed):
             return dataclasses.replace(base, why=reason)
         if not followed:
@@ -171,20 +173,20 @@ def _fitted(rows: list[Row]) -> list[Row]:
 def _request_rows(inputs: list[Setting], backend: EngineBackend) -> Iterator[Row]:
     """Rows for the clients of text: the models that they name, and each input that is another one or none."""
     fronts = ", ".join(dict.fromkeys(name for one in inputs for name in one.place.split(", ")))
-    base = Row(place=fronts, setting="requests", value=None, verdict=Verdict.CARRIED)
+    base = Row(place=REQUESTS, setting="model", value=fronts, verdict=Verdict.CARRIED)
     if backend.SERVED_BY is ServedBy.LLM_API:
         yield dataclasses.replace(
             base,
             verdict=Verdict.CHANGED,
             becomes=llmapi.MODEL,
-            why="clients name this model, and its inputs and outputs",
+            why="its inputs and outputs have other names",
         )
         there = {tensor.name for tensor in llmapi.INPUTS}
     else:
-        yield dataclasses.replace(base, why="models, inputs and outputs have the same names")
+        yield dataclasses.replace(base, why="inputs and outputs have the same names")
         there = {tensor.name for tensor in tensors.CLIENT_INPUTS}
     for one in inputs:
-        row = Row(place=one.place, setting=f"{INPUT}{one.name}", value=None, verdict=Verdict.LOST)
+        row = Row(place=REQUESTS, setting=one.name, value=None, verdict=Verdict.LOST)
         name = _input(one.name, backend)
         _, why = backend.FIXED.get(f"request.{name}", (None, facts.successors().refused.get(name, "")))
         if backend.SERVED_BY is ServedBy.LLM_API:

@@ -89,24 +89,46 @@ def migrate(
 
 
 def _show(found: Migration) -> None:
-    """Print a table for each verdict, those first that people have to look at."""
+    """Print what people have to look at as tables, of the rest the names; with --verbose all as tables."""
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.console_table import words
     from trtpipe.triton_repo.migration import Verdict
 
     for verdict in Verdict:
         rows = [row for row in found.rows if row.verdict is verdict]
-        cells = {
-            "where": [row.place for row in rows],
-            "setting": [row.setting for row in rows],
-            "value": [row.value for row in rows],
-            "becomes": [words(row.to) if row.becomes.endswith(f".{row.setting}") else _becomes(row) for row in rows],
-            "why": [row.why for row in rows],
-        }
-        columns = [name for name, column in cells.items() if any(cell not in (None, "") for cell in column)]
-        if rows:
+        if rows and verdict not in (Verdict.LOST, Verdict.CHANGED) and not console.FLAGS.verbose:
+            names = dict.fromkeys(row.setting for row in rows)
+            console.result(f"{verdict.value}: {len(rows)}: {', '.join(names)}")
+        elif rows:
             console.result(f"{verdict.value}: {len(rows)}")
+            rows = _joined(rows)
+            cells = {
+                "where": [row.place for row in rows],
+                "setting": [row.setting for row in rows],
+                "value": [row.value for row in rows],
+                "becomes": [
+                    words(row.to) if row.becomes.endswith(f".{row.setting}") else _becomes(row) for row in rows
+                ],
+                "why": [row.why for row in rows],
+            }
+            columns = [name for name, column in cells.items() if any(cell not in (None, "") for cell in column)]
             console.table(columns, list(zip(*(cells[name] for name in columns), strict=True)))
+
+
+def _joined(rows: list[Row]) -> list[Row]:
+    """The rows, one for all that have a place and a reason in common, and no values."""
+    import dataclasses
+
+    out: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        alone = () if row.value is None and row.to is None else (row.setting,)
+        key = (row.place, row.why, *alone)
+        first = out.get(key)
+        if first is not None:
+            becomes = f"{first.becomes}, {row.becomes}".removeprefix(", ")
+            row = dataclasses.replace(first, setting=f"{first.setting}, {row.setting}", becomes=becomes)
+        out[key] = row
+    return list(out.values())
 
 
 def _becomes(row: Row) -> str:

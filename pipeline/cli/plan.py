@@ -77,11 +77,11 @@ def plan(
         from trtpipe.pipeline.planner.page import write
 
         write(advice, changes, page)
-    if notice := load_backend(runtime).NOTICE:
-        console.note(notice)
     console_plan.advice(advice, changes, explain=explain, as_json=as_json)
     if all(one.best is None for one in advice.candidates):
         raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
+    if notice := load_backend(runtime).NOTICE:
+        console.note(notice)
 
 
 def _list(text: str) -> list[str]:

@@ -42,10 +42,10 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe", "export",
-    "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore", "quantize",
-    "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
+    "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
+    "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "bench", "plan", "probe",
+    "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore",
+    "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
 ]  # fmt: skip
 
 

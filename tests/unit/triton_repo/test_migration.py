@@ -83,7 +83,7 @@ def test_templates_of_every_release(tmp_path: Path, release: str) -> None:
         assert found["tensorrt_llm", "kv_cache_free_gpu_mem_fraction"].to == 0.9
         assert found["tensorrt_llm", "gpt_model_path"].verdict is REPLACED
         assert all(row.why for row in found.values() if row.verdict in (LOST, CHANGED, REPLACED))
-        old = found.get(("ensemble, tensorrt_llm_bls", "input random_seed"))
+        old = found.get(("requests", "random_seed"))
         assert (old is None) == (release in ("0.20.0", "0.21.0", "1.0.0", "1.2.1"))
         assert old is None or old.becomes == seed
 
@@ -206,21 +206,21 @@ def test_prompts_that_no_step_holds_are_shortened_without_chunked_context(tmp_pa
 
 
 def test_requests_of_clients(nvidia: Path) -> None:
-    fronts = "ensemble, tensorrt_llm_bls"
     found = table(nvidia, "trtllm_pytorch")
-    assert found[fronts, "requests"].becomes == "tensorrt_llm"
-    renamed = {row.setting: row.becomes for row in found.values() if row.setting.startswith("input ") and row.becomes}
-    assert renamed["input max_tokens"] == "sampling_param_max_tokens"
-    assert renamed["input stop_words"] == "sampling_param_stop"
-    assert renamed["input stream"] == "streaming"
-    assert found[fronts, "input bad_words"].verdict is LOST
+    assert found["requests", "model"].becomes == "tensorrt_llm"
+    renamed = {row.setting: row.becomes for row in found.values() if row.place == "requests" and row.becomes}
+    assert renamed["max_tokens"] == "sampling_param_max_tokens"
+    assert renamed["stop_words"] == "sampling_param_stop"
+    assert renamed["stream"] == "streaming"
+    assert found["requests", "bad_words"].verdict is LOST
     found = table(nvidia, "vllm")
-    assert found[fronts, "requests"].verdict is CARRIED
-    assert (fronts, "input stop_words") not in found
-    lost = [row.setting for row in found.values() if row.place == fronts and row.verdict is LOST]
+    assert found["requests", "model"].verdict is CARRIED
+    assert ("requests", "stop_words") not in found
+    lost = [row.setting for row in found.values() if row.place == "requests" and row.verdict is LOST]
     assert lost == [
-        "input bad_words", "input return_context_logits", "input return_generation_logits", "input beam_width",
-        "input prompt_embedding_table", "input lora_task_id", "input lora_weights", "input guided_decoding_guide",
+        "bad_words", "return_context_logits", "return_generation_logits", "beam_width", "prompt_embedding_table",
+        "lora_task_id", "lora_weights", "guided_decoding_guide", "image_input", "image_bytes_input", "image_url_input",
+        "video_bytes_input", "num_draft_tokens", "use_draft_logits",
     ]  # fmt: skip
 
 
