@@ -95,10 +95,10 @@ def _place(folder: Path) -> tuple[RunFolder | None, Path]:
 
 
 def _require_family(deployment: Deployment) -> None:
-    name = str(deployment.engine.pretrained.get("architecture"))
-    if name not in families():
+    name = deployment.engine.pretrained.get("architecture")
+    if str(name) not in families():
         raise UsageError(
-            f"the engine in {deployment.engine.path} is of {name}, which trtpipe does not know",
+            f"the engine in {deployment.engine.path} is of {name or 'no architecture'}, which trtpipe does not know",
             remedy=f"it knows {', '.join(sorted(families()))}",
         )
 

@@ -53,6 +53,7 @@ def engine_settings(engine: EngineFolder) -> Iterator[Setting]:
     build = {**engine.build, **engine.plugins, "cp_size": engine.mapping.get("cp_size", 1)}
     if "max_seq_len" not in build and all(is_size(build.get(name)) for name in ("max_input_len", "max_output_len")):
         build["max_seq_len"] = build["max_input_len"] + build["max_output_len"]  # before 0.11
+    build.setdefault("max_input_len", build.get("max_seq_len"))
     mode = build.get("speculative_decoding_mode")
     known = SPECULATION.get(mode) if isinstance(mode, int) else None
     build["speculative_decoding_mode"] = None if mode in (None, 1, "none") else known or str(mode).lower()

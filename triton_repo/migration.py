@@ -112,7 +112,7 @@ def _carried(one: Setting, base: Row, name: str, backend: EngineBackend) -> Row 
         if len(value) > 1:
             return dataclasses.replace(base, why="all layers have one window")
         value = value[0]
-    if name == "serving.triton_max_batch_size" and value == 0:
+    if name == "serving.triton_max_batch_size" and value < 1:
         return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why="it is the engine's max_batch_size")
     if value is None:
         return dataclasses.replace(base, verdict=Verdict.CHANGED, becomes=name, why=f"{one.note}; here trtpipe's")
