@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.check import check
     from trtpipe.pipeline.api.migrate import migrate
     from trtpipe.pipeline.api.plan import plan
+    from trtpipe.pipeline.api.prove import prove
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
     from trtpipe.pipeline.bench.results.report import BenchReport
     from trtpipe.pipeline.migration import Migration
     from trtpipe.pipeline.planner.advice import Advice
+    from trtpipe.pipeline.prove.proof import Proof
     from trtpipe.pipeline.spec import BuildSpec
     from trtpipe.triton_repo.check.faults import Fault
 
@@ -49,6 +51,7 @@ __all__ = [
     "HostError",
     "InputDataError",
     "Migration",
+    "Proof",
     "Sampling",
     "StageFailed",
     "TrtpipeError",
@@ -58,6 +61,7 @@ __all__ = [
     "check",
     "migrate",
     "plan",
+    "prove",
     "serve",
     "settings",
 ]
@@ -71,10 +75,12 @@ _MODULES = {
     "pipeline.api.check": ("check",),
     "pipeline.api.migrate": ("migrate",),
     "pipeline.api.plan": ("plan",),
+    "pipeline.api.prove": ("prove",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
     "pipeline.bench.results.report": ("BenchReport",),
     "pipeline.migration": ("Migration",),
     "pipeline.planner.advice": ("Advice",),
+    "pipeline.prove.proof": ("Proof",),
     "pipeline.spec": ("BuildSpec",),
     "triton_repo.check.faults": ("Fault",),
 }  # fmt: skip

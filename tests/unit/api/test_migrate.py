@@ -96,6 +96,23 @@ def test_a_target_of_ours_brings_its_model_and_what_it_was_quantized_with(target
     assert rows["version"].verdict is Verdict.CARRIED
 
 
+@pytest.mark.process
+def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None:
+    tiny = str(hf_folder(in_folder / "tiny", dtype="F32"))
+    built = trtpipe.build(model=tiny, gpu="cpu", dtype="fp32", set={"build": SIZES, "serving": {"max_queue_size": 16}})
+    found = trtpipe.migrate(built.target, to="vllm")
+    assert found.spec.target == "tiny.cpu.fp32.vllm"
+    assert {row.setting: row.verdict for row in found.rows if row.becomes == "serving.max_queue_size"} == {
+        "dynamic_batching.default_queue_policy.max_queue_size": Verdict.CARRIED
+    }
+    made = trtpipe.build(found.spec)
+    assert yaml.safe_load((made.folder / "engine" / "engine_args.yaml").read_text()) == {
+        "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 8, "max-model-len": 256,
+        "max-num-batched-tokens": 512, "block-size": 32, "kv-cache-dtype": "auto",
+    }  # fmt: skip
+    assert trtpipe.check(made.target) == []
+
+
 def test_an_option_outranks_the_engine(nvidia: Path) -> None:
     given = {"build.max_batch_size": 4, "serving.triton_max_batch_size": 4}
     found = trtpipe.migrate(nvidia, to="vllm", model="tiny", gpu="h100", set=given)

@@ -128,7 +128,7 @@ ROWS: list[tuple[str, str | Change, str, Verdict, object, str]] = [
      "sampling_param_exclude_input_from_output"),
     ("cancellation_check_period_ms", "20", VLLM, CARRIED, 20, ""),
     ("max_tokens_in_paged_kv_cache", "9000", LLM, CARRIED, 9000, ""),
-    ("max_tokens_in_paged_kv_cache", "9000", VLLM, LOST, None, "memory share"),
+    ("max_tokens_in_paged_kv_cache", "9000", VLLM, CARRIED, 9000, ""),
     ("max_attention_window_size", "64", LLM, CARRIED, 64, ""),
     ("max_attention_window_size", "64,128", LLM, LOST, None, "one window"),
     ("max_attention_window_size", "64", VLLM, LOST, None, "config.json"),
