@@ -54,7 +54,7 @@ def migrate(
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.build import build as make_target
     from trtpipe.pipeline.api.migrate import migrate as find
-    from trtpipe.pipeline.cli import console
+    from trtpipe.pipeline.cli import console, console_build
     from trtpipe.pipeline.cli.build import announce, next_command
     from trtpipe.pipeline.run_folder import RunFolder
     from trtpipe.pipeline.spec import assignments
@@ -78,7 +78,7 @@ def migrate(
     announce(found.spec)
     run = RunFolder.of(found.spec.target)
     try:
-        make_target(found.spec, store=own_store(), reporter=console.BuildReporter())
+        make_target(found.spec, store=own_store(), reporter=console_build.BuildReporter())
     finally:
         with contextlib.suppress(FileNotFoundError):  # a target that was refused has no folder
             write_whole(run.path / TABLE, json.dumps(found.to_json(), indent=2) + "\n")

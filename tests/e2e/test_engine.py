@@ -245,6 +245,7 @@ def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> Non
     assert yaml.safe_load((run / "engine" / "engine_args.yaml").read_text()) == {
         "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 16, "max-model-len": 128,
         "max-num-batched-tokens": 256, "block-size": 32, "max-cudagraph-capture-size": 256, "kv-cache-dtype": "auto",
+        "dtype": "bfloat16",
     }  # fmt: skip
     serving = json.loads((run / "migration.json").read_text())["settings"]["serving"]
     assert (serving["max_queue_size"], serving["kv_cache_free_gpu_mem_fraction"]) == (32, 0.8)

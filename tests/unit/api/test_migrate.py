@@ -108,7 +108,8 @@ def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None
     made = trtpipe.build(found.spec)
     assert yaml.safe_load((made.folder / "engine" / "engine_args.yaml").read_text()) == {
         "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 8, "max-model-len": 256,
-        "max-num-batched-tokens": 512, "block-size": 32, "kv-cache-dtype": "auto",
+        "max-num-batched-tokens": 512, "block-size": 32, "kv-cache-dtype": "auto", "dtype": "float32",
+        "enforce-eager": True,
     }  # fmt: skip
     assert trtpipe.check(made.target) == []
 

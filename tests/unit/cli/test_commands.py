@@ -1306,6 +1306,13 @@ def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str)
     assert (done.status, done.err) == (2, f"error: {line}\n")
 
 
+def test_plan_says_that_engines_end(run: Run) -> None:
+    question = ("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--dtype", "bf16")
+    notice = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
+    assert notice in run(*question).err
+    assert notice not in run(*question, "--runtime", "vllm").err
+
+
 def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:
     done = run("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--slo", "ttft:1ms")
     assert "1 x h100 fp8-kv: too slow for one client alone: time_to_first_token p99" in done.out
