@@ -101,7 +101,7 @@ def _row(one: Setting, runtime: str, backend: EngineBackend) -> Row | None:
         return None
     if row.instead:
         return dataclasses.replace(base, verdict=Verdict.REPLACED, why=row.instead)
-    there = f"; {runtime} has {row.there[runtime]}, which trtpipe does not write" if runtime in row.there else ""
+    there = f"; {runtime} itself calls it {row.there[runtime]}" if runtime in row.there else ""
     return dataclasses.replace(base, why=row.lost + there)
 
 
