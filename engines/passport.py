@@ -161,10 +161,10 @@ def require_target(passport: Passport, target: Target, folder: Path) -> None:
             )
 
 
-def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str = "") -> list[str]:
+def objections(passport: Passport, gpus: Sequence[Gpu], *, floor: str | None = None) -> list[str]:
     """Reasons why a machine with `gpus` cannot run the engine, each naming both values; empty when it can.
 
-    `floor` is the lowest driver version of the engine's toolchain.
+    `floor` is the lowest driver version of the engine's toolchain, None where it is not known.
     """
     if passport.sms is None:
         return []

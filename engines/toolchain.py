@@ -26,41 +26,57 @@ class Defect:
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """Facts of a release.
+    """Facts of a release; None for what is not known of it.
 
     name      TensorRT-LLM's version, as an engine's config.json states it
     image     container image for building and serving
     driver    lowest NVIDIA driver that the image is documented for; older data-centre drivers need CUDA's
               forward-compatibility package
     runtimes  runtimes of this project that it serves
-    flags     trtllm-build's flags for a dense Llama, each with its default; None for a flag without a default
+    flags     trtllm-build's flags for a dense Llama, each with its default; None for a flag without a default. Empty
+              for a release without engines
+    formats   of the LLM API: algorithm of `QuantAlgo` -> SMs that run it; an algorithm that is absent runs nowhere
+    cache_formats  of the LLM API: algorithm of `KvCacheQuantAlgo` -> SMs that run it
+    architectures  model architectures that the LLM API runs, as far as this project reads them
     """
 
     name: str
     aliases: tuple[str, ...] = ()
-    image: str
-    tensorrt: str
-    cuda: str
-    driver: str
-    python: str
-    torch: str
-    modelopt: str
+    image: str | None
+    tensorrt: str | None
+    cuda: str | None
+    driver: str | None
+    python: str | None
+    torch: str | None
+    modelopt: str | None
     runtimes: tuple[str, ...]
     flags: dict[str, Any]
+    formats: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    cache_formats: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    architectures: tuple[str, ...] = ()
     defects: tuple[Defect, ...] = field(default=())
     source: str
 
     def supports_driver(self, version: str) -> bool:
-        return version_key(version) >= version_key(self.driver)
+        """Whether a driver is new enough, or nothing is known against it."""
+        return self.driver is None or version_key(version) >= version_key(self.driver)
 
     def require_runtime(self, runtime: str) -> None:
         """Raises UsageError when this release does not serve `runtime`."""
-        if runtime not in self.runtimes:
+        if runtime in self.runtimes:
+            return
+        if runtime == "tensorrt_llm":
             raise UsageError(
-                f"toolchain {self.name} does not serve the runtime {runtime}",
-                why=f"TensorRT-LLM {self.name} serves {' and '.join(self.runtimes)}",
-                remedy="see `trtpipe toolchains`",
+                f"TensorRT-LLM {self.name} builds no engines",
+                why="they ended with 1.2; newer releases keep the LLM API alone",
+                remedy=f"build with --runtime {self.runtimes[0]}, have `trtpipe migrate` carry a target over, or stay "
+                "with --toolchain 1.2",
             )
+        raise UsageError(
+            f"toolchain {self.name} does not serve the runtime {runtime}",
+            why=f"TensorRT-LLM {self.name} serves {' and '.join(self.runtimes)}",
+            remedy="see `trtpipe toolchains`",
+        )
 
 
 def version_key(version: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ _MAPPING = ("world_size", "tp_size", "pp_size")
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:
-    return {"tensorrt_llm": toolchain.name, "tensorrt": toolchain.tensorrt}
+    return {"tensorrt_llm": toolchain.name, "tensorrt": toolchain.tensorrt or ""}
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:

@@ -50,7 +50,7 @@ def find_passport(folder: Path) -> Passport:
 def examine(passport: Passport) -> Verdict:
     """Compare a passport with this machine."""
     gpus = hardware.visible_gpus()
-    floor = ""
+    floor: str | None = None
     against: list[str] = []
     if passport.toolchain is not None:
         known = facts.load_toolchains().get(passport.toolchain)

@@ -91,10 +91,7 @@ class BuildSpec:
     @property
     def sms(self) -> tuple[int, ...] | None:
         """The compute capabilities that can run the engine; None when any machine can run it."""
-        backend = load_backend(self.runtime)
-        if backend.ANYWHERE or self.gpu.sm is None:
-            return None
-        return (self.gpu.sm,) if backend.COMPILED else self.precision.sms
+        return load_backend(self.runtime).runs_on(self.engine_target, self.precision.sms)
 
     @property
     def engine_target(self) -> Target:
@@ -224,7 +221,9 @@ def resolve(layers: list[Layer], model: ModelRef | None = None) -> BuildSpec:
     mapping = Mapping(tp_size=_count(chosen, "tp"), pp_size=_count(chosen, "pp"))
     target = Target(gpu=gpu, mapping=mapping, quantization=quantization, toolchain=toolchain, dtype=precision.dtype)
     build_config, reasons = backend.resolve(_group(chosen, "build", BuildConfig, given), target)
-    serving, serving_reasons = resolve_serving(_group(chosen, "serving", ServingConfig, given), build_config, runtime)
+    serving, serving_reasons = resolve_serving(
+        _group(chosen, "serving", ServingConfig, given), build_config, runtime, toolchain
+    )
     if serving.max_attention_window_size is not None and not backend.ATTENTION_WINDOW:
         raise UsageError(
             f"serving.max_attention_window_size is not for the {runtime} runtime", why="its tokens see all before them"

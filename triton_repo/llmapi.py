@@ -1,7 +1,8 @@
 """Model folder of TensorRT-LLM's LLM API, from an engine of the trtllm_pytorch runtime and a ServingConfig.
 
-The model takes and returns text; NVIDIA's `llmapi` template has the same tensors. Batch size and transaction policy
-are also in config.pbtxt, because upstream's launcher disables the hook that would read them from model.yaml.
+The model has the tensors of NVIDIA's `llmapi` template, which takes and returns text, and more: with token ids in and
+out, the gateway serves it as it serves an engine. Batch size and transaction policy are also in config.pbtxt, because
+upstream's launcher disables the hook that would read them from model.yaml.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from trtpipe.engines.backends.trtllm_pytorch import FILE
 from trtpipe.engines.base import Engine
 from trtpipe.engines.errors import InputDataError
 from trtpipe.engines.files import place
+from trtpipe.triton_repo.llm_args import merged
 from trtpipe.triton_repo.serving import ServingConfig
 from trtpipe.triton_repo.tensors import ANY, Tensor
 
@@ -24,7 +26,7 @@ MODEL = "tensorrt_llm"
 SETTINGS = "model.yaml"
 
 INPUTS = (
-    Tensor("text_input", "TYPE_STRING", (ANY,), optional=False),
+    Tensor("text_input", "TYPE_STRING", (ANY,)),
     *(Tensor(name, "TYPE_BOOL") for name in ("streaming", "stop")),
     Tensor("sampling_param_max_tokens", "TYPE_INT32"),
     Tensor("sampling_param_temperature", "TYPE_FP32"),
@@ -39,10 +41,20 @@ INPUTS = (
     *(
         Tensor(f"return_{name}", "TYPE_BOOL") for name in ("finish_reason", "stop_reason", "cumulative_logprob")
     ),
+    # Not NVIDIA's.
+    Tensor("input_ids", "TYPE_INT32", (ANY,)),
+    Tensor("sampling_param_repetition_penalty", "TYPE_FP32"),
+    Tensor("sampling_param_min_tokens", "TYPE_INT32"),
+    Tensor("sampling_param_end_id", "TYPE_INT32"),
+    Tensor("sampling_param_stop_token_ids", "TYPE_INT32", (ANY,)),
+    Tensor("return_log_probs", "TYPE_BOOL"),
 )  # fmt: skip
 OUTPUTS = (
     *(Tensor(name, "TYPE_STRING", (ANY,)) for name in ("text_output", "finish_reason", "stop_reason")),
     Tensor("cumulative_logprob", "TYPE_FP32", (ANY,)),
+    # Not NVIDIA's.
+    Tensor("output_ids", "TYPE_INT32", (ANY,)),
+    Tensor("output_log_probs", "TYPE_FP32", (ANY,)),
 )
 
 
@@ -54,8 +66,11 @@ def place_llmapi(engine: Engine, serving: ServingConfig, templates: Path, out: P
         if source.is_file() and source.name != FILE:
             place(source, version / source.name)
     shutil.copyfile(templates / "llmapi" / "model.py", version / "model.py")
-    settings = read_yaml(engine.path / FILE)
-    (version / SETTINGS).write_text(yaml.safe_dump(_settings(settings, serving), sort_keys=False), encoding="utf-8")
+    settings = _settings(read_yaml(engine.path / FILE), serving)
+    # The same for `trtllm-serve --config`, which is told of the model apart.
+    alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
+    for name, content in ((SETTINGS, settings), (FILE, alone)):
+        (version / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return {"decoupled": serving.decoupled, "inputs": INPUTS, "outputs": OUTPUTS}
 
 
@@ -74,15 +89,20 @@ def _settings(engine: dict[str, Any], serving: ServingConfig) -> dict[str, Any]:
     if serving.max_attention_window_size is not None:
         cache["max_attention_window"] = [serving.max_attention_window_size]
     prefix = serving.repository_root.rstrip("/") + "/" if serving.repository_root else ""
-    return {
+    settings = {
         "model": f"{prefix}{MODEL}/1",
         **engine,
         "kv_cache_config": cache,
         "enable_chunked_prefill": serving.enable_chunked_context is not False,
         "scheduler_config": {"capacity_scheduler_policy": serving.batch_scheduler_policy.upper()},
+        # The model's metrics are made of the engine's statistics.
+        "enable_iter_perf_stats": True,
         "triton_config": {
             "max_batch_size": 0,
             "decoupled": serving.decoupled,
             "cancellation_check_period_ms": serving.cancellation_check_period_ms,
+            "stats_check_period_ms": serving.stats_check_period_ms,
+            "max_queue_size": serving.max_queue_size,
         },
     }
+    return merged(settings, serving.llm_args or {})

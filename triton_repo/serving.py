@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trtpipe.engines import load_backend
 from trtpipe.engines.backends.base import ServedBy
 from trtpipe.engines.build_config import BuildConfig
 from trtpipe.engines.errors import UsageError, suggestion
+from trtpipe.engines.toolchain import Toolchain
+from trtpipe.triton_repo.llm_args import require_arguments
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 ENSEMBLES = ("graph", "script")
@@ -49,6 +52,8 @@ class ServingConfig:
     add_special_tokens             let the tokenizer add its beginning-of-sequence token
     skip_special_tokens            leave special tokens out of the text
     accumulate_tokens              tensorrt_llm_bls: each streamed response carries the whole text so far
+    llm_args                       trtllm_pytorch: further arguments of TensorRT-LLM's LLM API, as a file of
+                                   `trtllm-serve --config` has them
     repository_root                prefix of the paths in config.pbtxt; empty for paths relative to the repository,
                                    which can then be moved: start tritonserver in its folder
     """
@@ -76,6 +81,7 @@ class ServingConfig:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     accumulate_tokens: bool = False
+    llm_args: dict[str, Any] | None = None
     repository_root: str = ""
 
     def __post_init__(self) -> None:
@@ -117,9 +123,11 @@ class ServingConfig:
 
 
 def resolve_serving(
-    serving: ServingConfig, build: BuildConfig, runtime: str = "tensorrt_llm"
+    serving: ServingConfig, build: BuildConfig, runtime: str = "tensorrt_llm", toolchain: Toolchain | None = None
 ) -> tuple[ServingConfig, dict[str, str]]:
     """Return `serving` with every None resolved for an engine of the resolved `build`, and a reason for each choice.
+
+    toolchain  the release that will serve, where the runtime is of one
 
     Raises UsageError for options with which the server would fail, or which it would silently ignore.
     """
@@ -150,6 +158,14 @@ def resolve_serving(
         each = backend.SEQUENCES_PER_STUB
         count = 1 if each is None else -(-build.max_batch_size // each)
         chosen["engine_instance_count"] = count, f"for {build.max_batch_size} sequences on {runtime}"
+    if serving.llm_args is not None:
+        if backend.SERVED_BY is not ServedBy.LLM_API or toolchain is None:
+            raise UsageError(
+                f"serving.llm_args is not for the runtime {runtime}",
+                why="they are arguments of TensorRT-LLM's LLM API",
+                remedy="leave it out, or build with --runtime trtllm_pytorch",
+            )
+        require_arguments(serving.llm_args, toolchain.name)
     if not build.in_flight_batching:
         raise UsageError(
             "an engine without in-flight batching cannot be served",

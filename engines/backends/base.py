@@ -105,6 +105,10 @@ class EngineBackend(Protocol):
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""
 
+    def runs_on(self, target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Compute capabilities that run an engine for `target`, of `sms`, which run its formats; None for any machine,
+        with or without a GPU."""
+
     def resolve(self, build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
         """Return `build` with every None resolved, and a reason for each choice made here. Raises UsageError for an
         impossible combination, before anything is downloaded."""

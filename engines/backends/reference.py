@@ -41,6 +41,11 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"reference": VERSION}
 
 
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on."""
+    return None
+
+
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "reference", "it is a choice of trtllm-build, and nothing is compiled here")

@@ -28,6 +28,11 @@ FIXED: dict[str, tuple[Any, str]] = {}
 MEANS: dict[str, str] = {}
 
 
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on: what is compiled for one runs on no other."""
+    return None if target.gpu.sm is None else (target.gpu.sm,)
+
+
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("tensorrt_llm")

@@ -25,7 +25,7 @@ SERVED_BY = ServedBy.LLM_API
 PROCESS = ""
 SEQUENCES_PER_STUB = None
 ATTENTION_WINDOW = True
-ONE_NODE = "on several, the LLM API wants trtllm-llmapi-launch under mpirun, which is not written here"
+ONE_NODE = ""
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "tokens_per_block")
 FILE = "llm_args.yaml"
 NOTICE = ""
@@ -37,8 +37,6 @@ FIXED: dict[str, tuple[Any, str]] = {
     "serving.exclude_input_in_output": (True, "a request says otherwise: sampling_param_exclude_input_from_output"),
     "serving.triton_max_batch_size": (None, _AT_ONCE),
     "serving.max_queue_delay_microseconds": (0, _AT_ONCE),
-    "serving.max_queue_size": (0, _AT_ONCE),
-    "serving.stats_check_period_ms": (None, "its model publishes no metrics of the engine"),
     "serving.preprocessing_instance_count": (None, _OWN_TEXT),
     "serving.bls_instance_count": (None, _OWN_TEXT),
     "serving.ensemble": (None, "one model takes and returns text"),
@@ -53,24 +51,47 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"tensorrt_llm": toolchain.name}
 
 
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on."""
+    return tuple(sm for sm in sms if all(sm in table.get(algo.value, ()) for algo, table in _formats(target)))
+
+
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     target.toolchain.require_runtime("trtllm_pytorch")
     refuse_others(build, SETTINGS, "trtllm_pytorch", "it is a choice of trtllm-build, and nothing is compiled here")
-    if target.quantization.quant_algo is QuantAlgo.W8A8_SQ_PER_CHANNEL:
-        raise UsageError(
-            "the LLM API runs no INT8 SmoothQuant",
-            why="its PyTorch backend has no kernel for W8A8_SQ_PER_CHANNEL",
-            remedy="use --runtime tensorrt_llm, or another --dtype",
-        )
-    if target.quantization.kv_cache_quant_algo is KvCacheQuantAlgo.INT8:
-        raise UsageError(
-            "the LLM API has no INT8 KV cache",
-            why="a Hugging Face folder has no place for its scales",
-            remedy="use --runtime tensorrt_llm, or --kv-cache fp8 or none",
-        )
+    _require_formats(target)
     # The attention of the PyTorch backend always reads a paged cache.
     return replace(build, use_paged_context_fmha=True), {}
+
+
+def _formats(target: Target) -> list[tuple[QuantAlgo | KvCacheQuantAlgo, dict[str, tuple[int, ...]]]]:
+    """The formats of weights and KV cache, if they have any, each with the release's table of SMs."""
+    quantization, toolchain = target.quantization, target.toolchain
+    both = (quantization.quant_algo, toolchain.formats), (quantization.kv_cache_quant_algo, toolchain.cache_formats)
+    return [(algo, table) for algo, table in both if algo is not None]
+
+
+def _require_formats(target: Target) -> None:
+    """Raises UsageError for a format that the release's PyTorch backend does not run on the target's GPU."""
+    toolchain, gpu = target.toolchain, target.gpu
+    for algo, table in _formats(target):
+        if gpu.sm in table.get(algo.value, ()):
+            continue
+        cache = isinstance(algo, KvCacheQuantAlgo)
+        what, option, unquantized = (" as its KV cache", "--kv-cache", "none") if cache else ("", "--dtype", "bf16")
+        where = ", ".join(f"SM{sm}" for sm in table.get(algo.value, ()))
+        names = [one.value for one in type(algo)]
+        there = [name for name, sms in table.items() if gpu.sm in sms and name in names]
+        engines = ", or --runtime tensorrt_llm" if "tensorrt_llm" in toolchain.runtimes else ""
+        raise UsageError(
+            f"the LLM API of TensorRT-LLM {toolchain.name} does not run {algo.value}{what} on {gpu.describe()}",
+            why=f"its PyTorch backend runs it on {where} alone"
+            if where
+            else "its PyTorch backend has no kernel for it that is known",
+            remedy=f"it runs {', '.join([*there, unquantized])} there: choose {option} of these "
+            f"(`trtpipe quants` lists them){engines}",
+        )
 
 
 def rendered(build: BuildConfig, target: Target) -> dict[str, str]:

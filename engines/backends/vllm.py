@@ -63,6 +63,11 @@ def tool_versions(toolchain: Toolchain) -> dict[str, str]:
     return {"engine_args": VERSION}
 
 
+def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:
+    """See EngineBackend.runs_on."""
+    return None if target.gpu.sm is None else sms
+
+
 def resolve(build: BuildConfig, target: Target) -> tuple[BuildConfig, dict[str, str]]:
     """See EngineBackend.resolve. Raises UsageError."""
     refuse_others(build, SETTINGS, "vllm", "it is a choice of trtllm-build, and vLLM has its own")

@@ -195,12 +195,15 @@ def _planned(spec: BuildSpec, model: str) -> dict[int, float]:
     from trtpipe.pipeline.bench.load.work import Work
     from trtpipe.pipeline.planner.demand import Demand
 
-    lengths = {"input_tokens": str(INPUT_TOKENS), "output_tokens": str(OUTPUT_TOKENS)}
+    demand = Demand(Work(input_tokens=str(INPUT_TOKENS), output_tokens=str(OUTPUT_TOKENS)))
     with suppress(UsageError):
-        advice = plan(model, gpu=spec.gpu.name, dtype=spec.precision.name, tp=1, runtime=spec.runtime, **lengths)
+        advice = plan(
+            model, gpu=spec.gpu.name, dtype=spec.precision.name, tp=1, runtime=spec.runtime,
+            input_tokens=INPUT_TOKENS, output_tokens=OUTPUT_TOKENS,
+        )  # fmt: skip
         option = advice.candidates[0].option
         if option is not None:
-            return {n: option.together(Demand(Work(**lengths)), n).tokens_per_s for n in CONCURRENCY}
+            return {n: option.together(demand, n).tokens_per_s for n in CONCURRENCY}
     return {}
 
 

@@ -136,7 +136,7 @@ class Client:
 @contextlib.contextmanager
 def serve(
     target: str | Sequence[str] | None = None, *, front: str = "triton", server: str = "auto",
-    host: str = "127.0.0.1", http_port: int = 0,
+    image: str | None = None, host: str = "127.0.0.1", http_port: int = 0,
     grpc_port: int = 0, metrics_port: int = 0, openai_port: int | None = 0, gpus: Sequence[int] | None = None,
     engine_python: str = sys.executable, allow_model_code: bool = False,
 ) -> Iterator[Client]:  # fmt: skip
@@ -145,6 +145,7 @@ def serve(
     target            a target in ./runs, or a model repository; several share one server; the newest run if left out
     front             triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`) at `openai_port`
     server            auto, local (tritonserver of this environment) or docker (the toolchain's image)
+    image             image of a docker server, in place of the toolchain's
     http_port, ...    ports; 0 takes a free one. openai_port is the gateway's, and None starts none
     gpus              indices of the GPUs that a container gets; all if left out
     engine_python     Python of the environment in which vLLM is installed
@@ -162,7 +163,8 @@ def serve(
     names = [target] if target is None or isinstance(target, str) else target
     found = [repositories.find_repository(name) for name in names]
     options = launch_options.LaunchOptions(
-        front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port, openai=openai_port,
+        front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        openai=openai_port,
         gpus=None if gpus is None else tuple(gpus), engine_python=engine_python, allow_model_code=allow_model_code,
     )  # fmt: skip
     running, process = serving.launch(found, store, options, log.info)

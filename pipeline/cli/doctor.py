@@ -15,7 +15,7 @@ from trtpipe.engines.nvidia import read_gpus
 from trtpipe.engines.toolchain import version_key
 from trtpipe.engines.trtllm_build import PROGRAM
 from trtpipe.pipeline.execution.executors import DockerExecutor, find_program
-from trtpipe.pipeline.execution.hardware import visible_gpus
+from trtpipe.pipeline.execution.hardware import require_image, visible_gpus
 from trtpipe.pipeline.serving import http_streams, tritonserver
 from trtpipe.pipeline.serving.servers import running
 from trtpipe.pipeline.store.store import Store, host
@@ -116,15 +116,15 @@ def _toolchains() -> str:
     known = facts.load_toolchains()
     if not driver:
         raise HostError("none runs without an NVIDIA GPU", why=f"known: {', '.join(known)}")
-    able = [name for name, one in known.items() if one.supports_driver(driver)]
+    able = [name for name, one in known.items() if one.driver is not None and one.supports_driver(driver)]
     if not able:
-        lowest = min((one.driver for one in known.values()), key=version_key)
+        lowest = min((one.driver for one in known.values() if one.driver is not None), key=version_key)
         raise HostError(f"driver {driver} is too old for all of them", remedy=f"update it to {lowest} or newer")
     return "this driver runs " + ", ".join(able)
 
 
 def _docker() -> str:
-    return DockerExecutor(facts.find_toolchain(None).image).require()
+    return DockerExecutor(require_image(facts.find_toolchain(None))).require()
 
 
 def _hub() -> str:

@@ -177,7 +177,12 @@ def toolchains(as_json: Json = False) -> None:
         console.result_json([{**dataclasses.asdict(one), "runs_here": hardware.able(one, gpus)} for one in known])
         return
     rows = [
-        (t.name, t.image, t.tensorrt, t.cuda, t.driver, t.python, " ".join(t.runtimes), hardware.able(t, gpus))
+        (
+            t.name,
+            *(value or "not known" for value in (t.image, t.tensorrt, t.cuda, t.driver, t.python)),
+            " ".join(t.runtimes),
+            hardware.able(t, gpus),
+        )
         for t in known
     ]
     console.table(("toolchain", "image", "TensorRT", "CUDA", "driver", "Python", "runtimes", "runs here"), rows)

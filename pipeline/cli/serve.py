@@ -42,6 +42,7 @@ def serve(
     server: Annotated[
         str, typer.Option(help="Server to start: local (tritonserver here), docker (the toolchain's image) or auto.")
     ] = "auto",
+    image: Annotated[str | None, typer.Option(help="Image of a docker server; the toolchain's if left out.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = 8001,
@@ -88,7 +89,7 @@ def serve(
         else [repositories.find_repository(None)]
     )
     options = launch_options.LaunchOptions(
-        front=front, server=server, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
+        front=front, server=server, image=image, host=host, http=http_port, grpc=grpc_port, metrics=metrics_port,
         openai=None if no_openai else openai_port, gateway_workers=gateway_workers, api_keys_file=api_keys_file,
         tls_cert=tls_cert, tls_key=tls_key, model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),

@@ -30,7 +30,7 @@ class DeployConfig:
     name                       the target; resources are named after it, in letters that a cluster accepts
     namespace                  namespace of the resources
     image                      container image of the server; None takes the one of the engine's toolchain
-    openai                     whether a gateway is in the pod; it cannot serve engines of the LLM API
+    openai                     whether a gateway is in the pod
     gateway_image              image of the gateway, with trtpipe in it; None takes the server's where trtpipe runs that
     gateway_workers            number of the gateway's processes
     api_keys                   whether the gateway asks its clients for a key
@@ -40,7 +40,7 @@ class DeployConfig:
     host_path                  replica can read; an image that holds it; a folder of the node, on a cluster of one node
     repository_path            the repository's folder in the volume or image
     replicas_min, replicas_max bounds of the number of replicas, which is fixed when both are equal. None takes
-                               four where their number can follow the load, else the minimum
+                               four, or the minimum if it is more
     waiting_per_replica        requests that may wait for the engine, on average, before a replica is added
     unanswered_per_replica     requests at the gateway that may have no token, on average, before a replica is added
     scale_down_seconds         how long the load must have been lower before a replica is removed

@@ -64,23 +64,18 @@ def plan(passport: Passport, gpu: GpuSpec, config: DeployConfig) -> Target:
     launch.require_runtime(passport, placement)
     image = config.image or (None if launch.own_image(passport) else passport.image)
     if image is None:
+        ours = launch.own_image(passport)
         raise UsageError(
             f"no image is given for the runtime {passport.runtime}",
-            why="NVIDIA's image does not hold it",
-            remedy="give --image, one that holds trtpipe and what the runtime needs",
+            why="NVIDIA's image does not hold it"
+            if ours
+            else f"no document names an image with tritonserver and TensorRT-LLM {passport.toolchain}",
+            remedy=f"give --image, one that holds {'trtpipe and what the runtime needs' if ours else 'both'}",
         )
-    target = Target(
+    return Target(
         passport=passport, gpu=gpu, config=config, placement=placement, name=dns_name(config.name), image=image,
         gateway_image=_gateway_image(passport, config),
     )  # fmt: skip
-    least, most = target.replicas
-    if least != most and not launch.reports_waiting(passport):
-        raise UsageError(
-            f"the number of replicas cannot follow the load of a {passport.runtime} server",
-            why="it does not report how many requests wait",
-            remedy="make replicas_min and replicas_max equal",
-        )
-    return target
 
 
 def manifests(target: Target) -> dict[str, Manifest]:
@@ -98,9 +93,8 @@ def manifests(target: Target) -> dict[str, Manifest]:
     out[f"{OVERLAY}/{KUSTOMIZATION}"] = _kustomization(
         namespace=target.config.namespace, resources=[f"../../{BASE}"], components=[f"../../{PROMETHEUS}"]
     )
-    if launch.reports_waiting(target.passport):
-        rules = adapter_rules(target.passport.pp_size, gateway=target.gateway_image is not None)
-        out[ADAPTER] = {"rules": {"custom": rules}}
+    rules = adapter_rules(target.passport.pp_size, gateway=target.gateway_image is not None)
+    out[ADAPTER] = {"rules": {"custom": rules}}
     if not target.grouped:
         out |= {f"{KSERVE}/{path}": manifest for path, manifest in kserve.manifests(target, _server(target)).items()}
     return out
@@ -130,7 +124,7 @@ def chart(target: Target) -> dict[str, str]:
 
 def _gateway_image(passport: Passport, config: DeployConfig) -> str | None:
     """Raises UsageError when nothing says which image holds trtpipe."""
-    if not config.openai or not launch.has_gateway(passport):
+    if not config.openai:
         return None
     image = config.gateway_image or (config.image if launch.own_image(passport) else None)
     if image is None:

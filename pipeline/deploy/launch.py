@@ -1,4 +1,4 @@
-"""Command of a container: tritonserver, or mpirun with a tritonserver for each rank. A list of words, no shell line.
+"""Command of a container: tritonserver, or mpirun with a process for each rank. A list of words, no shell line.
 
 It is not the command of `trtpipe serve`, which listens on loopback: here whoever reaches the port is a client, so
 models are not loaded and unloaded by request, and no rank but the first listens at all.
@@ -25,6 +25,7 @@ PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 GATEWAY_PORT = {"openai": 9000}
 RENDEZVOUS_PORT = 8003
 RENDEZVOUS = "rendezvous.py"
+LLM_API_LAUNCHER = "trtllm-llmapi-launch"
 # Endpoints, proxies and clients take a moment to stop sending to a pod that is about to end.
 LINGER_SECONDS = 10
 # Time between the end of one phase of termination and the next.
@@ -37,16 +38,6 @@ PRE_STOP_SECONDS = LINGER_SECONDS + 5 + MARGIN_SECONDS
 def own_image(passport: Passport) -> bool:
     """Whether the engine needs our image, since NVIDIA's lacks its runtime. `trtpipe serve` knows the paths in ours."""
     return load_backend(passport.runtime).SERVED_BY is ServedBy.ENGINE_PROCESS
-
-
-def reports_waiting(passport: Passport) -> bool:
-    """Whether the server reports the waiting requests by which replicas are added."""
-    return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
-
-
-def has_gateway(passport: Passport) -> bool:
-    """Whether a gateway can serve the engine: the LLM API's models take text, and the gateway sends tokens."""
-    return load_backend(passport.runtime).SERVED_BY is not ServedBy.LLM_API
 
 
 def require_runtime(passport: Passport, placement: Placement) -> None:
@@ -65,12 +56,13 @@ def server_words(passport: Passport, config: DeployConfig, placement: Placement)
     if own_image(passport):
         addresses = [word for name, port in PORTS.items() for word in (f"--{name}-port", str(port))]
         return ["trtpipe", "serve", MODELS, "--no-openai", "--host", "0.0.0.0", *addresses]
-    seconds = exit_seconds(config, placement, mpi=uses_mpi(passport))
-    if not uses_mpi(passport):
+    mpi = uses_mpi(passport, placement)
+    seconds = exit_seconds(config, placement, mpi=mpi)
+    if not mpi:
         return _server(0, seconds)
     # mpirun counts usable cores as slots for ranks; our ranks need GPUs, which are counted already.
     slots = ["--oversubscribe"] if placement.pods == 1 else []
-    ranks = [_server(rank, seconds) for rank in range(passport.world_size)]
+    ranks = [_rank(passport, rank, seconds) for rank in range(passport.world_size)]
     words = mpi_command(ranks, kill_seconds=_kill_seconds(config, placement), options=slots)
     if placement.pods == 1:
         return words
@@ -91,8 +83,12 @@ def worker_words() -> list[str]:
     return [*_rendezvous("work"), str(RENDEZVOUS_PORT)]
 
 
-def uses_mpi(passport: Passport) -> bool:
-    return load_backend(passport.runtime).SERVED_BY is ServedBy.TENSORRTLLM and passport.world_size > 1
+def uses_mpi(passport: Passport, placement: Placement) -> bool:
+    """Whether mpirun starts the ranks: those of the LLM API start themselves where they are on one node."""
+    served_by = load_backend(passport.runtime).SERVED_BY
+    return passport.world_size > 1 and (
+        served_by is ServedBy.TENSORRTLLM or (served_by is ServedBy.LLM_API and placement.pods > 1)
+    )
 
 
 def exit_seconds(config: DeployConfig, placement: Placement, *, mpi: bool) -> int:
@@ -105,6 +101,14 @@ def _kill_seconds(config: DeployConfig, placement: Placement) -> int:
     """Seconds that mpirun waits before it ends the ranks, and again before it kills them; other pods' ranks follow."""
     left = config.termination_grace_seconds - PRE_STOP_SECONDS - MARGIN_SECONDS
     return left // (2 if placement.pods == 1 else 4)
+
+
+def _rank(passport: Passport, rank: int, exit_timeout: int) -> list[str]:
+    """The process of a rank under mpirun. TensorRT-LLM's launcher of the LLM API runs a command in rank 0, whose LLM
+    then finds the other ranks, in which the launcher waits for it."""
+    if load_backend(passport.runtime).SERVED_BY is ServedBy.TENSORRTLLM:
+        return _server(rank, exit_timeout)
+    return [LLM_API_LAUNCHER, *(_server(0, exit_timeout) if rank == 0 else [])]
 
 
 def _server(rank: int, exit_timeout: int) -> list[str]:

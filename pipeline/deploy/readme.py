@@ -7,6 +7,8 @@ from pathlib import Path
 import jinja2
 
 from trtpipe.configs.facts import load_toolchains
+from trtpipe.engines import load_backend
+from trtpipe.engines.backends.base import ServedBy
 from trtpipe.pipeline.deploy import launch
 from trtpipe.pipeline.deploy.pods import GPU_PRODUCT, LOST_NODE_SECONDS, SECRET_KEY, USER
 from trtpipe.pipeline.deploy.prometheus import (
@@ -48,9 +50,9 @@ def text(target: Target) -> str:
         metrics_key=METRICS_KEY,
         user=USER,
         gpu_label=GPU_PRODUCT,
-        reports_waiting=launch.reports_waiting(target.passport),
         own_image=launch.own_image(target.passport),
-        uses_mpi=launch.uses_mpi(target.passport),
+        llm_api=load_backend(target.passport.runtime).SERVED_BY is ServedBy.LLM_API,
+        uses_mpi=launch.uses_mpi(target.passport, target.placement),
         waiting=waiting_metric(target.passport.pp_size),
         series=SERIES,
         fullness=FULLNESS,

@@ -45,8 +45,7 @@ class Target:
     @property
     def replicas(self) -> tuple[int, int]:
         least = self.config.replicas_min
-        usual = max(least, AUTOSCALED_TO) if launch.reports_waiting(self.passport) else least
-        return least, self.config.replicas_max or usual
+        return least, self.config.replicas_max or max(least, AUTOSCALED_TO)
 
     @property
     def scripts(self) -> str | None:

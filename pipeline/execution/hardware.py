@@ -61,7 +61,7 @@ def choose_executor(name: str, toolchain: Toolchain) -> Executor:
     """The executor of that name, ready to run; auto takes this environment if it has the program. Raises HostError."""
     if name == "local" or (name == "auto" and find_program(PROGRAM)):
         return LocalExecutor()
-    executor = DockerExecutor(toolchain.image)
+    executor = DockerExecutor(require_image(toolchain))
     try:
         executor.require()
     except HostError as error:
@@ -73,6 +73,16 @@ def choose_executor(name: str, toolchain: Toolchain) -> Executor:
             remedy=f"install Docker with NVIDIA's Container Toolkit, or tensorrt-llm=={toolchain.name} here",
         ) from None
     return executor
+
+
+def require_image(toolchain: Toolchain) -> str:
+    """Raises HostError for a release whose image is not known."""
+    if toolchain.image is None:
+        raise HostError(
+            f"no container image with TensorRT-LLM {toolchain.name} is known",
+            remedy="choose another of `trtpipe toolchains`",
+        )
+    return toolchain.image
 
 
 def facts(gpu: Gpu) -> dict[str, str]:
@@ -93,4 +103,6 @@ def able(toolchain: Toolchain, gpus: Sequence[Gpu]) -> str:
     if not gpus:
         return "no NVIDIA GPU here"
     driver = gpus[0].driver
+    if toolchain.driver is None:
+        return "not known"
     return "yes" if toolchain.supports_driver(driver) else f"no: driver {driver} is older"

@@ -17,10 +17,11 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from trtpipe.pipeline.gateway.engine_requests import EngineRequest
 from trtpipe.pipeline.gateway.failure import Failure
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Stops, Text
-from trtpipe.pipeline.gateway.upstream import EngineRequest, Generation, Upstream
+from trtpipe.pipeline.gateway.upstream import Generation, Upstream
 
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

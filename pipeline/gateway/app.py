@@ -24,6 +24,7 @@ from trtpipe.engines.sampling import SamplingParams
 from trtpipe.pipeline.gateway.access import read_keys
 from trtpipe.pipeline.gateway.answers import Answer, Order
 from trtpipe.pipeline.gateway.connections import BODY, UNFINISHED_BYTES, Connections
+from trtpipe.pipeline.gateway.engine_requests import EngineModel, engine_request
 from trtpipe.pipeline.gateway.failure import Failure, wrong
 from trtpipe.pipeline.gateway.options import GatewayOptions
 from trtpipe.pipeline.gateway.preparation import no_model
@@ -31,7 +32,7 @@ from trtpipe.pipeline.gateway.prompts import ForkServer, Prompts
 from trtpipe.pipeline.gateway.requests import ChatOptions, CompletionOptions, quoted
 from trtpipe.pipeline.gateway.shared_counters import SharedCounters
 from trtpipe.pipeline.gateway.text import Text
-from trtpipe.pipeline.gateway.upstream import EngineModel, Upstream, engine_request
+from trtpipe.pipeline.gateway.upstream import Upstream
 
 T = TypeVar("T")
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
@@ -121,10 +122,8 @@ class Gateway:
                 prompts[number // copies],
                 replace(sampling, seed=(seed + number) % 2**64),
                 max_tokens=prepared.max_tokens,
-                end_id=ends[0] if ends else -1,
+                ends=ends,
                 pad_id=text.pad_id,
-                # The engine takes one end id; the model's other end ids become stop words of one token.
-                stop_words=text.words([[token] for token in ends[1:]]) if ends[1:] else None,
                 log_probs=log_probs is not None,
             )
             requests.append(made)

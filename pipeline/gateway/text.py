@@ -87,11 +87,6 @@ class Text:
         ids: list[int] = encoding.ids
         return ids
 
-    def words(self, ids: list[list[int]]) -> tuple[tuple[int, ...], bytes]:
-        """Shape and bytes of a stop word list that ends a text at any of these tokens."""
-        packed = shared().pack_words([ids])
-        return packed.shape, packed.tobytes()
-
     def detokenizer(self) -> Any:
         return shared().Detokenizer(self.tokenizer, True)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import uuid
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.gateway.engine_requests import EngineModel, EngineRequest, require_tokens
 from trtpipe.pipeline.gateway.failure import Failure, gone, of_status, of_text
 from trtpipe.pipeline.net.h2.connection import Stream
 from trtpipe.pipeline.net.h2.pool import REFUSED_PAUSES_S, Pool
@@ -20,8 +17,6 @@ from trtpipe.pipeline.net.h2.triton import (
     STREAM_INFER,
     MalformedMessage,
     Reader,
-    Tensor,
-    infer_request,
     messages,
 )
 
@@ -30,30 +25,7 @@ CALL_SECONDS = 10.0
 STOP_PAUSES_S = (0.25, 0.5, 1.0, 2.0)
 
 _INT32 = struct.Struct("<i")
-_FP32 = struct.Struct("<f")
-_UINT64 = struct.Struct("<Q")
 _ONE = _INT32.pack(1)
-
-# Shape and bytes of `stop_words_list`.
-WordList = tuple[tuple[int, ...], bytes]
-
-
-@dataclass(frozen=True)
-class EngineModel:
-    """Inputs and outputs of an engine model in Triton."""
-
-    name: str
-    decoupled: bool
-    inputs: frozenset[str]
-    outputs: frozenset[str]
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
-
-    start: bytes
-    stop: bytes | None
 
 
 class Upstream:
@@ -90,13 +62,15 @@ class Upstream:
         except H2Error as error:
             raise gone(str(error)) from None
         config = service_pb2.ModelConfigResponse.FromString(answer).config
-        self._models[name] = EngineModel(
+        found = EngineModel(
             name=name,
             decoupled=config.model_transaction_policy.decoupled,
             inputs=frozenset(tensor.name for tensor in config.input),
             outputs=frozenset(tensor.name for tensor in config.output),
         )
-        return self._models[name]
+        require_tokens(found)
+        self._models[name] = found
+        return found
 
     def end(self, generation: Generation, stop: bytes) -> None:
         """Have the engine end a generation, in the background. Not by a reset: tritonserver up to 25.03 may abort when
@@ -124,65 +98,6 @@ class Upstream:
         if self._ending:
             await asyncio.wait(self._ending, timeout=1.0)
         await self.pool.close()
-
-
-def engine_request(
-    model: EngineModel,
-    prompt: array[int],
-    sampling: SamplingParams,
-    *,
-    max_tokens: int,
-    end_id: int,
-    pad_id: int,
-    stop_words: WordList | None = None,
-    log_probs: bool = False,
-) -> EngineRequest:
-    """The bytes that `Generation.begin` sends.
-
-    sampling  its seed is always sent; of the others, None leaves the value to the engine
-    end_id    -1 for none
-    """
-    request_id = uuid.uuid4().hex
-    tensors = [Tensor("input_ids", "INT32", (1, len(prompt)), prompt.tobytes())]
-
-    def scalar(name: str, dtype: str, data: bytes) -> None:
-        tensors.append(Tensor(name, dtype, (1, 1), data))
-
-    scalar("input_lengths", "INT32", _INT32.pack(len(prompt)))
-    scalar("request_output_len", "INT32", _INT32.pack(max_tokens))
-    scalar("end_id", "INT32", _INT32.pack(end_id))
-    scalar("pad_id", "INT32", _INT32.pack(pad_id))
-    scalar("streaming", "BOOL", b"\1" if model.decoupled else b"\0")
-    if "exclude_input_in_output" in model.inputs:
-        scalar("exclude_input_in_output", "BOOL", b"\1")
-    seed = "seed" if "seed" in model.inputs else "random_seed"  # the input's name up to TensorRT-LLM 0.19
-    scalar(seed, "UINT64", _UINT64.pack(sampling.seed or 0))
-    for name, dtype, value in (
-        ("temperature", "FP32", sampling.temperature),
-        ("runtime_top_p", "FP32", sampling.top_p),
-        ("repetition_penalty", "FP32", sampling.repetition_penalty),
-        ("presence_penalty", "FP32", sampling.presence_penalty),
-        ("frequency_penalty", "FP32", sampling.frequency_penalty),
-        ("runtime_top_k", "INT32", sampling.top_k),
-        ("min_tokens" if "min_tokens" in model.inputs else "min_length", "INT32", sampling.min_tokens),
-    ):
-        if value is not None:
-            scalar(name, dtype, _FP32.pack(value) if dtype == "FP32" else _INT32.pack(int(value)))
-    if stop_words is not None:
-        shape, data = stop_words
-        tensors.append(Tensor("stop_words_list", "INT32", shape, data))
-    outputs = ["output_ids", "sequence_length"]
-    if log_probs:
-        scalar("return_log_probs", "BOOL", b"\1")
-        outputs.append("output_log_probs")
-    start = infer_request(model.name, tensors, outputs, request_id=request_id)
-    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
-
-
-def _stop(model: EngineModel, request_id: str) -> bytes:
-    tensors = [Tensor(name, "INT32", (1, 1), _ONE) for name in ("input_ids", "input_lengths", "request_output_len")]
-    tensors.append(Tensor("stop", "BOOL", (1, 1), b"\1"))
-    return infer_request(model.name, tensors, request_id=request_id)
 
 
 class Generation:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtpipe.engines.backends.base import ServedBy
-from trtpipe.engines.errors import ArtefactRefused, UsageError
+from trtpipe.engines.errors import UsageError
 from trtpipe.engines.passport import Passport, read_passport
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving.repositories import find_repository, served_by
+from trtpipe.pipeline.serving.repositories import find_repository
 from trtpipe.pipeline.serving.servers import Served
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.triton_repo.launch import ENGINE_MODEL
@@ -31,6 +30,7 @@ class LaunchOptions:
 
     front                triton, or native: the runtime's own server (`vllm serve`, `trtllm-serve`)
     server               auto, local (this environment's tritonserver) or docker (the toolchain's image)
+    image                image of a docker server, in place of the toolchain's
     host                 address to listen on
     http, grpc, metrics  ports; 0 takes a free one
     openai               port of the OpenAI-compatible gateway; None starts none
@@ -47,6 +47,7 @@ class LaunchOptions:
 
     front: str = "triton"
     server: str = "auto"
+    image: str | None = None
     host: str = "127.0.0.1"
     http: int = 8000
     grpc: int = 8001
@@ -68,11 +69,23 @@ def check_container_options(options: LaunchOptions, kind: str) -> None:
     """Raises UsageError for a shared memory that is no size, and for options of a container where there is none."""
     if options.shm_size is not None and not SIZE.fullmatch(options.shm_size):
         raise UsageError(f"--shm-size {options.shm_size} is not a size", remedy="give for example 512m or 2g")
-    for option, value in (("--shm-size", options.shm_size), ("--gpus", options.gpus)):
+    for option, value in (("--image", options.image), ("--shm-size", options.shm_size), ("--gpus", options.gpus)):
         if kind == "local" and value is not None:
             raise UsageError(
                 f"{option} is for a container, and this server runs without one", remedy=f"leave {option} out"
             )
+
+
+def server_image(options: LaunchOptions, passport: Passport) -> str:
+    """Image of a docker server. Raises UsageError where none is given and none is known."""
+    image = options.image or passport.image
+    if image is None:
+        raise UsageError(
+            f"no image with tritonserver and TensorRT-LLM {passport.toolchain} is known",
+            why="no document of NVIDIA's names one",
+            remedy="give --image, one that holds both",
+        )
+    return image
 
 
 def exposure(options: LaunchOptions, gateway: GatewayOptions | None, *, keyed: bool) -> str | None:
@@ -123,10 +136,4 @@ def gateway_model(target: str, names: tuple[str, ...]) -> ServedModel:
     """A target's model at a gateway of its own, under `names` if given. Raises UsageError, ArtefactRefused."""
     found, repository = find_repository(target)
     passport = read_passport(repository / ENGINE_FOLDER)
-    if served_by(passport) is ServedBy.LLM_API:
-        raise ArtefactRefused(
-            f"a gateway cannot serve an engine of {passport.runtime}",
-            why="its models take text, and the gateway sends tokens",
-            remedy="ask Triton itself, or build with --runtime tensorrt_llm",
-        )
     return _gateway_model(Served(name=found, repository=repository, names=names), passport)

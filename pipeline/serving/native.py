@@ -16,7 +16,7 @@ from trtpipe.pipeline.execution.diagnosis import explain
 from trtpipe.pipeline.execution.executors import DockerExecutor
 from trtpipe.pipeline.gateway import access
 from trtpipe.pipeline.serving import tritonserver
-from trtpipe.pipeline.serving.launch_options import SHM_SIZE
+from trtpipe.pipeline.serving.launch_options import SHM_SIZE, server_image
 from trtpipe.pipeline.serving.openai_client import post
 from trtpipe.pipeline.serving.servers import Served, Server, remember
 from trtpipe.pipeline.serving.tritonserver import Endpoints
@@ -54,9 +54,8 @@ def launch(
         names=served.model_names,
         on_cpu=passport.gpu == "cpu",
     )
-    image = passport.image
-    if spec.in_image:
-        assert image is not None
+    image = server_image(options, passport) if spec.in_image else None
+    if image is not None:
         DockerExecutor(image).require()
     log.parent.mkdir(parents=True, exist_ok=True)
     process = _start(spec, image, served, folder, log, options)

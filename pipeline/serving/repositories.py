@@ -73,7 +73,7 @@ def choose_server(asked: str, passport: Passport) -> str:
         raise ArtefactRefused(
             f"this engine is for the {passport.runtime} runtime on {passport.target()}",
             why="the tritonserver of this environment runs reference and vllm engines",
-            remedy=f"serve it with --server docker, from {passport.image}",
+            remedy=f"serve it with --server docker, from {passport.image or 'an image given as --image'}",
         )
     return usual
 

@@ -28,6 +28,7 @@ from trtpipe.pipeline.serving.launch_options import (
     check_container_options,
     exposure,
     gateway_options,
+    server_image,
 )
 from trtpipe.pipeline.serving.logs import log_path
 from trtpipe.pipeline.serving.repositories import (
@@ -97,12 +98,12 @@ def launch(
             note(exposed)
         (one,) = _served(targets, options)
         return native.launch(one, passport, store, log_path(store, name), options, show)
-    # The LLM API's models take text, and the gateway does not support them.
-    openai = None if served_by(passport) is ServedBy.LLM_API else options.openai
-    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, openai)
+    endpoints = tritonserver.choose_endpoints(options.host, options.http, options.grpc, options.metrics, options.openai)
     folder = store.home / "servers" / name
     served = _served(targets, options)
-    gateway = None if openai is None else gateway_options(served, passports, endpoints, openai, options)
+    gateway = None
+    if options.openai is not None:
+        gateway = gateway_options(served, passports, endpoints, options.openai, options)
     keyed = gateway is not None and bool(access.read_keys(gateway.api_keys_file))
     exposed = exposure(options, gateway, keyed=keyed)
     if exposed is not None:
@@ -122,11 +123,11 @@ def launch(
         tritonserver.prepare_backends(installation, backends, passport.runtime, options.engine_python)
         start = partial(tritonserver.start_local, installation, models, names, backends, endpoints, log)
     else:
-        assert passport.image is not None
-        DockerExecutor(passport.image).require()
+        image = server_image(options, passport)
+        DockerExecutor(image).require()
         start = partial(
             tritonserver.start_docker,
-            passport.image, models, names, _container_reads(served, folder, store), endpoints, log,
+            image, models, names, _container_reads(served, folder, store), endpoints, log,
             world_size=passport.world_size if served_by(passport) is ServedBy.TENSORRTLLM else 1,
             gpus=options.gpus, shm_size=options.shm_size or SHM_SIZE,
         )  # fmt: skip

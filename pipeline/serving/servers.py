@@ -17,7 +17,7 @@ from trtpipe.pipeline.serving import tritonserver
 from trtpipe.pipeline.serving.tritonserver import Endpoints
 from trtpipe.pipeline.store.folders import write_whole
 from trtpipe.pipeline.store.store import Store
-from trtpipe.triton_repo.layout import TOKENIZER_FOLDER, model_names
+from trtpipe.triton_repo.layout import model_names, tokenizer_folder
 
 # Largest process id that Linux can be configured to use.
 MAX_PID = 1 << 22
@@ -47,7 +47,7 @@ class Served:
 
     @property
     def tokenizer(self) -> Path:
-        return self.repository / TOKENIZER_FOLDER
+        return tokenizer_folder(self.repository)
 
     @property
     def front(self) -> str:

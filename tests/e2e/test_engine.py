@@ -21,6 +21,7 @@ from tests.support.doubles import trtllm_build as double
 from tests.support.factories import hf_folder
 from tests.support.nvidia_smi import A100, H100, install
 from trtpipe.configs.facts import find_toolchain
+from trtpipe.pipeline.execution.hardware import require_image
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -169,7 +170,7 @@ def gpu_dockerd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     hook.chmod(0o755)
     with running_dockerd(hook.parent) as daemon:
         with daemon.client() as client:
-            build_image(client, find_toolchain(None).image, DOUBLE)
+            build_image(client, require_image(find_toolchain(None)), DOUBLE)
         yield daemon
 
 
@@ -189,7 +190,7 @@ def test_an_engine_from_the_toolchains_image(host: Cli, gpu_dockerd: Daemon, mon
 def test_a_docker_without_nvidias_runtime(
     host: Cli, dockerd: str, docker_client: DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_image(docker_client, find_toolchain(None).image, DOUBLE)
+    build_image(docker_client, require_image(find_toolchain(None)), DOUBLE)
     monkeypatch.setenv("DOCKER_HOST", dockerd)
     done = host.run(*BUILD, "--executor", "docker")
     assert done.status == 4
@@ -202,7 +203,7 @@ def test_ranks_are_served_by_the_toolchains_image(
     install(monkeypatch, tmp_path / "bin", H100, H100)
     monkeypatch.setenv("DOCKER_HOST", gpu_dockerd.url)
     with gpu_dockerd.client() as client:
-        build_image(client, find_toolchain(None).image, DOUBLE, tritonserver=SERVER, mpirun=SERVER)
+        build_image(client, require_image(find_toolchain(None)), DOUBLE, tritonserver=SERVER, mpirun=SERVER)
     name = f"{TARGET}.tp2"
     host.ok(*BUILD, "--tp", "2")
     ports = [word for port in ("http", "grpc", "metrics", "openai") for word in (f"--{port}-port", "0")]
@@ -263,5 +264,9 @@ def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> Non
             "dtype": "auto", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True
         },
         "enable_chunked_prefill": True, "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "triton_config": {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100},
+        "enable_iter_perf_stats": True,
+        "triton_config": {
+            "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
+            "max_queue_size": 32,
+        },
     }  # fmt: skip

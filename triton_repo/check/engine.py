@@ -438,6 +438,8 @@ def check_release(
     anywhere = engine.backend is not None and engine.backend.ANYWHERE
     if anywhere or (engine.version or "").startswith("reference"):
         return
+    if toolchain is not None and engine.compiles and "tensorrt_llm" not in toolchain.runtimes:
+        return  # a release without engines, which the check of the runtime reports
     made = release_key(engine.version)
     stamped = release_key(engine.passport.toolchain) if engine.passport is not None else None
     if made is None and engine.compiles:
@@ -523,7 +525,7 @@ def check_passport(
 
 
 def _objections(passport: Passport, gpus: Sequence[Gpu], toolchain: Toolchain | None) -> list[str]:
-    floor = toolchain.driver if toolchain is not None and passport.toolchain == toolchain.name else ""
+    floor = toolchain.driver if toolchain is not None and passport.toolchain == toolchain.name else None
     return objections(passport, gpus, floor=floor)
 
 

@@ -76,6 +76,7 @@ class Argument:
     required: bool = False
     least: float | None = None
     most: float | None = None
+    since: str | None = None
     until: str | None = None
 
 

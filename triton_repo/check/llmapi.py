@@ -25,7 +25,7 @@ from trtpipe.triton_repo.check.service import check_apart, check_present
 from trtpipe.triton_repo.check.text import PLACEHOLDER, line_of
 
 FILE = "model.yaml"
-# Last release for which the list of arguments is complete, so that LLM refuses all others.
+# Last release for which the list of arguments is complete, so that LLM refuses all others. Candidates of 1.3 differ.
 _LISTED = (1, 2, 99)
 # Most settings of one mapping that are checked; LLM has some 100.
 _MOST = 256
@@ -55,10 +55,10 @@ def check_llmapi(
         return
     text = path.read_text(encoding="utf-8", errors="replace")
     known = facts.llm_arguments()
-    _check_rows(path, text, "", settings, known.arguments, release, report)
+    check_rows(path, text, "", settings, known.arguments, release, report)
     for name, rows in known.nested.items():
         if isinstance(settings.get(name), dict):
-            _check_rows(path, text, f"{name}.", settings[name], rows, release, report)
+            check_rows(path, text, f"{name}.", settings[name], rows, release, report)
     _check_triton(model, path, text, settings, known.triton, report)
     _check_backend(path, text, settings, known, release, report)
     place = _check_model(path, text, settings, models, release, report)
@@ -92,7 +92,7 @@ def _read(path: Path, report: Report) -> dict[str, Any] | None:
     return None
 
 
-def _check_rows(
+def check_rows(
     path: Path, text: str, prefix: str, settings: dict[Any, Any], rows: dict[str, Argument], release: Release,
     report: Report,
 ) -> None:  # fmt: skip
@@ -114,11 +114,16 @@ def _check_rows(
                     did_you_mean(near) or "drop it",
                 )  # fmt: skip
             else:
-                report.warning("llmapi-argument", where, "is none that TensorRT-LLM 1.2's LLM takes")
+                report.warning("llmapi-argument", where, "is none that LLM is known to take")
         elif fact.until and release.has_left(fact.until):
             report.error(
                 "llmapi-argument", where, f"is unknown to {release.told()}", f"{fact.until} was its last release",
                 "see the release's LLM API",
+            )  # fmt: skip
+        elif fact.since and release.lacks(fact.since):
+            report.error(
+                "llmapi-argument", where, f"is unknown to {release.told()}", f"it came with {fact.since}",
+                "drop it, or serve with a newer release",
             )  # fmt: skip
         else:
             _check_argument(where, value, fact, report)

@@ -66,8 +66,11 @@ LLMAPI = Family(
     "text_output",
     None,
     {
-        name: (f"sampling_param_{name}",)
-        for name in ("temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop")
+        "ignore_eos": ("sampling_param_end_id",),
+        **{
+            name: (f"sampling_param_{name}",)
+            for name in ("temperature", "top_k", "top_p", "min_tokens", *_PENALTIES, "seed", "stop")
+        },
     },
 )
 FAMILIES = (TEXT, ENGINE, LLMAPI)

@@ -15,3 +15,10 @@ def install_trtllm_build(folder: Path, first: str = "") -> Path:
     path.write_text(f'#!/bin/sh\n{first}\nexec {sys.executable} {double} "$@"\n')
     path.chmod(0o755)
     return path
+
+
+def install_llm_api(version_folder: Path) -> None:
+    """Put the double of `tensorrt_llm` beside a model's script, where Triton lets it find modules."""
+    package = version_folder / "tensorrt_llm"
+    package.mkdir()
+    (package / "__init__.py").write_text(Path(__file__).with_name("llm_api.py").read_text())

@@ -1121,7 +1121,7 @@ def test_a_target_is_named_by_its_folder_too(build: Run, run: Run, model: Path) 
     assert Path("tiny.cpu.fp32.tar").is_file()
 
 
-def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alone(in_folder: Path, run: Run) -> None:
+def test_a_gateway_is_deployed_from_an_image_or_not_at_all(in_folder: Path, run: Run) -> None:
     from tests.unit.engines.test_passport import passport, target
     from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
@@ -1139,8 +1139,6 @@ def test_a_gateway_is_deployed_from_an_image_or_not_at_all_and_sends_tokens_alon
     told = json.loads(run(*deploy, "two", "--no-openai", "--json").out)
     assert (told["folder"], "base/deployment.yaml" in told["files"]) == ("two", True)
     assert "gateway" not in (in_folder / "two" / "base" / "deployment.yaml").read_text()
-    passport(target(), runtime="trtllm_pytorch").write(in_folder / "r" / ENGINE_FOLDER)
-    assert "a gateway cannot serve an engine of trtllm_pytorch" in run("gateway", "r").error()
 
 
 def test_monitoring_scrapes_the_server_that_runs(

@@ -92,7 +92,11 @@ CASES = {
     "slice": Case(engine(gpu="a100-mig-3g.40gb", sm=80, sms=(80,)), "a100-mig-3g.40gb"),
     "vllm": Case(engine(2, runtime="vllm", toolchain=None, image=None), settings={"pvc": "models", "image": OURS}),
     "llmapi": Case(engine(2, runtime="trtllm_pytorch")),
+    "llmapis": Case(engine(8, 2, runtime="trtllm_pytorch")),
 }  # fmt: skip
+
+# Those of several pods.
+GROUPS = ("group", "wide", "llmapis")
 
 
 @functools.cache
@@ -271,7 +275,7 @@ def test_ports_are_the_same_everywhere(name: str) -> None:
     server = container(name)
     wanted = dict(PORTS)
     holders = [server]
-    if name not in ("fixed", "llmapi"):
+    if name != "fixed":
         wanted |= GATEWAY_PORT
         holders.append(gateway(name))
     declared = {port["name"]: port["containerPort"] for holder in holders for port in holder["ports"]}
@@ -330,7 +334,7 @@ def test_pods_have_no_more_rights_than_they_need(name: str) -> None:
         server = pod["containers"][0]
         # The one that is, is what the pods of a group know each other by.
         secrets = [variable["name"] for variable in server["env"] if "valueFrom" in variable]
-        assert secrets == ["TRTPIPE_RENDEZVOUS_SECRET"] * (name in ("group", "wide"))
+        assert secrets == ["TRTPIPE_RENDEZVOUS_SECRET"] * (name in GROUPS)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "trial"])
@@ -404,6 +408,16 @@ def test_a_group_is_a_leader_that_serves_and_workers_that_hold_ranks() -> None:
     assert between["ingress"] == [{"from": [{"podSelector": between["podSelector"]}]}]
     # One server for each rank, over both pods.
     assert len(servers(container("group")["args"])) == 16
+
+
+def test_ranks_of_the_llm_api_on_several_nodes_wait_for_the_first_which_serves() -> None:
+    args = container("llmapis")["args"]
+    assert args[:7] == ["python3", "/opt/trtpipe/rendezvous.py", "lead", "1", "8", "8003", "mpirun"]
+    ranks = " ".join(args[args.index("-n") :]).split(" : ")
+    assert ranks[0].startswith("-n 1 trtllm-llmapi-launch tritonserver --model-repository=/models")
+    assert "--http-port=8000" in ranks[0]
+    assert ranks[1:] == ["-n 1 trtllm-llmapi-launch"] * 15
+    assert [one["name"] for one in next(templates("llmapis"))["spec"]["containers"]] == ["server", "gateway"]
 
 
 def test_runtimes_of_ours_are_served_by_trtpipe_itself() -> None:
@@ -533,11 +547,11 @@ def test_replicas_follow_waiting_requests_and_fullness() -> None:
     # Else every `kubectl apply` would undo what it decided.
     assert "replicas" not in one("tp2", "Deployment")["spec"]
     assert one("fixed", "Deployment")["spec"]["replicas"] == 1
-    for name in ("fixed", "wide", "llmapi"):
+    for name in ("fixed", "wide"):
         assert not [key for key in resources(name) if key.startswith("Horizontal")]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "llmapi"])
+@pytest.mark.parametrize("name", CASES)
 def test_the_adapter_makes_every_metric_that_is_asked_for(name: str) -> None:
     rules = made(name)["prometheus-adapter.values.yaml"]["rules"]["custom"]
     provided = {rule["name"]["as"]: rule for rule in rules}
@@ -577,8 +591,8 @@ def test_the_gateway_is_beside_the_server_asks_for_keys_and_is_ready_when_the_mo
     assert gateway("dressed")["resources"]["requests"] == {"cpu": "3", "memory": "3Gi"}
     assert "--api-keys-file" not in gateway("trial")["command"]
     assert "keys" not in [volume["name"] for volume in next(templates("trial"))["spec"]["volumes"]]
-    for name in ("fixed", "llmapi"):
-        assert [one["name"] for one in next(templates(name))["spec"]["containers"]] == ["server"]
+    assert [one["name"] for one in next(templates("fixed"))["spec"]["containers"]] == ["server"]
+    assert gateway("llmapi")["command"] == front["command"]
     # Workers answer nobody.
     assert [one["name"] for one in list(templates("group"))[1]["spec"]["containers"]] == ["worker"]
 
@@ -730,7 +744,7 @@ def test_helm_itself_accepts_the_chart_and_renders_the_same(name: str, tmp_path:
     assert "imagge" in helm("template", "x", where, "--set", "imagge=y", fails=True)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("group", "wide")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in GROUPS])
 def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
     made_here = made(name)
     check = jsonschema.Draft202012Validator(schema("kserve"))
@@ -748,7 +762,7 @@ def test_kserve_gets_the_same_pod_in_two_halves(name: str) -> None:
     main, *others = halves["containers"]
     # KServe sends requests to the first port of this container.
     assert main["name"] == "kserve-container"
-    assert main["ports"][0]["name"] == ("http" if name in ("fixed", "llmapi") else "openai")
+    assert main["ports"][0]["name"] == ("http" if name == "fixed" else "openai")
     assert [*others, {**main, "name": pod["containers"][-1]["name"]}] == pod["containers"]
     assert {key: halves[key] for key in pod if key != "containers"} == {
         key: value for key, value in pod.items() if key != "containers"
@@ -805,15 +819,13 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
     if any(key.startswith("Horizontal") for key in resources(name)):
         for words in ("nv_inference_queue_duration_us", "trtllm_waiting_requests", "trtllm_batch_fullness"):
             assert words in text
-    assert ("/v1/chat/completions" in text) == (name not in ("fixed", "llmapi"))
-    assert ("create secret generic llama3-8b-h100-fp8-api-keys" in text) == (
-        name not in ("fixed", "llmapi", "trial", "dressed")
-    )
+    assert ("/v1/chat/completions" in text) == (name != "fixed")
+    assert ("create secret generic llama3-8b-h100-fp8-api-keys" in text) == (name not in ("fixed", "trial", "dressed"))
     if case.passport.toolchain:
-        assert find_toolchain(None).driver in text
-    assert ("LWS_LEADER_ADDRESS" in text) == (name in ("group", "wide"))
+        assert (find_toolchain(None).driver or "?") in text
+    assert ("LWS_LEADER_ADDRESS" in text) == (name in GROUPS)
     assert ("odls_base_sigkill_timeout" in text) == (
-        case.passport.runtime == "tensorrt_llm" and case.passport.world_size > 1
+        name == "llmapis" or (case.passport.runtime == "tensorrt_llm" and case.passport.world_size > 1)
     )
 
 
@@ -848,8 +860,8 @@ def test_the_readme_says_what_to_know(name: str, tmp_path: Path) -> None:
         (reference(), "cpu", {}, UsageError, "no image is given for .*; give --image, one that holds trtpipe"),
         (engine(runtime="llama_cpp"), "h100", {}, ArtefactRefused, "the runtime 'llama_cpp' is not known"),
         (engine(16, runtime="vllm"), "h100", {"image": OURS}, ArtefactRefused, "needs 2 nodes: .*Ray"),
-        (engine(16, runtime="trtllm_pytorch"), "h100", {}, ArtefactRefused, "needs 2 nodes: .*trtllm-llmapi-launch"),
-        (engine(runtime="trtllm_pytorch"), "h100", {"replicas_max": 3}, UsageError, "cannot follow the load"),
+        (engine(runtime="trtllm_pytorch", toolchain="1.3.0rc29", image=None), "h100", {}, UsageError,
+         "no image is given .*: no document names an image with tritonserver and TensorRT-LLM 1.3.0rc29; give --image"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_deployed_is_refused_with_the_reason(

@@ -90,6 +90,7 @@ def test_a_driver_too_old_for_the_release(tmp_path: Path, monkeypatch: pytest.Mo
     assert hardware.matching_gpus(target(release="1.0"))
     able = {name: hardware.able(one, read_gpus()) for name, one in load_toolchains().items()}
     assert able == {
+        "1.3.0rc29": "not known",
         "1.2.1": "no: driver 575.57.08 is older", "1.1.0": "no: driver 575.57.08 is older", "1.0.0": "yes",
         "0.21.0": "yes",
     }  # fmt: skip

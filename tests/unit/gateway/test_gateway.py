@@ -323,6 +323,60 @@ def test_sampling_options_reach_the_engine_under_its_names(folder: Path) -> None
     ask(saying(folder, "x"), folder, scenario)
 
 
+LLM_API = {
+    "inputs": ["text_input", "input_ids", "sampling_param_max_tokens", "return_log_probs", "stop"],
+    "outputs": ["text_output", "output_ids", "output_log_probs"],
+}
+
+
+@pytest.mark.loopback
+def test_a_model_of_the_llm_api_gets_the_same_under_its_own_names(folder: Path) -> None:
+    async def script(asked: Asked, context: Any) -> AsyncIterator[Any]:
+        for token in tokens_of(folder, "abc"):
+            yield response([token])
+        await asyncio.sleep(60 if asked.raw["sampling_param_seed"] == bytes(8) else 0)
+        yield response([END], final=True)
+
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        body = chat(max_tokens=50, temperature=0.5, top_k=3, min_tokens=2, seed=7)
+        answer = (await client.post(CHAT, json=body)).json()
+        assert answer["choices"][0]["message"]["content"] == "abc"
+        assert answer["usage"]["completion_tokens"] == 4
+        asked = triton.asked[0]
+        assert asked.prompt == tokens_of(folder, "<s>[user]Hello")
+        assert asked.shapes == {
+            "input_ids": [len(asked.prompt)], "streaming": [1], "sampling_param_max_tokens": [1],
+            "sampling_param_end_id": [1], "sampling_param_stop_token_ids": [1], "sampling_param_seed": [1],
+            "sampling_param_temperature": [1], "sampling_param_top_p": [1], "sampling_param_top_k": [1],
+            "sampling_param_min_tokens": [1],
+        }  # fmt: skip
+        numbers = {
+            name: struct.unpack("<f" if name.endswith("temperature") else "<i", asked.raw[f"sampling_param_{name}"])[0]
+            for name in ("max_tokens", "end_id", "stop_token_ids", "temperature", "top_k", "min_tokens")
+        }
+        assert numbers == {
+            "max_tokens": 50, "end_id": END, "stop_token_ids": 0, "temperature": 0.5, "top_k": 3, "min_tokens": 2,
+        }  # fmt: skip
+        assert asked.wanted == ["output_ids"]
+        # A stop string is looked for here; the request that ends the engine's work has nothing but its id.
+        stopped = (await client.post(CHAT, json=chat(stop="b", seed=0))).json()
+        assert stopped["choices"][0]["message"]["content"] == "a"
+        await until(lambda: len(triton.stopped) == 1)
+
+    ask(script, folder, scenario, triton=LLM_API)
+
+
+@pytest.mark.loopback
+def test_a_model_that_takes_text_alone_is_refused_in_words(folder: Path) -> None:
+    async def scenario(client: httpx.AsyncClient, triton: Triton) -> None:
+        answer = await client.post(CHAT, json=chat())
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "unsupported_model")
+        assert "the model tensorrt_llm takes text alone" in answer.json()["error"]["message"]
+
+    nvidia = {"inputs": ["text_input", "sampling_param_max_tokens"], "outputs": ["text_output"]}
+    ask(saying(folder, "x"), folder, scenario, triton=nvidia)
+
+
 @pytest.mark.loopback
 def test_messages_in_parts_and_roles(folder: Path) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.engines.test_passport import passport
 from trtpipe.engines.errors import UsageError
 from trtpipe.pipeline.cli.console_serve import first_steps
 from trtpipe.pipeline.gateway.options import GatewayOptions, ServedModel
-from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure
+from trtpipe.pipeline.serving.launch_options import LaunchOptions, check_container_options, exposure, server_image
+from trtpipe.pipeline.serving.repositories import choose_server
 from trtpipe.pipeline.serving.servers import Served, Server
 from trtpipe.pipeline.serving.tritonserver import STARTED, Endpoints, Loading
 
@@ -83,6 +85,15 @@ def test_options_of_a_container_are_checked(kind: str, options: dict[str, Any], 
     except UsageError as error:
         told = str(error)
     assert told == line
+
+
+def test_a_release_without_a_known_image_is_served_from_one_that_is_given() -> None:
+    newest = passport(runtime="trtllm_pytorch", toolchain="1.3.0rc29", image=None)
+    assert choose_server("auto", newest) == "docker"
+    with pytest.raises(UsageError, match=r"no image with tritonserver and TensorRT-LLM 1\.3\.0rc29 .*; give --image"):
+        server_image(LaunchOptions(), newest)
+    assert server_image(LaunchOptions(image="ours:1"), newest) == "ours:1"
+    assert server_image(LaunchOptions(), passport()) == passport().image
 
 
 @pytest.mark.parametrize("keyed", [False, True])

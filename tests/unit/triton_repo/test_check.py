@@ -699,6 +699,35 @@ def test_an_argument_is_taken_by_the_releases_that_have_it(tmp_path: Path) -> No
     assert "0.21.0 was its last release" in str(faults[0])
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sleep_config: {}", ""),
+        ("kv_cache_config:\n  disk_cache_size: 1024\n  use_kv_cache_manager_v2: auto", ""),
+        ("cuda_graph_config:\n  mode: decode\n  enable_padding: true", ""),
+        ("enable_sleep: true", "error llmapi-argument: 1.2.1 was its last release"),
+        ("kv_cache_config:\n  onboard_blocks: true", "error llmapi-argument: 1.2.1 was its last release"),
+        ("scheduler_config:\n  capacity_scheduler_policy: NO_EVICT", "error llmapi-argument: LLM refuses it"),
+        ("prefill_cuda_graph_backend: pieces", "error llmapi-argument: LLM refuses it"),
+        (
+            "num_serve_frontend: 2",
+            "error llmapi-argument: it refuses unknown ones; did you mean 'num_serve_frontends'?",
+        ),
+        # Candidates of 1.3 differ, so that an unknown argument may be one that came later.
+        ("colour: blue", "warning llmapi-argument: is none that LLM is known to take"),
+    ],
+)
+def test_the_arguments_of_the_first_release_without_engines(tmp_path: Path, line: str, told: str) -> None:
+    repository = llmapi(tmp_path / "models", f"{MODEL_YAML}{line}\n")
+    newest = find_toolchain("1.3")
+    faults = [one for one in check_repository(repository.path, toolchain=newest) if one.rule == "llmapi-argument"]
+    severity, _, words = told.partition(" llmapi-argument: ")
+    assert [one.severity for one in faults] == ([severity] if told else [])
+    assert all(words in str(one) for one in faults)
+    engines = inflight(tmp_path / "engines", "1.2.1")
+    assert "which TensorRT-LLM 1.3.0rc29 does not have" in expect(engines, "release-runtime", toolchain=newest).what
+
+
 def test_a_release_that_lacks_the_backend_is_named(tmp_path: Path) -> None:
     engines = inflight(tmp_path / "engines", "1.2.1")
     later = replace(find_toolchain("1.2.1"), runtimes=("trtllm_pytorch",))

@@ -184,7 +184,7 @@ def test_a_model_without_a_version_is_named(engine: Engine, tokenizer: Path, out
         check_configs(out, MODELS)
 
 
-def test_the_llm_api_is_one_model_of_text(tmp_path: Path, tokenizer: Path, out: Path) -> None:
+def test_the_llm_api_is_one_model(tmp_path: Path, tokenizer: Path, out: Path) -> None:
     folder = tmp_path / "hf-engine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -193,23 +193,33 @@ def test_the_llm_api_is_one_model_of_text(tmp_path: Path, tokenizer: Path, out: 
     args = {"backend": "pytorch", "tensor_parallel_size": 2, "max_batch_size": 8, "kv_cache_config": cache}
     (folder / "llm_args.yaml").write_text(yaml.safe_dump(args))
     write_passport(folder, runtime="trtllm_pytorch", gpu="h100", sm=90, sms=(90,), toolchain="1.2.1")
-    serving = ServingConfig(max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8)
+    more = {"disable_overlap_scheduler": True, "kv_cache_config": {"host_cache_size": 1024}}
+    serving = ServingConfig(max_attention_window_size=1024, kv_cache_free_gpu_mem_fraction=0.8, llm_args=more)
     repository = render(Engine(path=folder), tokenizer, serving, out)
     assert repository.models == ("tensorrt_llm",)
     check_golden("llmapi.pbtxt", (out / "tensorrt_llm" / "config.pbtxt").read_text())
     assert sorted(path.name for path in (out / "tensorrt_llm" / "1").iterdir()) == [
-        "config.json", "model.py", "model.safetensors", "model.yaml", "passport.json",
+        "config.json", "llm_args.yaml", "model.py", "model.safetensors", "model.yaml", "passport.json",
     ]  # fmt: skip
-    assert yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text()) == {
+    settings = yaml.safe_load((out / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    # For `trtllm-serve --config`, which knows no more.
+    alone = {name: value for name, value in settings.items() if name not in ("model", "triton_config")}
+    assert yaml.safe_load((out / "tensorrt_llm" / "1" / "llm_args.yaml").read_text()) == alone
+    assert settings == {
         "model": "tensorrt_llm/1",
         "backend": "pytorch",
         "tensor_parallel_size": 2,
         "max_batch_size": 8,
         "kv_cache_config": {
             "dtype": "fp8", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True,
-            "max_attention_window": [1024],
+            "max_attention_window": [1024], "host_cache_size": 1024,
         },
+        "disable_overlap_scheduler": True,
         "enable_chunked_prefill": True,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
-        "triton_config": {"max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100},
+        "enable_iter_perf_stats": True,
+        "triton_config": {
+            "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
+            "max_queue_size": 0,
+        },
     }  # fmt: skip

@@ -141,12 +141,53 @@ def test_an_engine_is_the_folder_and_its_settings(
         ),
         (
             {"runtime": "trtllm_pytorch", "dtype": "int8"},
-            "the LLM API runs no INT8 SmoothQuant: its PyTorch backend has",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run W8A8_SQ_PER_CHANNEL on h100 (SM90): its PyTorch backend "
+            "has no kernel for it that is known; it runs FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
         ),
         (
             {"runtime": "trtllm_pytorch", "kv_cache": "int8"},
-            "the LLM API has no INT8 KV cache: a Hugging Face folder has",
+            "the LLM API of TensorRT-LLM 1.2.1 does not run INT8 as its KV cache on h100 (SM90): its PyTorch "
+            "backend has no kernel for it that is known; it runs FP8, ",
         ),
+        (
+            {"runtime": "trtllm_pytorch", "dtype": "fp8-pc-pt", "gpu": "l40s"},
+            "the LLM API of TensorRT-LLM 1.2.1 does not run FP8_PER_CHANNEL_PER_TOKEN on l40s (SM89): its PyTorch "
+            "backend runs it on SM90 alone; it runs FP8, W4A16_AWQ, W4A8_AWQ, W8A16, bf16 there: choose --dtype of "
+            "these (`trtpipe quants` lists them), or --runtime tensorrt_llm",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "dtype": "int8", "gpu": "a100", "toolchain": "1.3"},
+            "the LLM API of TensorRT-LLM 1.3.0rc29 does not run W8A8_SQ_PER_CHANNEL on a100 (SM80): its PyTorch "
+            "backend has no kernel for it that is known; it runs W4A16_AWQ, W8A16, bf16 there: choose --dtype of "
+            "these (`trtpipe quants` lists them)",
+        ),
+        (
+            {"toolchain": "1.3"},
+            "TensorRT-LLM 1.3.0rc29 builds no engines: they ended with 1.2; newer releases keep the LLM API alone; "
+            "build with --runtime trtllm_pytorch, have `trtpipe migrate` carry a target over, or stay with ",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"cuda_grph_config": {}}}},
+            "serving.llm_args.cuda_grph_config is none that LLM takes: it refuses unknown ones; did you mean "
+            "'cuda_graph_config'?",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"kv_cache_config": {"dtype": "fp8"}}}},
+            "serving.llm_args.kv_cache_config.dtype follows from --kv-cache; give --kv-cache instead",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"trust_remote_code": True}}},
+            "serving.llm_args.trust_remote_code is not taken: the engine would run code that is not TensorRT-LLM's own",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "serving": {"llm_args": {"sleep_config": {}}}},
+            "serving.llm_args.sleep_config is unknown to TensorRT-LLM 1.2.1 (--toolchain): it came with 1.3.0",
+        ),
+        (
+            {"runtime": "trtllm_pytorch", "toolchain": "1.3", "serving": {"llm_args": {"enable_sleep": True}}},
+            "serving.llm_args.enable_sleep is unknown to TensorRT-LLM 1.3.0rc29 (--toolchain): 1.2.1 was its last",
+        ),
+        ({"runtime": "vllm", "serving": {"llm_args": {}}}, "serving.llm_args is not for the runtime vllm: they are"),
         ({"runtime": "vllm", "dtype": "int4-awq"}, "vLLM does not read W4A16_AWQ from ModelOpt's folders"),
         ({"runtime": "vllm", "kv_cache": "int8"}, "vLLM has no INT8 KV cache with scales"),
         ({"runtime": "vllm", "gpu": "cpu"}, "runtime vllm needs an NVIDIA GPU; use --runtime reference with --gpu cpu"),
@@ -158,3 +199,14 @@ def test_what_a_runtime_cannot_run_is_refused_in_the_plan(options: dict[str, Any
     with pytest.raises(UsageError) as error:
         resolve([("option", layer)])
     assert str(error.value).startswith(message)
+
+
+def test_an_engine_of_the_llm_api_runs_where_its_formats_do() -> None:
+    def sms(**layer: str) -> tuple[int, ...] | None:
+        return resolve([("option", {"model": "llama3-8b", "gpu": "h100", "runtime": "trtllm_pytorch", **layer})]).sms
+
+    # FP8 per channel runs on Ada as an engine, and on Hopper alone by the LLM API.
+    assert sms(dtype="fp8-pc-pt", runtime="vllm") == (89, 90)
+    assert sms(dtype="fp8-pc-pt") == (90,)
+    assert sms(dtype="w4a8-awq") == (89, 90)
+    assert sms(dtype="fp8-pc-pt", runtime="tensorrt_llm") == (90,)

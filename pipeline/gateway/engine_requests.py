@@ -1,0 +1,159 @@
+"""Requests to an engine model of Triton, in token ids: NVIDIA's C++ backend, or the model of the LLM API."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtpipe.engines.sampling import SamplingParams
+from trtpipe.pipeline.gateway.failure import Failure
+from trtpipe.pipeline.net.h2.triton import Tensor, infer_request
+
+_NUMBERS = {"INT32": struct.Struct("<i"), "FP32": struct.Struct("<f"), "UINT64": struct.Struct("<Q")}
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """Inputs and outputs of an engine model in Triton."""
+
+    name: str
+    decoupled: bool
+    inputs: frozenset[str]
+    outputs: frozenset[str]
+
+    @property
+    def llm_api(self) -> bool:
+        """Whether it is a model of the LLM API, which names its inputs after SamplingParams and has no batches."""
+        return "sampling_param_max_tokens" in self.inputs
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """Bytes of a request, and of the request that ends it; None where the model has no `stop` input."""
+
+    start: bytes
+    stop: bytes | None
+
+
+def require_tokens(model: EngineModel) -> None:
+    """Raises Failure for a model that takes or gives text alone, such as that of NVIDIA's `llmapi` template."""
+    if "input_ids" not in model.inputs or "output_ids" not in model.outputs:
+        raise Failure(
+            501,
+            f"the model {model.name} takes text alone, and this gateway sends token ids: serve a repository that this "
+            "version of `trtpipe build` has made",
+            code="unsupported_model",
+        )
+
+
+def engine_request(
+    model: EngineModel,
+    prompt: array[int],
+    sampling: SamplingParams,
+    *,
+    max_tokens: int,
+    ends: Sequence[int],
+    pad_id: int,
+    log_probs: bool = False,
+) -> EngineRequest:
+    """The bytes that `Generation.begin` sends.
+
+    sampling  its seed is always sent; of the others, None leaves the value to the engine
+    ends      token ids that end the answer; none makes it go on to `max_tokens`
+    """
+    request_id = uuid.uuid4().hex
+    inputs = _llm_api if model.llm_api else _tensorrt_llm
+    tensors = inputs(model, prompt, sampling, max_tokens, ends, pad_id)
+    outputs = ["output_ids"] if model.llm_api else ["output_ids", "sequence_length"]
+    if log_probs:
+        tensors.append(_flag(model, "return_log_probs", True))
+        outputs.append("output_log_probs")
+    start = infer_request(model.name, tensors, outputs, request_id=request_id)
+    return EngineRequest(start, _stop(model, request_id) if "stop" in model.inputs else None)
+
+
+def _tensorrt_llm(
+    model: EngineModel, prompt: array[int], sampling: SamplingParams, max_tokens: int, ends: Sequence[int], pad_id: int
+) -> list[Tensor]:
+    tensors = [
+        Tensor("input_ids", "INT32", (1, len(prompt)), prompt.tobytes()),
+        _scalar(model, "input_lengths", "INT32", len(prompt)),
+        _scalar(model, "request_output_len", "INT32", max_tokens),
+        _scalar(model, "end_id", "INT32", ends[0] if ends else -1),
+        _scalar(model, "pad_id", "INT32", pad_id),
+        _flag(model, "streaming", model.decoupled),
+    ]
+    if "exclude_input_in_output" in model.inputs:
+        tensors.append(_flag(model, "exclude_input_in_output", True))
+    tensors += _sampling(
+        model,
+        sampling,
+        seed="seed" if "seed" in model.inputs else "random_seed",  # the input's name up to TensorRT-LLM 0.19
+        top_k="runtime_top_k",
+        top_p="runtime_top_p",
+        min_tokens="min_tokens" if "min_tokens" in model.inputs else "min_length",
+    )
+    if ends[1:]:
+        # The engine takes one end id; the model's other end ids become stop words of one token: the ids, and where each
+        # word ends.
+        count = len(ends) - 1
+        words = array("i", [*ends[1:], *range(1, count + 1)])
+        tensors.append(Tensor("stop_words_list", "INT32", (1, 2, count), words.tobytes()))
+    return tensors
+
+
+def _llm_api(
+    model: EngineModel, prompt: array[int], sampling: SamplingParams, max_tokens: int, ends: Sequence[int], pad_id: int
+) -> list[Tensor]:
+    tensors = [
+        Tensor("input_ids", "INT32", (len(prompt),), prompt.tobytes()),
+        _flag(model, "streaming", model.decoupled),
+        _scalar(model, "sampling_param_max_tokens", "INT32", max_tokens),
+        _scalar(model, "sampling_param_end_id", "INT32", ends[0] if ends else -1),
+        *_sampling(model, sampling, prefix="sampling_param_"),
+    ]
+    if ends[1:]:
+        ids = array("i", ends[1:])
+        tensors.append(Tensor("sampling_param_stop_token_ids", "INT32", (len(ids),), ids.tobytes()))
+    return tensors
+
+
+def _sampling(model: EngineModel, sampling: SamplingParams, prefix: str = "", **renamed: str) -> list[Tensor]:
+    """Inputs of the sampling parameters that are given, under their own names except for the `renamed`."""
+    values: tuple[tuple[str, str, float | None], ...] = (
+        ("seed", "UINT64", sampling.seed or 0),
+        ("temperature", "FP32", sampling.temperature),
+        ("top_p", "FP32", sampling.top_p),
+        ("repetition_penalty", "FP32", sampling.repetition_penalty),
+        ("presence_penalty", "FP32", sampling.presence_penalty),
+        ("frequency_penalty", "FP32", sampling.frequency_penalty),
+        ("top_k", "INT32", sampling.top_k),
+        ("min_tokens", "INT32", sampling.min_tokens),
+    )
+    given = [(renamed.get(name, name), dtype, value) for name, dtype, value in values if value is not None]
+    return [_scalar(model, prefix + name, dtype, value) for name, dtype, value in given]
+
+
+def _stop(model: EngineModel, request_id: str) -> bytes:
+    """The request that ends the one of the same id. The C++ backend refuses one without lengths."""
+    names = () if model.llm_api else ("input_ids", "input_lengths", "request_output_len")
+    tensors = [_scalar(model, name, "INT32", 1) for name in names]
+    tensors.append(_flag(model, "stop", True))
+    return infer_request(model.name, tensors, request_id=request_id)
+
+
+def _scalar(model: EngineModel, name: str, dtype: str, value: float) -> Tensor:
+    number = value if dtype == "FP32" else int(value)
+    return Tensor(name, dtype, _shape(model), _NUMBERS[dtype].pack(number))
+
+
+def _flag(model: EngineModel, name: str, value: bool) -> Tensor:
+    return Tensor(name, "BOOL", _shape(model), b"\1" if value else b"\0")
+
+
+def _shape(model: EngineModel) -> tuple[int, ...]:
+    """Shape of a scalar: the C++ backend's model has batches."""
+    return (1,) if model.llm_api else (1, 1)
