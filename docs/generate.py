@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtpipe.configs import facts
+from trtpipe.engines import load_backend
 from trtpipe.engines.errors import TrtpipeError
 from trtpipe.pipeline.bench.results.metrics import METRICS
 from trtpipe.pipeline.cli import app
@@ -23,6 +24,7 @@ from trtpipe.pipeline.cli.help import COMMON
 from trtpipe.pipeline.execution.diagnosis import Where, load_failures
 from trtpipe.pipeline.gateway import requests
 from trtpipe.pipeline.spec import GROUPS, SCALARS
+from trtpipe.triton_repo.check.facts import Successor, successors
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -191,6 +193,33 @@ def failures(where: Where) -> Iterator[str]:
         yield f"{text(one.cause[:1].upper() + one.cause[1:])}. What to do: {text(one.remedy)}.\n"
 
 
+def migration() -> Iterator[str]:
+    """What becomes of each setting of an engine and its repository under the LLM API and vLLM."""
+    known, runtimes = successors(), {"LLM API": "trtllm_pytorch", "vLLM": "vllm"}
+    groups = {"Build": known.build, **{f"Model: {role}": rows for role, rows in known.parameters.items()}}
+    groups |= {f"config.pbtxt: {role}": rows for role, rows in known.fields.items()}
+    for title, rows in groups.items():
+        yield f"### {title}\n"
+        cells = [(code(name), *(text(_successor(row, one)) for one in runtimes.values())) for name, row in rows.items()]
+        yield from table(("setting", *runtimes), cells)
+
+
+def _successor(row: Successor, runtime: str) -> str:
+    """What a runtime makes of a setting, in words."""
+    backend, name = load_backend(runtime), row.becomes
+    if row.instead:
+        return f"replaced: {row.instead}"
+    if row.lost:
+        return f"none: {row.lost}" + (f"; its own is `{row.there[runtime]}`" if runtime in row.there else "")
+    held, why = backend.FIXED.get(name, ("", ""))
+    followed = not name.startswith("build.") or name.removeprefix("build.") in backend.SETTINGS
+    if held is None or not followed:
+        return f"none: {why}"
+    if why:
+        return f"always `{json.dumps(held)}`: {why}"
+    return f"`{name}`" + (f": {backend.MEANS[name]}" if name in backend.MEANS else "")
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "settings": settings,
@@ -198,6 +227,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "runtimes": runtimes,
     "errors": errors,
     "api-fields": api_fields,
+    "migration": migration,
     "build-failures": lambda: failures("build"),
     "serve-failures": lambda: failures("serve"),
 }

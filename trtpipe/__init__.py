@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from trtpipe.pipeline.api.bench import BenchArguments, bench
     from trtpipe.pipeline.api.build import BuildOptions, Built, build, settings
     from trtpipe.pipeline.api.check import check
+    from trtpipe.pipeline.api.migrate import migrate
     from trtpipe.pipeline.api.plan import plan
     from trtpipe.pipeline.api.prove import prove
     from trtpipe.pipeline.api.serve import Client, Sampling, serve
     from trtpipe.pipeline.bench.results.report import BenchReport
+    from trtpipe.pipeline.migration import Migration
     from trtpipe.pipeline.planner.advice import Advice
     from trtpipe.pipeline.prove.proof import Proof
     from trtpipe.pipeline.spec import BuildSpec
@@ -48,6 +50,7 @@ __all__ = [
     "Fault",
     "HostError",
     "InputDataError",
+    "Migration",
     "Proof",
     "Sampling",
     "StageFailed",
@@ -56,6 +59,7 @@ __all__ = [
     "bench",
     "build",
     "check",
+    "migrate",
     "plan",
     "prove",
     "serve",
@@ -69,10 +73,12 @@ _MODULES = {
     "pipeline.api.bench": ("BenchArguments", "bench"),
     "pipeline.api.build": ("BuildOptions", "Built", "build", "settings"),
     "pipeline.api.check": ("check",),
+    "pipeline.api.migrate": ("migrate",),
     "pipeline.api.plan": ("plan",),
     "pipeline.api.prove": ("prove",),
     "pipeline.api.serve": ("Client", "Sampling", "serve"),
     "pipeline.bench.results.report": ("BenchReport",),
+    "pipeline.migration": ("Migration",),
     "pipeline.planner.advice": ("Advice",),
     "pipeline.prove.proof": ("Proof",),
     "pipeline.spec": ("BuildSpec",),

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trtpipe.engines import BACKENDS, load_backend
 from trtpipe.engines.base import Checkpoint, DataType, Engine, Mapping
@@ -105,6 +105,10 @@ class EngineBackend(Protocol):
     WEIGHT_ONLY  algorithms that it computes with the weights alone on a GPU without tensor cores for the operands
     READS     quantized Hugging Face folders that it reads as they are: method -> algorithms, None for a KV cache alone
     ONE_NODE  why its ranks must be on one node; "" where they can be on several
+    NOTICE    what a user should know before choosing it; "" for nothing
+    FIXED     settings and request inputs that it does not follow: dotted name -> (what holds instead, the reason).
+              None holds where it has nothing of the kind
+    MEANS     settings that it takes in another sense: dotted name -> the sense
     """
 
     FORM: str
@@ -121,6 +125,9 @@ class EngineBackend(Protocol):
     WEIGHT_ONLY: tuple[QuantAlgo, ...]
     READS: dict[str, tuple[QuantAlgo | None, ...]]
     ONE_NODE: str
+    NOTICE: str
+    FIXED: dict[str, tuple[Any, str]]
+    MEANS: dict[str, str]
 
     def tool_versions(self, toolchain: Toolchain) -> dict[str, str]:
         """Versions that determine the engine's bytes; part of the artefact's key."""

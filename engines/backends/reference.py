@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
@@ -32,6 +33,9 @@ ATTENTION_WINDOW = False
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
+NOTICE = ""
+FIXED: dict[str, tuple[Any, str]] = {}
+MEANS: dict[str, str] = {}
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 # `version` in the engine's config.json; increase it when the runtime reads engines differently.
 VERSION = "reference-1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines import trtllm_options
 from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, require_form
@@ -26,6 +27,9 @@ ATTENTION_WINDOW = True
 WEIGHT_ONLY: tuple[QuantAlgo, ...] = ()
 READS: dict[str, tuple[QuantAlgo | None, ...]] = {}
 ONE_NODE = ""
+NOTICE = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
+FIXED: dict[str, tuple[Any, str]] = {}
+MEANS: dict[str, str] = {}
 
 
 def runs_on(target: Target, sms: tuple[int, ...]) -> tuple[int, ...] | None:

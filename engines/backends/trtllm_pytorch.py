@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtpipe.engines.backends.base import NativeServer, ServedBy, Target, Workshop, refuse_others, require_form
 from trtpipe.engines.base import Checkpoint, Engine
@@ -37,6 +38,23 @@ READS: dict[str, tuple[QuantAlgo | None, ...]] = {
     ),
     "fp8": (QuantAlgo.FP8_BLOCK_SCALES,),
 }  # fmt: skip
+NOTICE = ""
+_AT_ONCE = "its model hands each request to the LLM API at once"
+_OWN_TEXT = "the LLM API tokenises by itself, in one process"
+FIXED: dict[str, tuple[Any, str]] = {
+    "serving.multi_block_mode": (None, "its attention kernels choose by themselves"),
+    "serving.normalize_log_probs": (False, "cumulative_logprob is the plain sum"),
+    "serving.exclude_input_in_output": (True, "a request says otherwise: sampling_param_exclude_input_from_output"),
+    "serving.triton_max_batch_size": (None, _AT_ONCE),
+    "serving.max_queue_delay_microseconds": (0, _AT_ONCE),
+    "serving.preprocessing_instance_count": (None, _OWN_TEXT),
+    "serving.bls_instance_count": (None, _OWN_TEXT),
+    "serving.ensemble": (None, "one model takes and returns text"),
+    "serving.add_special_tokens": (True, "SamplingParams' default"),
+    "serving.skip_special_tokens": (True, "SamplingParams' default"),
+    "serving.accumulate_tokens": (False, "each streamed response carries the new text"),
+}
+MEANS: dict[str, str] = {}
 
 
 def tool_versions(toolchain: Toolchain) -> dict[str, str]:

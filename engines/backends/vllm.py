@@ -48,6 +48,22 @@ ATTENTION_WINDOW = True
 ONE_NODE = "on several, vLLM wants a Ray cluster, which is not written here"
 SETTINGS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block")
 FILE = "engine_args.yaml"
+NOTICE = ""
+FIXED: dict[str, tuple[Any, str]] = {
+    "build.max_beam_width": (1, "the vllm runtime has no beam search"),
+    "serving.batch_scheduler_policy": ("max_utilization", "vLLM admits what fits, and pauses and recomputes"),
+    "serving.enable_chunked_context": (True, "vLLM always splits long prompts"),
+    "serving.max_attention_window_size": (None, "vLLM takes the window of the model's config.json"),
+    "serving.multi_block_mode": (None, "its attention kernels choose by themselves"),
+    "request.bad_words": (None, "the vllm runtime refuses it"),
+    "request.beam_width": (None, "the vllm runtime has no beam search"),
+    "request.return_context_logits": (None, "the vllm runtime returns no logits"),
+    "request.return_generation_logits": (None, "the vllm runtime returns no logits"),
+}
+MEANS: dict[str, str] = {
+    "build.max_input_len": "the longest prompt is max_seq_len less the tokens that a request asks for",
+    "serving.kv_cache_free_gpu_mem_fraction": "a share of the GPU's whole memory, for weights and activations too",
+}
 # Most tokens of a step that runs as a CUDA graph. vLLM's default is at most 512, so that a step of 500 requests and the
 # prompts of four others takes 1.5 times as long as one of 512 requests: docs/measurements/h200.md.
 GRAPH_TOKENS = 1024

@@ -21,6 +21,7 @@ from trtpipe.pipeline.cli import (
     chat,
     config,
     facts,
+    migrate,
     plan,
     prove,
     registry,
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 
 # As `trtpipe --help` lists them. `bench` and `deploy` have commands of their own.
 GROUPS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Build": (build.build, build.settings, build.status, facts.recipes, targets.ls, targets.rm, build.gc, build.scrub),
+    "Build": (
+        build.build, build.settings, build.status, migrate.migrate, facts.recipes, targets.ls, targets.rm, build.gc,
+        build.scrub,
+    ),
     "Serve": (
         serve.serve, chat.chat, serve.generate, serve.ps, serve.logs, serve.top, serve.reload, serve.stop, serve.check,
         serve.gateway, serve.monitoring,

@@ -95,7 +95,7 @@ def build(
         specs = [_plan(one) for one in matrix.combinations(options)]
 
     def make(spec: BuildSpec) -> list[StageResult]:
-        _announce(spec)
+        announce(spec)
         made = make_target(
             spec, until=until, verify=verify, keep_failed=keep_failed, given=given, trust_origin=trust.origins,
             trust_key=trust.keys, store=store, reporter=reporter,
@@ -112,7 +112,7 @@ def build(
         run = RunFolder.of(specs[0].target).path
         console.table(("made", "where"), [(r.makes, run / r.makes) for r in outcomes[0].results])
         whole = outcomes[0].results[-1].stage == "package"
-        console.result(f"next: {_next(specs[0].target) if whole else 'the same command without --until'}")
+        console.result(f"next: {next_command(specs[0].target) if whole else 'the same command without --until'}")
     matrix.raise_failures(outcomes)
 
 
@@ -132,7 +132,7 @@ def _facts(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _next(target: str) -> str:
+def next_command(target: str) -> str:
     """What to do on this machine with a target that is built."""
     from trtpipe.pipeline.compatibility import examine, find_passport
     from trtpipe.pipeline.run_folder import RunFolder
@@ -143,12 +143,15 @@ def _next(target: str) -> str:
     return f"trtpipe serve {target}"
 
 
-def _announce(spec: BuildSpec) -> None:
+def announce(spec: BuildSpec) -> None:
     """Print what was resolved, before anything is done with it."""
+    from trtpipe.engines import load_backend
     from trtpipe.pipeline.cli import console
     from trtpipe.pipeline.cli.console_table import words
 
     console.note(f"target {spec.target}")
+    if notice := load_backend(spec.runtime).NOTICE:
+        console.note(notice)
     chosen = [value for value in spec.values if console.FLAGS.verbose or value.source != "default"]
     width = max((len(value.name) for value in chosen), default=0)
     for value in chosen:

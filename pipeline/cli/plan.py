@@ -58,16 +58,18 @@ def plan(
       trtpipe plan --model llama3-70b --gpu a100,h100 --load chat --slo ttft:500ms
       trtpipe plan --model llama3-8b --gpu h100 --price h100=2.5 --page plan.html
     """
+    from trtpipe.engines import load_backend
     from trtpipe.engines.errors import UsageError
     from trtpipe.pipeline.api.plan import plan as advise
-    from trtpipe.pipeline.cli import console_plan
+    from trtpipe.pipeline.cli import console, console_plan
     from trtpipe.pipeline.cli.config import read_config
     from trtpipe.pipeline.planner.whatif import what_ifs
 
     own = read_config()
+    runtime = runtime or own.runtime or "tensorrt_llm"
     advice = advise(
         model, gpu=_list(gpu), dtype=_list(dtype), kv_cache=kv_cache, group_size=group_size,
-        tp=[_whole(one) for one in _list(tp or "")], runtime=runtime or own.runtime or "tensorrt_llm", load=load,
+        tp=[_whole(one) for one in _list(tp or "")], runtime=runtime, load=load,
         input_tokens=input_tokens, output_tokens=output_tokens, rate=rate, slo=slo or (),
         price=own.prices | _prices(price or [], gpu), reuse=reuse,
     )  # fmt: skip
@@ -80,6 +82,8 @@ def plan(
     console_plan.advice(advice, changes, explain=explain, as_json=as_json)
     if all(one.best is None for one in advice.candidates):
         raise UsageError("nothing here serves this load within its objectives", remedy="see above what each one lacks")
+    if notice := load_backend(runtime).NOTICE:
+        console.note(notice)
 
 
 def _list(text: str) -> list[str]:

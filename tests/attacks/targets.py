@@ -113,6 +113,10 @@ TARGETS: dict[str, Target] = {
     "check": Target(arguments=("check", "nvidia"), files=("work/nvidia/**/*",), share=2),
     "check-llmapi": Target(arguments=("check", "llmapi"), files=("work/llmapi/**/*",), share=2),
     "check-own": Target(arguments=("check", TARGET), files=("home/artefacts/package/*/files/**/*",), share=2),
+    "migrate": Target(
+        arguments=("migrate", TARGET, "--to", "vllm", "--gpu", "h100", "-o", "new"),
+        files=("home/artefacts/package/*/files/**/*", f"work/runs/{TARGET}/plan.json"), makes=("new",), share=2,
+    ),
     "serve": Target(
         arguments=("serve", TARGET), files=("home/artefacts/package/*/**/*",), changes=("home",), alone=True
     ),

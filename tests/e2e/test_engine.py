@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from tests.e2e.conftest import Cli
 from tests.e2e.dockerd import Daemon, build_image, running_dockerd
@@ -229,3 +230,43 @@ def test_ranks_are_served_by_the_toolchains_image(
         assert client.containers.list(all=True) == []
     refused = host.run("serve", name, "--server", "local").err.splitlines()[-1]
     assert refused.startswith("error: this engine is for the tensorrt_llm runtime on h100 (SM90): the tritonserver of")
+
+
+def test_an_engine_becomes_a_target_of_vllm_and_of_the_llm_api(host: Cli) -> None:
+    built = host.ok(
+        *BUILD, "--set", "build.max_batch_size=16", "--set", "build.max_num_tokens=256", "--set",
+        "serving.kv_cache_free_gpu_mem_fraction=0.8", "--set", "serving.max_queue_size=32",
+    )  # fmt: skip
+    assert "engines end with TensorRT-LLM 1.2: `trtpipe migrate`" in " ".join(built.err.split())
+    done = host.ok("migrate", TARGET, "--to", "vllm")
+    *_, table, after = done.out.splitlines()
+    assert table == "the table is in runs/tiny.h100.bf16.vllm/migration.json"
+    assert after == "next: trtpipe serve tiny.h100.bf16.vllm"
+    run = host.folder / "runs" / "tiny.h100.bf16.vllm"
+    assert yaml.safe_load((run / "engine" / "engine_args.yaml").read_text()) == {
+        "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 16, "max-model-len": 128,
+        "max-num-batched-tokens": 256, "block-size": 32, "max-cudagraph-capture-size": 256, "kv-cache-dtype": "auto",
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    serving = json.loads((run / "migration.json").read_text())["settings"]["serving"]
+    assert (serving["max_queue_size"], serving["kv_cache_free_gpu_mem_fraction"]) == (32, 0.8)
+    assert "max_queue_size: 32" in (run / "repository" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "error" not in host.ok("check", run.name).out
+
+    host.ok("migrate", str(host.folder / "runs" / TARGET / "repository"), "--to", "llmapi", "-o", "llmapi.yaml")
+    assert "error: llmapi.yaml exists already" in host.run("migrate", TARGET, "--to", "llmapi", "-o", "llmapi.yaml").err
+    host.ok("build", "--recipe", "llmapi.yaml")
+    repository = host.folder / "runs" / "tiny.h100.bf16.trtllm_pytorch" / "repository"
+    assert yaml.safe_load((repository / "tensorrt_llm" / "1" / "model.yaml").read_text()) == {
+        "model": "tensorrt_llm/1", "backend": "pytorch", "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
+        "max_batch_size": 16, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 256, "max_beam_width": 1,
+        "kv_cache_config": {
+            "dtype": "auto", "tokens_per_block": 32, "free_gpu_memory_fraction": 0.8, "enable_block_reuse": True
+        },
+        "enable_chunked_prefill": True, "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
+        "enable_iter_perf_stats": True,
+        "triton_config": {
+            "max_batch_size": 0, "decoupled": True, "cancellation_check_period_ms": 100, "stats_check_period_ms": 100,
+            "max_queue_size": 32,
+        },
+    }  # fmt: skip

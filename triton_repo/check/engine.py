@@ -29,7 +29,7 @@ from trtpipe.triton_repo.check.tokenizer import GENERATION, Vocabulary
 
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 # Bits of build_config.speculative_decoding_mode, and the decoding mode that each requires; 1 stands for none.
-_SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
+SPECULATION = {1: None, 2: None, 4: "medusa", 8: "lookahead", 16: "redrafter", 32: "eagle"}
 _SPECULATIVE = ("medusa", "lookahead", "redrafter", "eagle")
 _STATIC = ("V1", "v1")
 _UNPAGED = "is on, and the engine's prompt attention does not read a paged KV cache"
@@ -102,17 +102,26 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
             remedy="name the folder of config.json and the rank files",
         )
         return None
-    folder = place.path
-    if folder is None:
+    if place.path is None:
         tell_not_here(where, text, report)
         return None
+    return read_engine(place.path, where, text, report, mapped=place.mapped)
+
+
+def read_engine(
+    folder: Path, where: Location, text: str, report: Report, *, mapped: bool = False
+) -> EngineFolder | None:
+    """Read an engine folder that `text` names at `where`; report its faults.
+
+    mapped  whether a path of the container was found in the repository, whose engine may be elsewhere
+    """
     if not folder.is_dir():
         report.error("engine-folder", where, f"is '{text}', which is not a folder", remedy="name the folder it is in")
         return None
     passport = _passport(folder, report)
     files = {path.name for path in folder.iterdir() if path.is_file()}
     ranks = any(re.fullmatch(r"rank\d+\.(engine|safetensors)", file) for file in files)
-    if place.mapped and "config.json" not in files and not ranks:
+    if mapped and "config.json" not in files and not ranks:
         tell_not_here(where, text, report)
         return None
     if "config.json" not in files:
@@ -127,12 +136,10 @@ def find_engine(model: Model, name: str, models: dict[str, Model], report: Repor
             else "copy the whole folder that trtllm-build wrote",
         )
         return None
-    return _read(folder, model, where, text, passport, report)
+    return _read(folder, where, text, passport, report)
 
 
-def _read(
-    folder: Path, model: Model, where: Location, text: str, passport: Passport | None, report: Report
-) -> EngineFolder | None:
+def _read(folder: Path, where: Location, text: str, passport: Passport | None, report: Report) -> EngineFolder | None:
     try:
         raw = read_json(folder / "config.json", "engine config")
     except TrtpipeError as error:
@@ -182,7 +189,7 @@ def _read(
         plugins=plugins or _mapping(raw.get("plugin_config")),
     )
     check_mapping(engine, report)
-    check_rank_files(engine, model, where, report)
+    check_rank_files(engine, where, report)
     check_agreement(engine, report)
     return engine
 
@@ -373,8 +380,8 @@ def _check_decoding(model: Model, engine: EngineFolder, report: Report) -> None:
     if isinstance(raw, str):
         built = next((one for one in _SPECULATIVE if one in raw.lower()), None)
         built = "redrafter" if "explicit" in raw.lower() else built
-    elif raw in _SPECULATION:
-        built = _SPECULATION[raw]
+    elif raw in SPECULATION:
+        built = SPECULATION[raw]
     else:
         return
     for word in ("medusa", "eagle"):

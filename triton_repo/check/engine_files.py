@@ -13,7 +13,6 @@ from trtpipe.engines.json_input import read_json
 from trtpipe.engines.passport import NAME as PASSPORT
 from trtpipe.engines.passport import Passport
 from trtpipe.triton_repo.check.faults import Location, Report
-from trtpipe.triton_repo.check.models import Model
 from trtpipe.triton_repo.check.whole import check_leftovers, check_whole
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _SIZES = ("max_batch_size", "max_seq_len", "max_beam_width")
 
 
-def check_rank_files(engine: EngineFolder, model: Model, where: Location, report: Report) -> None:
+def check_rank_files(engine: EngineFolder, where: Location, report: Report) -> None:
     """Check that each rank has its file, and that each file is whole."""
     files = [path for path in engine.path.iterdir() if path.is_file()]
     reference = (engine.version or "").startswith("reference")

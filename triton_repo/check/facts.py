@@ -1,8 +1,8 @@
-"""Strict reader of the facts in configs/triton: parameters, tensors and LLM API arguments."""
+"""Strict reader of the facts in configs/triton: parameters, tensors, LLM API arguments, and their successors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,6 +91,31 @@ class LlmArguments:
     triton: dict[str, Argument]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Successor:
+    """A row of migration.yaml: what becomes of a setting. The file explains the columns; one of the first three is
+    given."""
+
+    becomes: str = ""
+    instead: str = ""
+    lost: str = ""
+    there: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if [self.becomes, self.instead, self.lost].count("") != 2:
+            raise ValueError("needs one of becomes, instead and lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Successors:
+    """migration.yaml as a whole: by name, for models by role and name; the reason for each refused input."""
+
+    build: dict[str, Successor]
+    parameters: dict[str, dict[str, Successor]]
+    fields: dict[str, dict[str, Successor]]
+    refused: dict[str, str]
+
+
 @cache
 def parameters() -> dict[str, dict[str, Parameter]]:
     """Read the parameters by role and name. Raises FactsError."""
@@ -121,6 +146,21 @@ def llm_arguments() -> LlmArguments:
         arguments=_rows(Argument, raw["arguments"], "llm_arguments.yaml: arguments"),
         nested={name: _rows(Argument, rows, f"llm_arguments.yaml: {name}") for name, rows in raw["nested"].items()},
         triton=_rows(Argument, raw["triton"], "llm_arguments.yaml: triton"),
+    )
+
+
+@cache
+def successors() -> Successors:
+    """Read what becomes of settings under a runtime without engines. Raises FactsError."""
+    raw = _read("migration.yaml")
+    _known(raw, [one.name for one in fields(Successors)], "migration.yaml")
+    return Successors(
+        build=_rows(Successor, raw["build"], "migration.yaml: build"),
+        parameters={
+            role: _rows(Successor, rows, f"migration.yaml: {role}") for role, rows in raw["parameters"].items()
+        },
+        fields={role: _rows(Successor, rows, f"migration.yaml: {role}") for role, rows in raw["fields"].items()},
+        refused=dict(raw["refused"]),
     )
 
 

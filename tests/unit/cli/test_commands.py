@@ -42,10 +42,11 @@ from trtpipe.triton_repo.layout import ENGINE_FOLDER
 
 SETTINGS = [part for size in SIZES for part in ("--set", size)]
 COMMANDS = [
-    "build", "settings", "status", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps", "logs",
-    "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan", "probe",
-    "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect", "restore",
-    "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config", "completion",
+    "build", "settings", "status", "migrate", "recipes", "ls", "rm", "gc", "scrub", "serve", "chat", "generate", "ps",
+    "logs", "top", "reload", "stop", "check", "gateway", "monitoring", "deploy", "compare", "prove", "bench", "plan",
+    "probe", "export", "import", "push", "pull", "search", "provenance", "verify-provenance", "convert", "inspect",
+    "restore", "quantize", "verify", "quants", "models", "gpus", "toolchains", "passport", "doctor", "config",
+    "completion",
 ]  # fmt: skip
 
 
@@ -1302,6 +1303,13 @@ def test_plan_ranks_and_says_what_is_missing(run: Run, in_folder: Path) -> None:
 def test_plan_refuses_what_makes_no_sense(run: Run, words: list[str], line: str) -> None:
     done = run("plan", "--model", "llama3-8b", *words)
     assert (done.status, done.err) == (2, f"error: {line}\n")
+
+
+def test_plan_says_that_engines_end(run: Run) -> None:
+    question = ("plan", "--model", "llama3-8b", "--gpu", "h100", "--tp", "1", "--dtype", "bf16")
+    notice = "engines end with TensorRT-LLM 1.2: `trtpipe migrate` makes the same service of the LLM API or vLLM"
+    assert notice in run(*question).err
+    assert notice not in run(*question, "--runtime", "vllm").err
 
 
 def test_a_plan_without_an_answer_is_an_error_after_its_reasons(run: Run) -> None:

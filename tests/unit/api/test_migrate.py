@@ -1,0 +1,184 @@
+"""A migration as a whole: where the model, the precision and the GPU come from, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import trtpipe
+from tests.support.factories import hf_folder
+from tests.support.repository_changes import made, rendered
+from tests.support.triton_repositories import Repository, inflight
+from trtpipe.engines.errors import InputDataError, TrtpipeError, UsageError
+from trtpipe.pipeline.run_folder import RunFolder
+from trtpipe.pipeline.store.store import Store
+from trtpipe.triton_repo.migration import Verdict
+
+SIZES = {"max_batch_size": 8, "max_input_len": 128, "max_seq_len": 256, "max_num_tokens": 512}
+FP8 = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+
+
+def tiny(repository: Repository, **pretrained: Any) -> Path:
+    """The repository with the engine of the model `tiny`."""
+    for name, value in {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **pretrained}.items():
+        repository.engine(f"pretrained_config.{name}", value)
+    for name, value in SIZES.items():
+        repository.engine(f"build_config.{name}", value)
+    return repository.path
+
+
+@pytest.fixture
+def nvidia(in_folder: Path) -> Path:
+    """NVIDIA's template with an engine of the model `tiny`, which is in the working folder."""
+    hf_folder(in_folder / "tiny")
+    return tiny(inflight(in_folder / "repository"))
+
+
+def change(repository: Path, **pretrained: Any) -> Path:
+    return tiny(Repository(repository), **pretrained)
+
+
+@pytest.fixture
+def target(in_folder: Path, tmp_path: Path) -> Path:
+    """A target of ours in ./runs, built from the folder `tiny`."""
+    spec = trtpipe.settings(
+        model=str(hf_folder(in_folder / "tiny")), gpu="h100", dtype="fp8-kv", accept_accuracy=True,
+        set={"build": SIZES, "calibration": {"samples": 16, "seq_len": 64}},
+    )  # fmt: skip
+    run = RunFolder.of(spec.target)
+    run.start(spec, Store(tmp_path / "home"))
+    repository = tiny(rendered(tmp_path, batch_scheduler_policy="max_utilization"), quantization=FP8)
+    made(repository / "tensorrt_llm" / "1", quant_algo="FP8", kv_cache_quant_algo="FP8")
+    (run.path / "repository").symlink_to(repository)
+    (run.path / "engine").symlink_to(repository / "tensorrt_llm" / "1")
+    return run.path
+
+
+def test_a_template_with_an_engine_from_elsewhere(nvidia: Path) -> None:
+    found = trtpipe.migrate(nvidia, to="vllm", model="tiny", gpu="h100")
+    assert found.spec.target == "tiny.h100.bf16.vllm"
+    assert found.recipe == {
+        "tp": 1, "pp": 1, "dtype": "bf16", "build": {**SIZES, "tokens_per_block": 32},
+        "serving": {
+            "kv_cache_free_gpu_mem_fraction": 0.9, "exclude_input_in_output": True, "enable_chunked_context": True,
+            "triton_max_batch_size": 8, "decoupled": True, "preprocessing_instance_count": 1, "bls_instance_count": 1,
+        },
+        "model": "tiny", "gpu": "h100", "runtime": "vllm",
+    }  # fmt: skip
+    assert {value.name: value.source for value in found.spec.values}["build.max_batch_size"] == "the engine"
+    assert not Path("runs").exists()
+    assert trtpipe.settings(recipe=_written(found.recipe)).settings == found.spec.settings
+
+
+def _written(recipe: dict[str, Any]) -> Path:
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_a_target_of_ours_brings_its_model_and_what_it_was_quantized_with(target: Path, in_folder: Path) -> None:
+    for folder in (target.name, target, target / "repository", target / "engine"):
+        found = trtpipe.migrate(folder, to="vllm")
+        assert found.spec.target == "tiny.h100.fp8-kv.vllm"
+        assert found.recipe["model"] == str(in_folder / "tiny")
+        assert found.recipe["calibration"]["samples"] == 16
+        assert found.recipe["accept_accuracy"] is True
+    other = trtpipe.migrate(target, to="llmapi", dtype="bf16")
+    assert other.spec.target == "tiny.h100.bf16.trtllm_pytorch"
+    assert "calibration" not in other.recipe
+    rows = {row.setting: row for row in other.rows if row.place == "engine"}
+    assert (rows["precision"].value, rows["precision"].to) == ("FP8, KV cache FP8", "bf16")
+    assert rows["precision"].verdict is Verdict.CHANGED
+    assert rows["version"].verdict is Verdict.CARRIED
+
+
+@pytest.mark.process
+def test_a_target_of_the_reference_runtime_goes_to_vllm(in_folder: Path) -> None:
+    tiny = str(hf_folder(in_folder / "tiny", dtype="F32"))
+    built = trtpipe.build(model=tiny, gpu="cpu", dtype="fp32", set={"build": SIZES, "serving": {"max_queue_size": 16}})
+    found = trtpipe.migrate(built.target, to="vllm")
+    assert found.spec.target == "tiny.cpu.fp32.vllm"
+    assert {row.setting: row.verdict for row in found.rows if row.becomes == "serving.max_queue_size"} == {
+        "dynamic_batching.default_queue_policy.max_queue_size": Verdict.CARRIED
+    }
+    made = trtpipe.build(found.spec)
+    assert yaml.safe_load((made.folder / "engine" / "engine_args.yaml").read_text()) == {
+        "tensor-parallel-size": 1, "pipeline-parallel-size": 1, "max-num-seqs": 8, "max-model-len": 256,
+        "max-num-batched-tokens": 512, "block-size": 32, "kv-cache-dtype": "auto", "dtype": "float32",
+        "enforce-eager": True,
+    }  # fmt: skip
+    assert trtpipe.check(made.target) == []
+
+
+def test_an_option_outranks_the_engine(nvidia: Path) -> None:
+    given = {"build.max_batch_size": 4, "serving.triton_max_batch_size": 4}
+    found = trtpipe.migrate(nvidia, to="vllm", model="tiny", gpu="h100", set=given)
+    row = next(row for row in found.rows if (row.place, row.setting) == ("engine", "max_batch_size"))
+    assert (row.verdict, row.value, row.to, row.why) == (Verdict.CHANGED, 8, 4, "from --set")
+    assert found.spec.build.max_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "dtype_of_target"),
+    [
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": None}, "bfloat16", "fp8"),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_quant_algo": None}, "bfloat16", "fp8-pc-pt"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "float16", "fp16-kvfp8"),
+    ],
+)
+def test_precisions(nvidia: Path, quantization: dict[str, Any], dtype: str, dtype_of_target: str) -> None:
+    change(nvidia, quantization=quantization, dtype=dtype)
+    found = trtpipe.migrate(nvidia, to="llmapi", model="tiny", gpu="h100")
+    assert found.spec.precision.name == dtype_of_target
+    row = next(row for row in found.rows if row.setting == "precision")
+    assert row.verdict is Verdict.CARRIED
+
+
+# how the engine is changed, options, the error and a part of its line
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[TrtpipeError], str]] = [
+    ({}, {"to": "sglang"}, UsageError, "unknown runtime 'sglang'; known: llmapi, vllm"),
+    ({}, {"model": None}, UsageError, "nothing says which model .* no weights are taken out of an engine"),
+    ({}, {"gpu": None}, UsageError, "no gpu is given"),
+    ({"architecture": "GPTForCausalLM"}, {}, UsageError, "is of GPTForCausalLM, which trtpipe does not know; it knows"),
+    ({"hidden_size": 64}, {}, UsageError, "tiny is not the engine's model: its hidden_size is 32, and .* has 64"),
+    ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL", "kv_cache_quant_algo": None}},
+     {"to": "llmapi", "gpu": "a100"}, UsageError, r"; take --dtype .*bf16"),
+    ({"quantization": {"quant_algo": "W4A8_AWQ", "kv_cache_quant_algo": None}}, {}, UsageError,
+     r"W4A8_AWQ.*; take --dtype .*bf16.*, or --to llmapi"),
+    ({"quantization": {"quant_algo": "W4A16_GPTQ", "kv_cache_quant_algo": None}}, {}, UsageError,
+     "the engine's precision, W4A16_GPTQ, is none that trtpipe makes; choose another with --dtype"),
+    ({}, {"model": "nowhere/"}, UsageError, "unknown model 'nowhere/'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pretrained", "options", "kind", "line"), REFUSED)
+def test_what_is_refused(
+    nvidia: Path, pretrained: dict[str, Any], options: dict[str, Any], kind: type[TrtpipeError], line: str
+) -> None:
+    change(nvidia, **pretrained)
+    with pytest.raises(kind, match=line):
+        trtpipe.migrate(nvidia, **{"to": "vllm", "model": "tiny", "gpu": "h100", **options})
+    assert not Path("runs").exists()
+
+
+def test_a_source_that_is_gone(target: Path, in_folder: Path) -> None:
+    (in_folder / "tiny").rename(in_folder / "moved")
+    with pytest.raises(
+        InputDataError, match=r"folder .*/tiny is gone: .* was built from it; give the model with --model"
+    ):
+        trtpipe.migrate(target, to="vllm")
+    assert trtpipe.migrate(target, to="vllm", model="moved").spec.model.name == "moved"
+
+
+def test_the_table_as_json(nvidia: Path) -> None:
+    found = json.loads(json.dumps(trtpipe.migrate(nvidia, to="vllm", model="tiny", gpu="h100").to_json()))
+    assert (found["target"], found["runtime"]) == ("tiny.h100.bf16.vllm", "vllm")
+    assert {
+        "place": "tensorrt_llm", "setting": "kv_cache_free_gpu_mem_fraction", "value": 0.9, "verdict": "changed",
+        "becomes": "serving.kv_cache_free_gpu_mem_fraction", "to": 0.9,
+        "why": "a share of the GPU's whole memory, for weights and activations too",
+    } in found["rows"]  # fmt: skip
