@@ -55,8 +55,13 @@ class LayerShard:
 
     def pack(self) -> LayerShard:
         """See Linear.pack."""
-        linears = {"qkv": self.qkv.pack(), "dense": self.dense.pack(), "proj": self.proj.pack()}
-        return replace(self, branches=self.branches.pack(), **linears)
+        return replace(
+            self,
+            qkv=self.qkv.pack(),
+            dense=self.dense.pack(),
+            branches=self.branches.pack(),
+            proj=self.proj.pack(),
+        )
 
 
 class Head(NamedTuple):
